@@ -62,7 +62,7 @@ def measure_sides(
 
 
 def print_table(method: str, results: dict[tuple[str, str], SideResult]) -> None:
-    """Print a row for each (side, precision): tokens/s, MB, their ratios to Tricycle's, and the last loss.
+    """Print a row by (side, precision): tokens/s, MB, Tricycle's over these and over PyTorch's best; last loss.
 
     Tricycle's speed and memory are divided by the row's of the same precision, and by the better ones of PyTorch's two
     precisions.

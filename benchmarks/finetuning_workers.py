@@ -26,7 +26,7 @@ Step = Callable[[], float]
 
 
 def random_batches(n_vocab: int, n_rows: int, n_tokens: int):
-    """Yield endless (inputs, labels) of random tokens (n_rows, n_tokens); labels are the inputs one token on."""
+    """Yield endless (inputs, labels) of random tokens (n_rows, n_tokens), seed 0; labels are inputs one token on."""
     generator = np.random.default_rng(0)
     while True:
         tokens = generator.integers(0, n_vocab, (n_rows, n_tokens + 1))
@@ -77,7 +77,7 @@ def tricycle_step(
 def torch_step(
     folder: Path, method: str, precision: str, shape: tuple[int, int], recompute: bool, weights: str = "float32"
 ) -> Step:
-    """Return a function that makes one update with `transformers` and `peft` and returns the loss (nats per token).
+    """Return a function that makes an update by transformers, peft on float32 weights and returns nats per token.
 
     It follows their guides: eager mode, autocast for bfloat16, fused AdamW. Arguments as in `tricycle_step`.
     """

@@ -113,7 +113,7 @@ def export_model(model: GPT, tokeniser: Any, folder: Path, sides: list[Side]) ->
 def measure_sides(
     workers: dict[str, Worker], bandwidth_worker: Worker, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return lists by round: seconds of each prefill and per new token, bandwidth in bytes/s; and the tokens.
+    """Return a dict, without a warm-up round: lists of seconds per prefill and new token, bytes/s; and the tokens.
 
     Returns:
         lists over the rounds: the seconds of each prefill ("NAME N_PROMPT") and of a new token ("NAME token"), and
@@ -137,7 +137,7 @@ def measure_sides(
 
 
 def n_common_prefix(left: list[int], right: list[int]) -> int:
-    """Return the length of the common prefix of two token lists."""
+    """Return the index of the first difference of two equally long token lists, or len(left) if there is none."""
     return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), len(left))
 
 

@@ -106,7 +106,7 @@ SIDES: dict[str, Callable[[Path, str, str | None], tuple[NextTokenFn, ResetFn]]]
 
 # -------------------------------------------------------------------- measurements
 def memory_bandwidth(n_rows: int = 65_536, n_columns: int = 1024, repeats: int = 5) -> float:
-    """Return the bytes per second that products of a large matrix with a vector read on all threads.
+    """Return the highest bytes per second, of `repeats`, that products of a matrix and a vector read on all threads.
 
     The result is the highest of several repeats.
     """

@@ -60,7 +60,7 @@ class Side:
         self.losses: list[float] = []
 
     def wait(self) -> None:
-        """Wait until the device has completed all work."""
+        """Wait until the device has completed all work; the base class does nothing."""
 
     def steps(self, n: int) -> list[float]:
         """Make n training updates of the model, and return their n losses (nats per token)."""
@@ -92,11 +92,11 @@ class Side:
         return results
 
     def product(self, name: str, n: int, k: int, m: int) -> Callable[[], Any]:
-        """Return a function that multiplies (n, k) by (k, m); `name` of `matmul_shapes` sets their layout."""
+        """Return a function that multiplies (n, k) by (k, m), in the layout of `name`; NotImplementedError here."""
         raise NotImplementedError
 
     def generate(self, batch: int, n_tokens: int) -> float:
-        """Return the seconds to decode `n_tokens` greedily for `batch` prompts with a KV cache, after a warm-up."""
+        """Return the seconds to read `batch` prompts and decode `n_tokens` greedily, KV-cached, after a warm-up."""
         prompt = np.random.default_rng(1).integers(0, self.config.vocab_size, (batch, PROMPT))
         self.decode(prompt, min(8, n_tokens))
         self.wait()
@@ -106,11 +106,11 @@ class Side:
         return time.perf_counter() - start
 
     def decode(self, prompt: np.ndarray, n_tokens: int) -> Any:
-        """Generate `n_tokens` greedily after prompts (batch, tokens); the return value depends on the side."""
+        """Generate `n_tokens` greedily after prompts (batch, tokens); NotImplementedError unless overridden."""
         raise NotImplementedError
 
     def memory(self) -> float:
-        """Return the peak memory in GB: of the GPU, or of the process if no GPU is used."""
+        """Return the peak memory of the process in GB; subclasses return that of the GPU if it is used."""
         return peak_memory_mb() / 1e3
 
 
@@ -124,7 +124,7 @@ class Tricycle(Side):
         self.state = new_state(config, random_tokens(config), on_gpu)
 
     def wait(self) -> None:
-        """Wait until the device has completed all work."""
+        """Wait until the GPU has completed all work; do nothing on the CPU."""
         if self.on_gpu:
             import cupy
 
@@ -161,7 +161,7 @@ class Tricycle(Side):
         return generated
 
     def timeline(self) -> dict[str, Any]:
-        """Make 3 updates; return {"step": ms, "rows": [(kernel, calls, ms)]} of the last, slowest kernel first."""
+        """Make 3 updates; return "step" ms, "rows" (kernel or "elsewhere", calls, ms) of the last, slowest first."""
         from tricycle import kernels
 
         events: list[tuple[str, Any, Any]] = []
@@ -218,7 +218,7 @@ class Tricycle(Side):
         )  # the pool does not return memory, so this is the peak
 
     def versions(self) -> str:
-        """Return one line of text with the versions of Tricycle and NumPy, or CuPy and the CUDA libraries."""
+        """Return a line with the versions of Tricycle and of NumPy, or on a GPU of CuPy, cuBLASLt and cuDNN."""
         import tricycle
 
         if not self.on_gpu:
@@ -273,7 +273,7 @@ class Torch(Side):
         self.data = CausalLMDataset(random_tokens(config), *shape, config.seed).batch().shuffle()
 
     def wait(self) -> None:
-        """Wait until the device has completed all work."""
+        """Wait until the GPU has completed all work; do nothing on the CPU."""
         if self.on_gpu:
             import torch
 

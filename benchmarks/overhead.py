@@ -48,7 +48,7 @@ def tricycle(n_steps: int) -> Iterator[Any]:
 
 
 def torch(n_steps: int) -> Iterator[Any]:
-    """Run it with PyTorch on one thread; yield after setup, after forward, and the gradients [x, b, c] at the end."""
+    """Run the chain with PyTorch on one thread; yield None after setup and forward, then the gradients [x, b, c]."""
     import torch
 
     torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def torch(n_steps: int) -> Iterator[Any]:
 
 
 def autograd(n_steps: int) -> Iterator[Any]:
-    """Run it with HIPS autograd; yield after the setup, after forward, and the gradients [x, b, c] after backward."""
+    """Run the chain with HIPS autograd; yield None after setup and after forward, then the gradients [x, b, c]."""
     from autograd import make_vjp
 
     inputs = [np.array([value], np.float32) for value in VALUES]
@@ -73,7 +73,7 @@ def autograd(n_steps: int) -> Iterator[Any]:
 
 
 def micrograd(n_steps: int) -> Iterator[Any]:
-    """Run it with micrograd; yield after the setup, after forward, and the gradients [x, b, c] after backward."""
+    """Run the chain by micrograd, recursion limit raised; yield None at setup, forward, then gradients [x, b, c]."""
     from micrograd.engine import Value
 
     sys.setrecursionlimit(10 * n_steps + 1000)  # its topological sort is recursive
@@ -89,7 +89,7 @@ SIDES = {side.__name__: side for side in (tricycle, torch, autograd, micrograd)}
 
 
 def time_chain(side: str, n_steps: int, collector: bool) -> tuple[float, float, list[float]]:
-    """Return (forward seconds, backward seconds, gradients of x, b and c) of one run of a side in SIDES.
+    """Return (forward seconds, backward seconds, gradients [x, b, c]) of a run of a side in SIDES; leave gc enabled.
 
     Args:
         collector: keep Python's garbage collector enabled.

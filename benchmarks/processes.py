@@ -63,7 +63,7 @@ class CommunicationCosts(NamedTuple):
 
 
 def communication_costs(overlapped: float, late: float, no_reduce: float) -> CommunicationCosts:
-    """Return the exposed and hidden fractions from the seconds of a step with overlapped, late and no all-reduces."""
+    """Return exposed and hidden (or None) fractions from seconds of a step with overlapped, late, no all-reduces."""
     reduce_seconds = late - no_reduce
     hidden = (late - overlapped) / reduce_seconds if reduce_seconds > 0.05 * late else None
     return CommunicationCosts((overlapped - no_reduce) / overlapped, hidden)
@@ -97,7 +97,7 @@ def report(
 
 
 def main() -> None:
-    """Parse sys.argv, and print a table of tokens/s, speed-up and ms per step for each shape."""
+    """Parse sys.argv, print a table of tokens/s, speed-up and ms per step by shape; exit if mpi4py is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["S"], help="model shapes")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of one thread, and threads of the single process")

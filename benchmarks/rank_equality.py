@@ -72,7 +72,7 @@ def run_jobs(folder: Path) -> None:
 
 
 def run_job(job: Job, folder: Path, processes: ProcessGroup) -> None:
-    """Make a job's updates; rank 0 writes losses, weights, n_bytes and n_copies to folder/NAME.npz."""
+    """Make a job's updates; rank 0 writes losses, weights, n_bytes, n_copies to folder/NAME.npz, and any job.saved."""
     state = initial_state(job, folder, processes)
     losses = [train_step(state)[0] for _ in range(state.step, job.until)]
     weights = np.concatenate([parameter.array.ravel() for parameter in state.model.parameters()])
@@ -142,7 +142,7 @@ def load_result(folder: Path, name: str) -> Result:
 
 
 def equality_table(folder: Path, counts: list[int], n_steps: int) -> str:
-    """Run all jobs that compare numbers of ranks, which takes minutes, and return a Markdown table.
+    """Run all jobs that compare `counts` (first 1) of ranks, for minutes, files in `folder`; return a Markdown table.
 
     Args:
         counts: numbers of ranks; the first is 1.
@@ -235,7 +235,7 @@ def resume_cell(folder: Path, n: int, kind: str) -> str:
 
 
 def main() -> int:
-    """Parse sys.argv, run all jobs, and print both tables; return 1 if results that should be bit-exact differ."""
+    """Parse sys.argv, run all jobs, print tables (resuming: only for 4 ranks); return 1 if bit-exactness fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100, help="number of updates")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], help="numbers of ranks")

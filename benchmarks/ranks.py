@@ -42,7 +42,7 @@ def mpiexec() -> str | None:
 
 
 def ranks_worker(shape: str, n_ranks: int, threads: int = 1) -> Worker:
-    """Start a worker with `n_ranks` ranks of `threads` threads each; a single rank starts without MPI.
+    """Start a worker of `n_ranks` ranks of `threads` threads, one without MPI; FileNotFoundError if mpiexec is missing.
 
     Raises:
         FileNotFoundError: mpiexec is missing.
@@ -129,7 +129,7 @@ class InstrumentedGroup(ProcessGroup):
         return self.inner.all_reduce(numbers)
 
     def start_all_reduce(self, array: Any) -> Pending:
-        """Record, and unless `reduces` is False start, an in-place sum over the ranks; call `wait` on the result."""
+        """Record an in-place sum over the ranks, start it if `reduces`; `wait` on the result adds the `link` time."""
         now = time.perf_counter()
         self.records.append((now, array.nbytes))
         pending: Pending = self.inner.start_all_reduce(array) if self.reduces else CompletedReduce()
@@ -168,7 +168,7 @@ class RankSteps:
         link: Any = (0, 0),
         single_process: bool = False,
     ) -> Any:
-        """Make a training step in all ranks; return "seconds", "waited", "backward" and "buckets", all in seconds.
+        """Train one step in all ranks; return "seconds", "waited", "backward" (seconds), "buckets": [[second, bytes]].
 
         Args:
             n_batches: of this rank, accumulated.
@@ -212,7 +212,7 @@ class RankSteps:
 
 
 def serve(shape: str) -> None:
-    """Execute the JSON requests that rank 0 reads from stdin, in all ranks; rank 0 prints the answers as JSON."""
+    """Execute JSON requests that rank 0 reads from stdin until END, in all ranks; rank 0 prints answers as JSON."""
     processes: ProcessGroup = SINGLE_PROCESS
     if launch_info().size > 1:
         from tricycle_mpi.ranks import join_process_group

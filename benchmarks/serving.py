@@ -264,7 +264,7 @@ def running_server(source: str, *arguments: str) -> Iterator[int]:
 
 
 def result_table(results: list[RequestResult], seconds: float) -> str:
-    """Return a Markdown table by kind of request: number sent and correct, median and slowest seconds.
+    """Return a Markdown table by kind of request: number sent, correct, median and slowest seconds; and of totals.
 
     Args:
         seconds: duration of the whole test.

@@ -106,7 +106,7 @@ def time_steps(side: str, network: str, n_steps: int) -> float:
 
 
 def compare_steps(sides: list[str], n_steps: int, repeats: int) -> None:
-    """Print a table of the milliseconds of `n_steps` training steps, with a process for each side."""
+    """Print median milliseconds of `n_steps` steps by network and side (a process each), and any tricycle / torch."""
     spawn = multiprocessing.get_context("spawn")
     workers = {side: ProcessPoolExecutor(1, mp_context=spawn) for side in sides}
     print(f"milliseconds of {n_steps:,} steps, medians of {repeats} interleaved rounds")

@@ -75,7 +75,7 @@ def draw_bars(times: dict[str, dict[str, float]], title: str, path: Path) -> Non
 
 
 def main() -> None:
-    """Parse sys.argv, print the milliseconds of each kernel group, and with --out draw them as a PNG."""
+    """Parse sys.argv, print ms by kernel group, with --out draw a PNG; if BLAS is pinned, rerun unpinned and exit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S", help="model and batch")
     parser.add_argument("--steps", type=int, default=8, help="timed steps with each set of kernels")

@@ -35,7 +35,7 @@ def shakespeare(n_bytes: int) -> list[str]:
 
 
 def standard_library_code(n_bytes: int) -> list[str]:
-    """Return texts of the running Python's standard library files, with at most `n_bytes` together."""
+    """Return texts of the standard library's .py files outside SKIPPED_FOLDERS, cut to `n_bytes` together."""
     root, texts, size = Path(sysconfig.get_path("stdlib")), [], 0
     for path in sorted(root.rglob("*.py")):
         if size < n_bytes and not SKIPPED_FOLDERS & {*path.relative_to(root).parts}:

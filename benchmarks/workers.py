@@ -187,7 +187,7 @@ def matmul_step(config: GPTConfig | None, precision: str = "float32"):
 
 
 def torch_matmul_step(config: GPTConfig | None, precision: str = "float32"):
-    """Return a function that squares a (MATMUL_SIZE, MATMUL_SIZE) matrix with PyTorch; `config` is ignored."""
+    """Return a function that squares a MATMUL_SIZE matrix with PyTorch; needs OMP_NUM_THREADS, ignores `config`."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -238,7 +238,7 @@ def library_versions(side: str) -> str:
 
 
 def blas_description() -> str:
-    """Return the name, kernels and number of threads of NumPy's BLAS as text; needs threadpoolctl."""
+    """Return name, kernels and threads of NumPy's BLAS as text; without threadpoolctl, a text that it is unknown."""
     try:
         from threadpoolctl import threadpool_info
     except ImportError:

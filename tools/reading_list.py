@@ -28,7 +28,7 @@ blocks models bpe batches optimisers scheduler training sampling generate
 
 
 def path_of(name: str) -> Path:
-    """Return the path of a file in the reading list."""
+    """Return the path tricycle/NAME.py of a file in the reading list; `name` has no ending."""
     return ROOT / "tricycle" / f"{name}.py"
 
 
@@ -57,7 +57,7 @@ def table() -> str:
 
 
 def page_with_table(page: str) -> str:
-    """Return the text of the page with the current table between its markers."""
+    """Return the text of the page with the current table between its markers; ValueError unless each is there once."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}{table()}{END}{after}"

@@ -105,7 +105,7 @@ def copy_checkout(root: Path, folder: Path) -> Path:
 
 
 def prepare(root: Path, version: str) -> list[Path]:
-    """Write version and changelog, rebuild dist/, check both archives and return their paths (wheel, source archive).
+    """Write version and changelog (ValueError without fragments), rebuild dist/, check; return [wheel, source archive].
 
     Raises:
         ValueError: no changelog fragments, a file without its version, or an archive with missing or extra files.
@@ -124,7 +124,7 @@ def prepare(root: Path, version: str) -> list[Path]:
 
 
 def check(root: Path, folder: Path) -> list[Path]:
-    """Check the wheel and the source archive in a folder, and return their paths in this order; raise if one is bad.
+    """Check and return a folder's [wheel, source archive]; ValueError for bad files, CalledProcessError if tools fail.
 
     Raises:
         ValueError: an archive does not exist, or has missing or extra files.
@@ -145,7 +145,7 @@ def changelog_fragments(root: Path) -> list[Path]:
 
 
 def check_archives(root: Path, wheel: Path, source: Path) -> None:
-    """Raise ValueError unless both archives contain the files of the packages and no others.
+    """Raise ValueError unless both archives hold just the packages' files, the source also EXTRA_SOURCE_FILES.
 
     Raises:
         ValueError: an archive has missing or extra files.
@@ -160,7 +160,7 @@ def check_archives(root: Path, wheel: Path, source: Path) -> None:
 
 
 def package_files(root: Path) -> set[str]:
-    """Return the files of all packages, as paths relative to the root."""
+    """Return the files of all packages tricycle*, without __pycache__, as POSIX paths relative to the root."""
     return {
         path.relative_to(root).as_posix()
         for package in root.glob("tricycle*")

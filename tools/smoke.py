@@ -111,7 +111,7 @@ def check_training(installation: Installation) -> None:
 
 
 def check_version(installation: Installation) -> None:
-    """Raise SystemExit unless the command, the package and its metadata have the same version."""
+    """Raise SystemExit unless command, package (in site-packages) and metadata have the same version."""
     program = (
         "import importlib.metadata, tricycle; "
         "print(tricycle.__version__, importlib.metadata.version('tricycle-gpt'), tricycle.__file__)"
@@ -157,7 +157,7 @@ def check_run_commands(installation: Installation) -> None:
 
 
 def check_completion(installation: Installation) -> None:
-    """Check shell completion, in bash by running it, in zsh and fish only the script; raise SystemExit on failure."""
+    """Check completion: zsh and fish scripts, and a run in bash (if found, not on Windows); SystemExit on failure."""
     for shell in ("zsh", "fish"):
         expect("laptop" in installation.tricycle("--print-completion", shell), f"presets for {shell}", "")
     bash = shutil.which("bash")
@@ -175,7 +175,7 @@ def check_completion(installation: Installation) -> None:
 
 
 def check_chat(installation: Installation) -> None:
-    """Check the command chat on an exported model with a chat template; raise SystemExit on failure.
+    """Train and export a tiny model, add a chat template, and check the command chat on it; SystemExit on failure.
 
     The format of the export is Hugging Face's.
     """

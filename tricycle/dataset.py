@@ -98,7 +98,7 @@ class Buckets:
         self._batches = self.batches(0)
 
     def batches(self, epoch: int) -> list[np.ndarray]:
-        """Return an epoch's batches of item indices: items of similar length, in an order drawn from (seed, epoch)."""
+        """Return batches of item indices: similar lengths, up to `max_tokens` if padded, order from (seed, epoch)."""
         generator = np.random.default_rng((self.seed, epoch))
         order = generator.permutation(len(self.lengths))
         order = order[np.lexsort(self.lengths[order].T)]  # by the last sequence, then the one before it, ...

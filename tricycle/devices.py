@@ -18,7 +18,7 @@ ARRAY_MODULES: dict[type, ModuleType] = {np.ndarray: np}
 
 
 def array_module(array: Array) -> ModuleType:
-    """Return the module of an array, numpy or cupy; raise a TypeError for other objects."""
+    """Return the module of an array or NumPy scalar, numpy or cupy; raise a TypeError for other objects."""
     if module := ARRAY_MODULES.get(type(array)):
         return module
     if isinstance(array, (np.ndarray, np.generic)):  # subclasses (memmap, ...) and scalars
@@ -31,7 +31,7 @@ def array_module(array: Array) -> ModuleType:
 
 
 def is_array(value: object) -> bool:
-    """Return whether `value` is a NumPy or CuPy array."""
+    """Return whether `value` is a NumPy or CuPy array, or a NumPy scalar."""
     try:
         return array_module(value) is not None
     except TypeError:
@@ -39,14 +39,14 @@ def is_array(value: object) -> bool:
 
 
 def on_gpu(array: Array) -> bool:
-    """Return whether an array is in GPU memory."""
+    """Return whether an array is in GPU memory; raise a TypeError if it is no NumPy or CuPy array."""
     return array_module(array) is not np
 
 
 # Cache: valid for the life of the process: one array for each device and dtype. It is a view, so no leaf keeps it.
 @cache
 def one(xp: ModuleType, device: str, dtype: np.dtype[Any]) -> Array:
-    """Return the array 1 of shape () of a device and a dtype: always the same one, so that `is` recognizes it."""
+    """Return 1 of shape (), made on the current device, cached by module, device and dtype: `is` recognizes it."""
     return xp.ones(1, dtype).reshape(())
 
 
@@ -91,7 +91,7 @@ def to_cpu(array: Array) -> np.ndarray:
 
 
 def owns_memory(array: Array) -> bool:
-    """Return whether an array owns its memory, and is no view of another array."""
+    """Return whether an array owns its memory or it was lent to this array alone; False for other views."""
     return array.flags.owndata or hasattr(array.base, "lent_to_one_array")  # by `tricycle_accelerators.buffers`
 
 

@@ -27,7 +27,7 @@ def evaluate(
     window: int = 0,
     processes: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[float, int]:
-    """Return the mean loss of a model over windows of tokens, in nats per token, and the number of predicted tokens.
+    """Return (mean loss of a model in nats per token, number of predicted tokens) over windows; ValueError below 2 ids.
 
     Args:
         tokens: at least two ids; the first token is not predicted, each other once.

@@ -31,15 +31,15 @@ class RowSoftmax(Op, is_base=True):
     attend: Callable[..., tuple[Array, AttendBackward]]
 
     def row_softmax(self, scores: Array) -> Array:
-        """Return the attention weights of scores (..., S), which are -inf where a key is masked."""
+        """Return weights of scores (..., S), -inf where masked; NotImplementedError unless a subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} defines no row_softmax")
 
     def row_softmax_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
-        """Return the gradient of the scores from the gradient of the weights."""
+        """Return the gradient of the scores from that of the weights, by default as for a plain softmax."""
         return kernels.softmax_backward(grad, weights)
 
     def forward(self, x: Operand) -> Tensor:
-        """Return scores x normalized along the last axis to attention weights, in the same shape."""
+        """Normalize scores x over the last axis to attention weights, in the same shape; ValueError without axes."""
         x = as_non_scalar(self, x)
         scores = as_floating(x.array)
         weights = self.row_softmax(scores)
@@ -47,7 +47,7 @@ class RowSoftmax(Op, is_base=True):
         return record(weights, (x,), backward, self.name)
 
     def for_layer(self, n_heads: int, context_window: int | None) -> tuple[RowSoftmax, Tensor | None]:
-        """Return the variant for an attention layer, and its learned parameter (an argument of `attend`) or None."""
+        """Return a layer's variant, and its learned parameter (for `attend`) or None; by default (self, None)."""
         return self, None
 
 
@@ -138,7 +138,7 @@ def linear(
     dtype: Any = None,
     transposed: bool = False,
 ) -> Tensor:
-    """Compute x W + b (x W^T + b if `transposed`) over the last axis of x, as one matrix product.
+    """Compute x W + b (x W^T + b if `transposed`) over the last axis of x, in one product; ValueError if shapes differ.
 
     Args:
         x: (..., from_size). bias: (to_size,).

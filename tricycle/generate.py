@@ -134,7 +134,7 @@ def generate(
 
 
 def resolve_sampling(sampling: SamplingParams | None, temperature: float | None) -> SamplingParams:
-    """Return `sampling`, or if None new parameters of the temperature (default 1); ValueError if both are given."""
+    """Return `sampling`, or new of the temperature (default 1); ValueError if both, TypeError for another type."""
     if not isinstance(sampling, SamplingParams | None):
         raise TypeError(f"expected a SamplingParams (or temperature=..., which is short for one), got {sampling!r}")
     if sampling is not None and temperature is not None:

@@ -131,7 +131,7 @@ class Layer:
         return self
 
     def place(self, ids: Any) -> Tensor:
-        """Return ids on the parameters' device: arrays and lists as an int64 Tensor, a Tensor moved in place."""
+        """Return ids as a Tensor (int64 if not yet one), moved in place to the parameters' GPU if they are on one."""
         tensor, like = ids if isinstance(ids, Tensor) else to_tensor(ids, dtype=int), next(self.parameters())
         return tensor.to_gpu(like.array.device.id) if like.on_gpu else tensor
 
@@ -275,7 +275,7 @@ class Dropout(Layer):
         self.generator = new_generator(generator)
 
     def forward(self, x: Operand) -> Tensor:
-        """Apply dropout to x in training; return x itself in evaluation, or if the probability is 0."""
+        """Apply dropout to x in training, scaled by 1 / (1 - probability); in evaluation or for 0, return x itself."""
         x = as_tensor(x)
         if not self.training or self.probability == 0:
             return x

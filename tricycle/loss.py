@@ -73,7 +73,7 @@ class CrossEntropy(Op):
 
 
 def scale_gradient(array: Array, grad: Array) -> Array:
-    """Multiply an array by a 0-d gradient; skip the product for the gradient 1 that `Tensor.backward` begins with."""
+    """Return an array times a 0-d gradient; the same array for the object 1 that `Tensor.backward` begins with."""
     return array if grad is one(array_module(grad), str(grad.device), grad.dtype) else kernels.multiply(array, grad)
 
 
@@ -81,7 +81,7 @@ class MeanSquaredError(Op):
     """The mean of (y_true - y_pred)^2 over all elements; both must have the same shape."""
 
     def forward(self, y_true: Operand, y_pred: Operand) -> Tensor:
-        """Compute the mean of (y_true - y_pred)^2 over all elements; raise a ValueError for unequal shapes."""
+        """Return the 0-d mean of (y_true - y_pred)^2 over all elements; ValueError for unequal or empty shapes."""
         y_true, y_pred = as_tensors(y_true, y_pred)
         if y_true.shape != y_pred.shape:
             raise ValueError(f"MeanSquaredError: expected two equal shapes, got {y_true.shape} and {y_pred.shape}")

@@ -44,7 +44,7 @@ class BlockStack(Layer):
 
     @property
     def run_block(self) -> Callable[..., Tensor]:
-        """The function that calls each block, as `run_block(block, x, ...)`."""
+        """The function that calls each block: `recompute`, else that of an active mode, else a plain call."""
         return self.recompute or next((mode.run_block for mode in current_modes.get() if mode.run_block), operator.call)
 
     def use_precision(self, precision: str) -> Self:

@@ -54,7 +54,7 @@ class Rule:
         return dict.fromkeys(self.state_names, shape)
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
-        """Update weights and state in place; leave the gradient unchanged."""
+        """Update weights and state in place, not the gradient; NotImplementedError unless a subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} defines no update")
 
     def scaled_update(self, weights: Array, grad: Array, state: State, step: Step, factor: Any) -> None:
@@ -171,7 +171,7 @@ class Optimiser:
         raise ValueError(f"{type(self).__name__}: expected a rule that accepts {what}, got none")
 
     def state_of(self, parameter: Tensor, rule: Rule | None = None) -> tuple[int, State]:
-        """Return a parameter's number of updates and state arrays by name, on its device; new arrays are zeros."""
+        """Return a parameter's (update count, state arrays by name) on its device; (0, zeros) if new, not stored."""
         n_updates, state = self.states.get(parameter, (0, {}))
         for name, shape in (rule or self.rule_of(parameter)).state_shapes(parameter.shape).items():
             if name not in state:

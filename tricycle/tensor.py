@@ -192,7 +192,7 @@ def record(
 def to_tensor(
     x: Operand, *, dtype: Any = None, requires_grad: bool = True, is_batched: bool = False, name: str | None = None
 ) -> Tensor:
-    """Make a Tensor, by default of float32, from a number, a (nested) list, a NumPy or CuPy array, or a Tensor.
+    """Make a Tensor, by default float32 (booleans stay), from a number, (nested) list, NumPy or CuPy array, or Tensor.
 
     Args:
         x: the values. An array of the right dtype is not copied.

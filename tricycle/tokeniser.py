@@ -153,7 +153,7 @@ class BPETokeniser(ByteLevelBPE):
 
     @property
     def start_of_text(self) -> int:
-        """The same id as `end_of_text`."""
+        """The same id as `end_of_text`; ValueError if the tokenizer has no <|endoftext|>."""
         return self.end_of_text
 
     new_text = start_of_text
@@ -287,7 +287,7 @@ class BPETokeniser(ByteLevelBPE):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BPETokeniser:
-        """Load a tokenizer from the JSON file that `save` has written; raise ValueError if it is invalid.
+        """Load a tokenizer from the JSON file that `save` wrote; ValueError if invalid, FileNotFoundError if missing.
 
         Raises:
             ValueError: an invalid file.

@@ -201,7 +201,7 @@ def _all_finite(tensor: Tensor) -> bool:
 def apply_gradients(
     model: Layer, optimiser: Optimiser, grads: Gradients, max_norm: float = 0.0, loss_scale: Any = None
 ) -> Any:
-    """Clip gradients to a global norm (0: not), update the parameters, clear the gradients; return the norm before.
+    """Clip gradients to a global norm (0: not), update, clear gradients; return the norm before, or NonFiniteError.
 
     Returns the norm before clipping: a number, or for a model on a GPU an unread 0-d array, without synchronization.
 

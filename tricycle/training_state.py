@@ -54,16 +54,16 @@ class LossScale:
 
     @property
     def scale(self) -> Array:
-        """The factor of the loss, a 0-d array."""
+        """The factor of the loss, a 0-d array on a GPU, a NumPy scalar on a CPU."""
         return self.numbers[0]
 
     @property
     def n_skipped(self) -> Array:
-        """The number of skipped updates, a 0-d array."""
+        """The number of skipped updates, a 0-d array on a GPU, a NumPy scalar on a CPU."""
         return self.numbers[2]
 
     def adapt(self, is_finite: Array) -> None:
-        """Halve the scale (minimum 1) in place after an overflow; double it after GROWTH_STEPS updates without."""
+        """In place: on overflow halve the scale (minimum 1), count a skip; double it after GROWTH_STEPS without."""
         xp = array_module(self.numbers)
         scale, n_fine, n_skipped = self.numbers[0], self.numbers[1] + 1, self.numbers[2]
         grown = xp.where(n_fine < GROWTH_STEPS, scale, 2 * scale)
@@ -116,7 +116,7 @@ class TrainingState:
     def save(
         self, path: Path, tokeniser: Tokeniser | None, states: dict[Tensor, tuple[int, State]] | None = None
     ) -> None:
-        """Atomically write weights, tokenizer, optimizer, data position, progress; ValueError if one is not finite.
+        """Atomically write weights, tokenizer, optimizer, data position, progress; NonFiniteCheckpointError for NaN.
 
         Args:
             states: the gathered optimizer state, if it is sharded.
@@ -129,16 +129,16 @@ class TrainingState:
         save_checkpoint(path, self.saved_module(), tokeniser, self.optimiser, self.dataset, progress, states)
 
     def saved_module(self) -> Any:
-        """Return the layer whose parameters a checkpoint stores: the model, or its trainable part."""
+        """Return the layer whose parameters a checkpoint stores: here the model; a subclass may return a part."""
         return self.model
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens per update."""
+        """The number of tokens per update: batch size times context window times accumulation steps."""
         return self.config.batch_size * self.config.context_window * self.config.accumulation_steps
 
     def count_labels(self, batch: Any) -> Any:
-        """Return the number of labels of a batch (inputs, labels)."""
+        """Return the number of all labels of a batch (inputs, labels); none is ignored."""
         return count_labels(batch[1])
 
     def extra_metrics(self) -> dict[str, float]:
@@ -146,7 +146,7 @@ class TrainingState:
         return {}
 
     def train_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of `training.train` for this state, as a dict."""
+        """Return the keyword arguments of `training.train` for this state, without `session`, as a dict."""
         return {
             "model": self.model,
             "optimiser": self.optimiser,
@@ -257,7 +257,7 @@ def new_state(
     processes: ProcessGroup = SINGLE_PROCESS,
     shard_optimiser: bool = False,
 ) -> TrainingState:
-    """Make the initial training state of a config (model, optimizer, shuffled batches), with the given model if any.
+    """Make a config's initial state (model, optimizer, shuffled batches); a given model goes to the GPU if `on_gpu`.
 
     Args:
         processes: the processes of distributed training; all make the same state.
@@ -416,7 +416,7 @@ def read_steps(state: TrainingState, results: list[tuple[Any, Any]]) -> list[tup
 def read_steps_and_errors(
     state: TrainingState, results: list[tuple[Any, Any]]
 ) -> tuple[list[tuple[float, float]], dict[int, str]]:
-    """Return the results of `train_step` as floats, and a dict of step numbers and reasons of non-finite updates."""
+    """Return `train_step` results as floats, {step: reason} of non-finite updates; float results pass unchecked."""
     if not results or isinstance(results[0][0], float):
         return results, {}
     values = devices.to_cpu(array_module(results[0][0]).stack([value for result in results for value in result]))

@@ -47,7 +47,7 @@ def flatten_alike(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -
 
 
 def thread_slices(n_rows: int, least: int) -> list[slice]:
-    """Return even slices of rows: two per thread if each has at least `least`, else one; the last may pass `n_rows`."""
+    """Return slices of a multiple of 16 rows: two per thread if each has `least`, else one; the last may overrun."""
     n_parts = threads.n_threads() * (2 if n_rows >= 2 * threads.n_threads() * least else 1)
     step = max(1, -(-n_rows // n_parts // 16) * 16)  # BLAS likes even blocks
     return [slice(start, start + step) for start in range(0, n_rows, step)]

@@ -47,7 +47,7 @@ class Machine(NamedTuple):
 # Cache: valid for the life of the process: depends on the processor and on NumPy's BLAS.
 @cache
 def this_machine() -> Machine:
-    """Return the vendor, features and BLAS of this machine, with an empty set of providers."""
+    """Return the cached vendor, features, BLAS ("" unless exactly one) of this machine, with an empty provider set."""
     vendor, features = processor.vendor_and_features()
     blas = {getattr(library, "internal_api", "") for library in threads.blas_libraries()}
     return Machine(vendor, features, blas.pop() if len(blas) == 1 else "", frozenset())

@@ -46,7 +46,7 @@ def is_intel() -> bool:
 
 
 def has_slow_bfloat16() -> bool:
-    """Return whether AVX-512 bfloat16 products take longer than float32 products on this processor.
+    """Return whether AVX-512 bfloat16 products take longer than float32 products: on any Intel processor.
 
     They do on Intel's: 80 and 150 GFLOP/s of a core (Emerald Rapids). On AMD's they take half the time.
     """

@@ -193,7 +193,7 @@ def train(name: str, seed: int, steps: Sequence[int], text: np.ndarray, held_out
 
 
 def summarize_runs(name: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return "name", "losses" of each run, "mean" and "spread" (sample std) of the last, and median "ms" per step."""
+    """Return "name", "losses" by run, last "mean" and "spread" (sample std, 0 for one run), median "ms" per step."""
     last = np.array([run.losses[-1] for run in runs])
     return {
         "name": name,

@@ -41,7 +41,7 @@ class Arguments:
 
 
 def are_runs(words: Sequence[str]) -> bool:
-    """Return whether the words except --out, --port and --browser are two or more run folders; raise for a mixture.
+    """Return whether words but --out, --port, --browser are 2 or more run folders; ValueError if some of 3 or more.
 
     Raises:
         ValueError: three or more words, of which some but not all are run folders.
@@ -79,7 +79,7 @@ class Runs(StaticPage):
         self.page()  # an unreadable folder is an error of the command, not of the page
 
     def page(self) -> str:
-        """Read the runs, and return the HTML page that compares them.
+        """Read the runs, and return the HTML page that compares them; ValueError if a config.json cannot be read.
 
         Raises:
             ValueError: the config of a folder cannot be read.
@@ -90,7 +90,7 @@ class Runs(StaticPage):
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return the fewest last parts of the paths that make all names different, with a number for a repeated folder."""
+    """Return the fewest last parts of the paths that make names differ; if folders repeat, all full paths, numbered."""
     places = [folder.resolve() for folder in folders]
     for n_parts in range(1, 1 + max(len(place.parts) for place in places)):
         names = [Path(*place.parts[-n_parts:]).as_posix() for place in places]

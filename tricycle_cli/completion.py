@@ -48,7 +48,7 @@ def script(shell: str, commands: Mapping[str, str]) -> str:
 
 
 def flags_of(command: str) -> list[Flag]:
-    """Return the flags of a command's `Arguments` and `ResumeArguments` dataclasses, with --help and --help-all."""
+    """Return the flags of a command's `Arguments`, `ResumeArguments` if any, --help and, with a config, --help-all."""
     module = importlib.import_module(f"tricycle_cli.{command}")
     flags = {flag.name: flag for flag in field_flags(module.Arguments)}
     if hasattr(module, "ResumeArguments"):
@@ -59,7 +59,7 @@ def flags_of(command: str) -> list[Flag]:
 
 
 def field_flags(kind: Any) -> Iterator[Flag]:
-    """Yield the flags of a dataclass, nested ones included, with tyro's names; a bool has --NAME and --no-NAME."""
+    """Yield a dataclass's flags, nested ones unprefixed, with tyro's names; a bool has --NAME and --no-NAME."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]

@@ -112,7 +112,7 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def read_distillation(folder: Path) -> tuple[Arguments, str]:
-    """Read a run folder of `tricycle distill`; return its arguments and its text's digest; raise if it is no such run.
+    """Return arguments and text digest of a `tricycle distill` run folder; ValueError, FileNotFoundError if it is none.
 
     Raises:
         FileNotFoundError, ValueError: the folder is not of a run of `tricycle distill`.

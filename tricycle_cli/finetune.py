@@ -156,7 +156,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
-    """Parse and check a command line; return the task that starts or resumes a run, and load nothing yet.
+    """Parse a command line into the task that starts or resumes a run, and load nothing yet; ValueError if it is wrong.
 
     Raises:
         ValueError: a wrong command line, before any file is written.
@@ -171,7 +171,7 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Raise ValueError for --method full with --weights, --dora or --rslora, or for a number out of range.
+    """Raise ValueError for --method full with --dora, --rslora or non-float32 --weights, or a number out of range.
 
     Raises:
         ValueError: flags that contradict each other, or a number out of range.
@@ -191,7 +191,7 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def read_arguments(folder: Path) -> Arguments:
-    """Read the flags that a run was started with from its data.json; raise if they are not of `tricycle finetune`.
+    """Read the flags of a run from its data.json; FileNotFoundError, or ValueError if not of `tricycle finetune`.
 
     Raises:
         FileNotFoundError, ValueError: the folder is not of a run of `tricycle finetune`.

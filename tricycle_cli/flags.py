@@ -144,7 +144,7 @@ def run_main(main: Callable[[], int | None]) -> None:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Tune the process for training; print an error in this context as one line on stderr, and exit with 1 or 130.
+    """Tune the process; print ValueError, OSError and the like in one line on stderr, exit with 1 (130 if interrupted).
 
     With TRICYCLE_TRACEBACK set, errors keep their traceback.
     """

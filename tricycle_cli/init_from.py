@@ -59,7 +59,7 @@ def check_shape(model: GPT, config: GPTConfig) -> None:
 
 
 def initialize_from(model: GPT, config: GPTConfig) -> GPT:
-    """Return a new GPT of this config with another model's weights; its softmax may differ, its window be shorter.
+    """Return a new GPT of this config with a model's weights; softmax or shorter window may differ, else ValueError.
 
     Raises:
         ValueError: the config does not have the model's shape.

@@ -59,7 +59,7 @@ class Arguments:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle look`: show models, runs or a computation graph, on a served page or in an HTML file."""
+    """Run `tricycle look`: show models, runs or a graph on a served page or in an HTML file; ValueError if none."""
     words = sys.argv[1:] if args is None else args
     if compare.are_runs(words):
         flags = parse(compare.Arguments, args=words, description=__doc__ or "")
@@ -86,7 +86,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def show(
     models: Sequence[InspectableModel], text: str, out: Path | None = None, port: int = 0, browser: bool = True
 ) -> None:
-    """Serve a page that inspects one or two models until Ctrl-C, or write the page to the file `out`.
+    """Serve a page that inspects one or two models until Ctrl-C, or write it to `out`; ValueError for an invalid text.
 
     Args:
         models: one model, or two for a comparison.
@@ -104,7 +104,7 @@ def show(
 
 
 def load_inspectable(arguments: Arguments, source: str, is_second: bool = False) -> InspectableModel:
-    """Load a decoder, text encoder or translator by path or name, and return it as a model of the inspection page.
+    """Load a decoder, text encoder or translator for the inspection page; ValueError for others or without a tokenizer.
 
     Args:
         arguments: the flags for loading.
@@ -126,7 +126,7 @@ def load_inspectable(arguments: Arguments, source: str, is_second: bool = False)
 
 
 def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) -> InspectableModel:
-    """Load the one encoder-decoder file (`paths`) found at the path `source`; raise if several or flags do not apply.
+    """Load the one encoder-decoder of `paths` (found at `source`); ValueError if several or if flags do not apply.
 
     Raises:
         ValueError: several files, or flags that do not apply to encoder-decoders.
@@ -152,7 +152,7 @@ def standalone_page(models: Sequence[InspectableModel], text: str) -> str:
 def present(
     service: ViewerService | StaticPage, content: Callable[[], str], out: Path | None, port: int, browser: bool
 ) -> None:
-    """Write `content()` to the file `out`; without `out`, serve `service` on this machine until Ctrl-C."""
+    """Write `content()` to `out`; else serve `service` on this machine until Ctrl-C, in a browser if asked."""
     if out is not None:
         write_page(out, content())
         print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")

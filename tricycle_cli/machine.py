@@ -219,7 +219,7 @@ def kernel_report() -> str:
 
 
 def report() -> str:
-    """Measure for some seconds; return a report of versions, hardware, threads, speed, packages, and suggestions."""
+    """Tune the process, measure for seconds; return a report: versions, hardware, threads, speed, packages, advice."""
     shown, problem = gpu_names(), devices.gpu_problem()
     cupy = ", ".join(installed(*CUPY))
     in_use = [f"{', '.join(shown) or 'available'}, used after .to_gpu()"]

@@ -202,7 +202,7 @@ class SamplingFlags:
     """seed of the random generator: the same seed gives the same text"""
 
     def for_model(self, loaded: Pretrained, fallback: dict[str, Any] | None = None) -> PenalizedSamplingParams:
-        """Return the model's default sampling parameters with its stop tokens, replaced by the flags that are given.
+        """Return the model's sampling parameters (if none, `fallback`) with its stop tokens, replaced by given flags.
 
         Args:
             loaded: the model with its generation settings.
@@ -219,7 +219,7 @@ class SamplingFlags:
 
 
 def default_sampling(loaded: Pretrained) -> PenalizedSamplingParams:
-    """Return the model's generation settings as sampling parameters; for models trained by Tricycle, constants."""
+    """Return generation settings as sampling parameters, greedy unless do_sample; constants for Tricycle's models."""
     known: dict[str, Any] = {"stop_tokens": stop_tokens(loaded), "n_vocab": loaded.tokeniser.n_vocab}
     if loaded.source is None:
         return replace(SAMPLING, **known)

@@ -62,7 +62,7 @@ class RecordedCall:
 
 
 def read_pickle(content: Buffer, resolve_name: ResolveName) -> Any:
-    """Decode a pickle to data and records, running nothing; `resolve_name` returns a full name, None to refuse.
+    """Decode a pickle to data and records, running nothing; UnsupportedPickleError if bad or a name resolves to None.
 
     The result consists of plain values, tuples, lists, dicts, memoryviews of the pickle's bytes, `GlobalName` and
     `RecordedCall`.

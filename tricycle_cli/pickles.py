@@ -57,7 +57,7 @@ _MAX_DEPTH = 40  # of nested layers, lists and dicts
 
 
 def load_pickled_model(path: str | os.PathLike[str]) -> GPT:
-    """Build a GPT from a pickle's config and weights, read as plain data: no name in the file is imported or called.
+    """Build a GPT from a pickle's config and weights, importing and calling nothing in it; ValueError for other files.
 
     A new model is built from the config and the weights in the file.
 

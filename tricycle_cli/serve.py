@@ -118,7 +118,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def api_key(arguments: Arguments) -> str | None:
-    """Return the key of --api-key, else TRICYCLE_API_KEY, or None; ValueError if None with a host other than loopback.
+    """Return --api-key, else TRICYCLE_API_KEY, or None; ValueError if malformed, or None and the host is not loopback.
 
     Raises:
         ValueError: no key for an address that other machines can reach, or a key with other than printable ASCII
@@ -174,7 +174,7 @@ def load(arguments: Arguments) -> ModelService:
 
 
 def default_request_sampling(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSamplingParams:
-    """Return the default sampling of requests: the flags, then the model's values; no penalties for Tricycle's own.
+    """Return the default sampling: flags, then the model's values; no penalties for Tricycle's own unless by a flag.
 
     A model trained by Tricycle gets no penalties unless a flag sets them, so that `temperature` 0 is greedy decoding.
     """

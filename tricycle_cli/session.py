@@ -31,7 +31,7 @@ from tricycle_cli.updates import RunSession, update_session
 
 @contextlib.contextmanager
 def open_session(new_task: Callable[[ProcessGroup], Task]) -> Iterator[RunSession]:
-    """Create the task, lock its run folder, prepare the run, yield the session for `train`, and report the results.
+    """Create a task, lock and prepare its run, yield a session for `train`, report; signals: Interrupted or exit.
 
         with open_session(new_task) as session:
             session.finished = train(**session.state.train_arguments(), session=session)
@@ -141,7 +141,7 @@ def resume_command(task: Task, folder: Path) -> str:
 
 @contextlib.contextmanager
 def add_checkpoint_hint_to_errors(task: Task, run: Run, resume: str) -> Iterator[None]:
-    """Re-raise errors of this context with a hint: OSError how to resume, NonFiniteError a lower learning rate."""
+    """Re-raise with hints: OSError how to resume (given a last checkpoint), NonFiniteError a lower learning rate."""
     try:
         yield
     except NonFiniteError as error:

@@ -182,7 +182,7 @@ def fields_on_command_line(words: Sequence[str]) -> list[str]:
 
 
 def start_sweep(arguments: SweepArguments, train_words: list[str]) -> int:
-    """Check the flags, write sweep.json to a new folder, run the trials, and return the exit status.
+    """Check flags and that the folder has no run or sweep (ValueError), write sweep.json, run trials; return exit code.
 
     Raises:
         ValueError: a wrong command line, before any file is written.
@@ -238,7 +238,7 @@ def resume_sweep(folder: Path, arguments: SweepArguments, train_words: list[str]
 
 
 def read_sweep_config(folder: Path) -> SweepConfig:
-    """Read the sweep.json of a folder; FileNotFoundError if it is missing, ValueError if its fields are wrong.
+    """Read sweep.json; FileNotFoundError if it is missing, ValueError if fields are wrong or `where` is no folder.
 
     Raises:
         FileNotFoundError, ValueError: the folder is not of a sweep.
@@ -257,7 +257,7 @@ def read_sweep_config(folder: Path) -> SweepConfig:
 
 # -------------------------------------------------------------------- trials
 def run_trials(folder: Path, plan: SweepConfig, base: TrainArguments, over: SearchSpace) -> int:
-    """Run the remaining trials one by one, write the report after each, print it at the end, and return 0.
+    """Run the remaining trials, write a report after each, print it, return 0; RuntimeError if several fail in a row.
 
     Raises:
         RuntimeError: several trials in a row failed.
@@ -287,7 +287,7 @@ def open_study(folder: Path, plan: SweepConfig) -> Any:
 
 
 def next_trial(sweep: Sweep) -> Any:
-    """Return the interrupted Optuna trial, or a new one from the plan's sampler; None if all are complete.
+    """Return the interrupted Optuna trial, or a new one from the plan's sampler; None if all ran, failed ones included.
 
     The parameters of a new trial depend only on its number, the seed and the earlier trials, so that a resumed sweep
     gives the same results as an uninterrupted one.
@@ -314,7 +314,7 @@ def next_trial(sweep: Sweep) -> Any:
 
 
 def run_trial(sweep: Sweep, trial: Any) -> str | None:
-    """Train with a trial's parameters, tell Optuna the result or failure; return a failure's reason, else None.
+    """Train a trial unless its run has ended, tell Optuna the result or failure; return a failure's reason, else None.
 
     Returns:
         The reason of a failure; None for a successful or pruned trial.
@@ -421,7 +421,7 @@ def child_process(words: list[str], where: str, log: Any) -> Iterator[subprocess
 
 
 def held_out_losses(folder: Path, process: subprocess.Popen) -> Iterator[tuple[int, float]]:
-    """Poll metrics.jsonl; yield step and bits per byte of each evaluation of a run until its process has ended."""
+    """Poll metrics.jsonl; yield (step, bits per byte) of a run's finite evaluations until its process has ended."""
     path, size, last = folder / "metrics.jsonl", -1, -1
     ended = False
     while not ended:

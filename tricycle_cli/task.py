@@ -82,7 +82,7 @@ class Task:
 
     # -------------------------------------------------------------------- while it trains
     def measure(self, state: TrainingState) -> dict[str, float]:
-        """Evaluate the model on held-out data; return "held_out_loss", which training minimizes, and other metrics."""
+        """Return "held_out_loss", which training minimizes, and other held-out metrics; subclasses implement it."""
         raise NotImplementedError
 
     def format_metrics(self, metrics: Mapping[str, float]) -> str:
@@ -98,7 +98,7 @@ class Task:
 
     # -------------------------------------------------------------------- afterwards
     def report(self, state: TrainingState, run: Run) -> None:
-        """Print the final metrics, plot the loss curve, and print the commands that use the result."""
+        """Print final metrics, plot the loss curve, print commands that use the result; subclasses implement it."""
         raise NotImplementedError
 
 

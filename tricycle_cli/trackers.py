@@ -124,7 +124,7 @@ class WandB(Tracker):
     settings = {"WANDB_ERROR_REPORTING": "false"}
 
     def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
-        """Start or resume the run in Weights & Biases, offline unless the user is logged in; set `where` to its URL."""
+        """Start or resume a W&B run, offline without login or WANDB_MODE; set `where` to its URL or a sync command."""
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if logged_in_to_wandb() else "offline")
@@ -226,7 +226,7 @@ class Trackio(Tracker):
     settings = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
-        """Start or resume the run in Trackio, and read the values that it has, so that they are not sent again."""
+        """Start or resume the run in Trackio; if local, read the values that it has, so that they are not resent."""
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
@@ -248,7 +248,7 @@ class Trackio(Tracker):
         self.where = elsewhere or f"trackio show --project {shlex.quote(project)}"
 
     def has(self, step: int, name: str) -> bool:
-        """Return whether Trackio had this value when the run was resumed."""
+        """Return whether local Trackio had this value when the run was resumed; False for a Space or server."""
         return (step, name) in self._known
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -111,7 +111,7 @@ class ResumeArguments:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run `tricycle train`: start or resume a training run, or run a range test with --find-learning-rate."""
+    """Start or resume a run, or run a --find-learning-rate range test, by `args` (None: sys.argv); return 0."""
     words = sys.argv[1:] if args is None else list(args)
     if any(word.replace("_", "-") == "--find-learning-rate" for word in words):
         return run_range_test(words)
@@ -166,7 +166,7 @@ def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[
 
 
 def resolve_arguments(arguments: A, words: Sequence[str], processes: ProcessGroup) -> A:
-    """Check the arguments of a new run, or raise; return a copy with accumulation_steps times the number of processes.
+    """Check a new run's arguments (ValueError, RuntimeError); return a copy, accumulation_steps times the processes.
 
     Raises:
         ValueError, RuntimeError: contradictory flags, or a tracker or device that cannot be used.
@@ -282,11 +282,11 @@ class TrainTask(TextTask):
         on_rank_zero(processes, lambda: check_trackers(self.arguments.track))
 
     def read(self, folder: Path) -> tuple[Arguments, str]:
-        """Return the arguments that a run was started with, and the digest of its text ("" if unknown)."""
+        """Return a run's (arguments, digest of its text or ""); FileNotFoundError or ValueError if it is not one."""
         return read_run(folder)
 
     def describe(self) -> dict[str, Any]:
-        """Return the content of data.json as a dict, without the digest of the text ("corpus")."""
+        """Return data.json's content as a dict, without the text's digest ("corpus"); ValueError if flags conflict."""
         return run_description(self.arguments)
 
     def prepare(self, run: Run) -> TrainingState:
@@ -339,7 +339,7 @@ class TrainTask(TextTask):
         return new_state(config, tokens, on_gpu, model, run.processes, shard)
 
     def first_tokeniser(self, run: Run, has_last: bool) -> Any:
-        """Return the tokenizer of the last checkpoint, of --init-from or of GPT-2; None to train one on the text.
+        """Return the tokenizer of the last checkpoint (ValueError if none), --init-from or GPT-2; None to train one.
 
         Raises:
             ValueError: the last checkpoint contradicts the folder.

@@ -108,7 +108,7 @@ class TuningState(TrainingState):
         self.model.generator.bit_generator.state = checkpoint.about["generator"]
 
     def roll_back(self, path: Path) -> None:
-        """Restore the weights and the training state of a checkpoint."""
+        """Restore weights, random generator's and training state from a checkpoint file; clear gradients."""
         checkpoint = load_checkpoint(path)
         self.read(checkpoint)
         self.model.zero_grad()

@@ -125,7 +125,7 @@ class RunSession(StateSession):
 
     # -------------------------------------------------------------------- between two updates
     def should_evaluate(self) -> bool:
-        """Return whether an evaluation or a sample is due, also in a run that was stopped before it and resumed.
+        """Return whether evaluation or sample is due, also if resumed; not at step 0, the end, a skip, or if stopping.
 
         The last step is not due, because the report evaluates it. A step after a skipped update is not due, because a
         rollback may discard the weights.
@@ -147,7 +147,7 @@ class RunSession(StateSession):
             self._is_interrupted = True
 
     def should_stop(self) -> bool:
-        """Return whether training should stop now; never before the first update or while updates are unread."""
+        """Return whether to stop: at once if interrupted, else not before the first update or with updates unread."""
         if self._is_interrupted:
             return True
         return not (self._is_new or self.waiting) and (self._is_stopping or self.run.should_stop())

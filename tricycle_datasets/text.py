@@ -61,7 +61,7 @@ class TextFiles(Corpus):
 
 
 def find_text_files(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield (path, POSIX name) of one text file, or of a folder's in sorted order; ValueError if `root` is neither.
+    """Yield (path, POSIX name) of a text file, else ValueError, or of a folder's, sorted; skip hidden, empty, binary.
 
     Hidden, empty and binary files of a folder are skipped; `root` itself must not be empty or binary.
     """

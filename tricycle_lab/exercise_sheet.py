@@ -49,7 +49,7 @@ class Exercise:
     mistakes: tuple[tuple[Callable[..., Any], str], ...] = ()
 
     def code(self) -> str:
-        """Return the code of the function that the student completes."""
+        """Return code to complete: function of `grad` and arguments, task as docstring, raises NotImplementedError."""
         lines = [f"    {line}" if line else "" for line in self.task.splitlines()]
         body = "\n".join(lines).strip()
         return f'def {self.name}(grad, {self.arguments}):\n    """{body}\n    """\n    raise NotImplementedError\n'

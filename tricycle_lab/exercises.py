@@ -209,7 +209,7 @@ def _check_finite_differences(exercise: Exercise, function: Callable[..., Any], 
 
 # -------------------------------------------------------------------- the command
 def main(args: list[str] | None = None) -> int:
-    """Grade the exercises of a file and print the grades, or write the tasks; return 0 if all are correct, else 1."""
+    """Execute a file, print its exercises' grades, or write tasks to a new file; return 0 if all correct, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m tricycle_lab.exercises", description=(__doc__ or "").splitlines()[0]
     )

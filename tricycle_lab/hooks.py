@@ -85,7 +85,7 @@ def attention_of(layer: Layer) -> Any:
 
 # -------------------------------------------------------------------- changes
 def make_replacement(caller: str, value: Value, heads: Sequence[int] | None, positions: Sequence[int] | None) -> Change:
-    """Return a change hook that replaces a result, or some heads and positions of it, by `value` or `value(result)`.
+    """Return a hook that replaces a result, or its heads and positions, by `value` or `value(result)`; else ValueError.
 
     The result of a layer is (..., T, C); with heads it is that of an attention op, (B, T, H, E).
     """

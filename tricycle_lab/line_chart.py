@@ -66,7 +66,7 @@ class Scale(NamedTuple):
 def line_chart(
     curves: Sequence[Curve], y_limits: tuple[float, float] | None, title: str, xlabel: str, ylabel: str
 ) -> str:
-    """Return a line chart with a grid, and a legend below it, as SVG text.
+    """Return SVG text of a line chart with a grid and a legend below; y_limits None or empty: the range of the data.
 
     Args:
         y_limits: the range of the y axis; default, and if both limits are equal: the range of the data.

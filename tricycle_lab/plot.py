@@ -193,7 +193,7 @@ def plot_attention(
 def plot_distributions(
     arrays: Mapping[str, Array], path: Path, title: str = "", xlabel: str = "value", n_columns: int = 4
 ) -> None:
-    """Plot a histogram with logarithmic counts and the excess kurtosis of each array, as a PNG.
+    """Plot each array's histogram (log counts) and excess kurtosis, of finite values, as a PNG; ValueError if none.
 
     Args:
         arrays: by name, of any shape; values that are not finite (scores of masked keys) are ignored.

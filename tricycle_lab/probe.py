@@ -110,7 +110,7 @@ class Probe:
         heads: int | Sequence[int] | None = None,
         positions: int | Sequence[int] | None = None,
     ) -> ExitStack:
-        """Replace results of matching layers (or heads, positions) by `value`, until the returned context exits.
+        """Replace matching layers' (heads', positions') results by `value` until the context exits; ValueError if none.
 
         Args:
             pattern: matches names of layers, as the probe's own patterns.
@@ -143,7 +143,7 @@ class Probe:
         heads: int | Sequence[int] | None = None,
         positions: int | Sequence[int] | None = None,
     ) -> ExitStack:
-        """Set results of matching layers or heads to 0 (`TransformerBlock`: to its input) until the context exits.
+        """Set results of matching layers or heads to 0 (blocks: to input) until the context exits; ValueError if none.
 
         Args, returns and raises: as of `replace`.
         """
@@ -158,7 +158,7 @@ class Probe:
     def change_softmax(
         self, pattern: str = "*", softmax: str | RowSoftmax | None = None, temperature: float | None = None
     ) -> ExitStack:
-        """Use another softmax, or scores divided by a temperature, in matching layers until the returned context exits.
+        """Use another softmax, or scores / temperature, in matching layers until the context exits; ValueError if none.
 
         Args:
             pattern: matches names of layers; those without attention are ignored.
@@ -234,7 +234,7 @@ def excess_kurtosis(x: Array) -> float:
 
 
 def entropy(weights: Array) -> Array:
-    """Compute the entropy of each row of attention weights, -sum_s w_s ln w_s, in nats: (..., S) to (...) float64.
+    """Compute the entropy -sum_s w_s ln w_s of rows, not normalized, w_s > 0 only, in nats: (..., S) to (...) float64.
 
     Rows are not normalized: with softmax1 their sum is below 1. Weights of 0 and below, which learned scales can
     produce, are ignored.
@@ -316,7 +316,7 @@ class Perplexity(NamedTuple):
 def perplexity(
     model: GPT, tokens: Any, n_bytes: int, batch_size: int = 8, n_batches: int = 0, stride: int = 0
 ) -> Perplexity:
-    """Return the loss (nats per token), perplexity exp(loss) and bits per byte of a model on a token sequence.
+    """Return the loss (nats per token), perplexity exp(loss) and bits per byte of a model on all tokens but the first.
 
     Args:
         tokens: at least two ids; the first one is not predicted.

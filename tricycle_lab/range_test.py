@@ -49,7 +49,7 @@ class RangeTest:
 
     @property
     def suggestion(self) -> float | None:
-        """The suggested maximum rate: geometric mean of the steepest rate and divergence rate / 10; None if no descent.
+        """The suggested rate: steepest, or its geometric mean with divergence / 10, at most that; None if no descent.
 
         The geometric mean of the steepest rate and a tenth of the divergence rate, or this tenth if it is lower. The
         steepest rate if the loss does not diverge.

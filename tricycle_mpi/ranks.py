@@ -28,7 +28,7 @@ class UnresponsiveRankError(RuntimeError):
 
 
 def join_process_group(seconds: float | None = None) -> MPIProcessGroup:
-    """Initialize MPI by mpi4py and return the group of all ranks; raise if mpi4py is missing or its MPI is another.
+    """Initialize MPI by mpi4py, return the group of all ranks; ImportError without it, RuntimeError for another MPI.
 
     Args:
         seconds: the time that a rank waits for others before it pings them; TRICYCLE_MPI_TIMEOUT if None.
@@ -154,7 +154,7 @@ class MPIProcessGroup(ProcessGroup):
                 pinged = time.monotonic()
 
     def collect_failures(self, own: str, seconds: float) -> dict[int, str]:
-        """Return on rank zero other ranks' errors of the next seconds, by rank; elsewhere send it `own` and return {}.
+        """Return on rank zero other ranks' errors of `seconds`, by rank; elsewhere send `own`, sleep longer, return {}.
 
         Higher ranks return later, so that rank zero can end them before they print the same message.
 

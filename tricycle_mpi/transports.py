@@ -32,11 +32,11 @@ class Transport:
         self.ranks, self.gradients = ranks, gradients
 
     def start_all_reduce(self, array: Array) -> Pending:
-        """Start to sum a contiguous array over all ranks, in place; call `wait` of the result before using it."""
+        """Raise NotImplementedError; subclasses start to sum a contiguous array over ranks in place, until `wait`."""
         raise NotImplementedError(f"{type(self).__name__} defines no start_all_reduce")
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
-        """Start to overwrite every rank's array with that of one rank; call `wait` of the result before using it."""
+        """Raise NotImplementedError; subclasses start to overwrite all ranks' arrays with one rank's, until `wait`."""
         raise NotImplementedError(f"{type(self).__name__} defines no start_broadcast")
 
 
@@ -45,12 +45,12 @@ class HostTransport(Transport):
     """Transport by MPI through host memory; arrays on a GPU are copied to the host and back."""
 
     def start_all_reduce(self, array: Array) -> Pending:
-        """Start to sum a contiguous array over all ranks, in place; call `wait` of the result before using it."""
+        """Start to sum a contiguous array over all ranks, in place, GPU arrays by a host copy; `wait` completes it."""
         host = array if isinstance(array, np.ndarray) else devices.to_cpu(array)
         return HostRequest(self.ranks, self.gradients.Iallreduce(self.ranks.mpi.IN_PLACE, host), array, host)
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
-        """Start to overwrite every rank's array with that of one rank; call `wait` of the result before using it."""
+        """Start to overwrite all ranks' arrays with one rank's, by a host copy if on a GPU; `wait` completes it."""
         host = array if isinstance(array, np.ndarray) else devices.to_cpu(array)
         if not _is_dense(host):
             host = host.copy()
@@ -161,7 +161,7 @@ class StreamRequest:
         """Do nothing: the GPU runs the operation."""
 
     def wait(self) -> None:
-        """Make the current CUDA stream wait for the operation, without blocking the host."""
+        """Make the current CUDA stream wait, and copy a dense copy back to the array, without blocking the host."""
         self.cuda.get_current_stream().wait_event(self.done)
         if self.dense is not self.array:
             self.array[...] = self.dense
@@ -169,7 +169,7 @@ class StreamRequest:
 
 # -------------------------------------------------------------------- selection
 def select_gpu_transport(ranks: ProcessGroup, gradients: Any, cuda: Any) -> Transport:
-    """Return the transport for GPU arrays: the one of TRICYCLE_MPI_GPU, else NCCL if all ranks can use it, else host.
+    """Return the GPU arrays' transport: TRICYCLE_MPI_GPU's (ValueError, RuntimeError), else NCCL if usable, else host.
 
     CUDA-aware MPI must be requested with TRICYCLE_MPI_GPU=mpi, because other MPI libraries crash.
 

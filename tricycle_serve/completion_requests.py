@@ -67,7 +67,7 @@ class CompletionRequest:
     def sequence_requests(
         self, prompts: list[list[int]], max_tokens: int, context_window: int
     ) -> list[SequenceRequest]:
-        """Return `n` requests per prompt in order, limited to `max_tokens` and the window; ApiError if it is too long.
+        """Return `n` requests per prompt in order, within `max_tokens` and window; ApiError if too long or too many.
 
         Args:
             prompts: token ids.
@@ -242,7 +242,7 @@ def _parse_content(content: Any, path: str) -> str:
 
 
 def parse_prompts(fields: RequestFields, n_vocab: int) -> list[str | list[int]]:
-    """Return a completion request's prompts, strings or lists of token ids, also for one; raise ApiError if invalid.
+    """Return a list of a completion's prompts, strings or id lists, [""] if missing; ApiError if wrong or unsupported.
 
     Raises:
         ApiError: an invalid prompt, or an unsupported field.

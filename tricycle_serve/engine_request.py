@@ -73,7 +73,7 @@ class EngineRequest:
         self._queue.put_nowait((None, False, None))
 
     async def outputs(self) -> AsyncIterator[list[Any]]:
-        """Yield lists of all outputs that are available, until the request is complete.
+        """Yield lists of available outputs until complete; raise ApiError if failed, RequestCancelled if cancelled.
 
         Raises:
             ApiError: the request failed.

@@ -121,7 +121,7 @@ class AccessMiddleware:
 
 
 def host_name(host: str) -> str:
-    """Return the name or address in a Host header, in lower case without the port; "" if it is malformed."""
+    """Return the name or address in a Host header in lower case, without port or final dots; "" if malformed."""
     match = HOST_PATTERN.fullmatch(host)
     return "" if match is None else (match["address"] or match["name"]).lower().rstrip(".")
 

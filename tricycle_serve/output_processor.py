@@ -57,7 +57,7 @@ class StopStringFilter:
         self.has_stopped = False
 
     def push(self, new_text: str) -> str:
-        """Return the text that can be sent: cut at a stop string, and without an end that may begin one, held back."""
+        """Return sendable text, cut before a stop string (sets `has_stopped`); hold back an end that may begin one."""
         text = self._held + new_text
         ends = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stop_strings if stop in text]
         if ends:
@@ -130,7 +130,7 @@ class OutputProcessor:
         return self._new_delta(text, None) if text else None
 
     def finish(self, finish_reason: str, text: str = "") -> TextDelta:
-        """Return the last delta: `text`, the text still held back (cut at a stop string), and the finish reason."""
+        """Return the last delta: `text`, then held-back text; `finish_reason`, or "stop" if cut at a stop string."""
         decoded = self._detokenizer.flush()
         self._n_decoded_characters += len(decoded)
         text += self._stop_filter.push(decoded)

@@ -110,7 +110,7 @@ class RequestFields:
         return None if value is None else replace_surrogates(value)
 
     def allow_only(self, name: str, allowed: Collection[Any], reason: str) -> None:
-        """Raise ApiError unless an unsupported field is absent or has one of the values that have no effect."""
+        """Mark an unsupported field as read; ApiError unless it is absent, null or one of `allowed`, without effect."""
         value = self.get(name)
         if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
             raise ApiError(f"{name} is not supported: {reason}", param=name, code="unsupported_parameter")

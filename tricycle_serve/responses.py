@@ -54,15 +54,15 @@ class CompletionResponse:
     chunk_object_type = ""
 
     def choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
-        """Return an element of "choices" for a complete sequence; subclasses define it."""
+        """Return an element of "choices" for a complete sequence; NotImplementedError unless a subclass defines it."""
         raise NotImplementedError
 
     def initial_choices(self) -> list[dict[str, Any]]:
-        """Return the choices that begin a stream, one for each chunk, or []; subclasses define it."""
+        """Return the choices that begin a stream, one for each chunk, or []; in this class NotImplementedError."""
         raise NotImplementedError
 
     def delta_choices(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Return the choices of a delta in a stream, one for each chunk; subclasses define it."""
+        """Return the choices of a delta in a stream, one for each chunk; in this class NotImplementedError."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- common to both kinds
@@ -174,7 +174,7 @@ class ChatCompletionResponse(CompletionResponse):
         return [self._chunk_choice(index, content, None, None) for index in range(len(self.sequences))]
 
     def delta_choices(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Return choices for a chunk: the delta's text or log-probabilities, if any; then its finish reason, if any."""
+        """Return up to 2 choices, for a chunk each: text or log-probabilities, if any; then finish reason, if any."""
         choices: list[dict[str, Any]] = []
         if delta.text or delta.logprobs:
             logprobs = self._format_logprobs(delta.logprobs)

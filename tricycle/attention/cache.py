@@ -112,7 +112,7 @@ class KeyValueCache:
         return not self.last and (self._first == 0 or self._first <= length - (self.window or 0) + 1)
 
     def truncate(self, length: int) -> None:
-        """Shorten the cache to its first `length` tokens; raise a ValueError if `can_truncate(length)` is False."""
+        """Shorten to the first `length` tokens; ValueError if there are fewer or `can_truncate(length)` is False."""
         if not 0 <= length <= self.length:
             raise ValueError(f"KeyValueCache: expected to keep 0 to {self.length} tokens, got {length}")
         if length == self.length:

@@ -93,7 +93,7 @@ def new_position_embedding(config: Any) -> Embedding:
 
 
 def new_rotary(config: Any, layer: int) -> Rotary:
-    """Make the RoPE operation of an attention layer from a config."""
+    """Make an attention layer's RoPE from a config; windowed layers take the local base, if set, without scaling."""
     is_local = bool(config.rotary_local_base and config.window_size(layer))
     base = config.rotary_local_base if is_local else config.rotary_base
     return Rotary(base, config.rotary_fraction, None if is_local else SCALINGS[config.rotary_scaling](config))

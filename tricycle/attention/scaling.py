@@ -26,7 +26,7 @@ class RotaryScaling:
     original_window: int = 8192
 
     def scale_frequencies(self, frequencies: np.ndarray) -> np.ndarray:
-        """Return the scaled frequencies, in radians per token."""
+        """Return frequencies in radians per token divided by the factor: all if "linear", else only the low ones."""
         if self.kind == "linear":
             return frequencies / self.factor
         rotations = self.original_window * frequencies / (2 * math.pi)

@@ -22,7 +22,7 @@ def generate_beam_search(
     stop_tokens: int | Sequence[int] = (),
     n_vocab: int | None = None,
 ) -> list[list[int]]:
-    """Return the best continuation of each prompt (new tokens only) by beam search on log p / length^length_penalty.
+    """Return each prompt's best new tokens, a stop token included, by beam search on log p / length^length_penalty.
 
     A beam size of 1 gives the same tokens as `generate` at temperature 0. All beams of all prompts are rows of the
     same matrix products.

@@ -385,7 +385,7 @@ class Adapter(Layer):
         return self._model_reference.model
 
     def attach(self) -> Adapter:
-        """Replace layers by their adapted versions, freeze all parameters but the adapter's, and return self.
+        """Adapt layers, freeze all parameters but the adapter's, return self; ValueError if merged or another is there.
 
         Raises:
             ValueError: another adapter is attached, or this one has been merged.

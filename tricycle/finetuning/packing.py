@@ -37,7 +37,7 @@ class Example(NamedTuple):
 
     @property
     def n_labels(self) -> int:
-        """The number of predicted tokens."""
+        """The number of predicted tokens that count for the loss; the first id is never predicted."""
         return int(self.loss_mask[1:].sum())
 
 
@@ -55,7 +55,7 @@ class Batch(NamedTuple):
 
     @property
     def n_labels(self) -> int:
-        """The number of predicted tokens."""
+        """The number of predicted tokens: the labels that are not IGNORED."""
         return int((self.labels != IGNORED).sum())
 
 
@@ -154,12 +154,12 @@ class PackedDataset(EndlessDataset):
 
     @property
     def max_row_length(self) -> int:
-        """The length of the longest row in tokens."""
+        """The length of the longest row in input tokens, one fewer per example than its ids."""
         return max(sum(len(self.examples[item].ids) - 1 for item in row) for row in self.rows)
 
     @property
     def n_tokens(self) -> int:
-        """The number of input tokens per epoch."""
+        """The number of input tokens per epoch without padding, one fewer per example than its ids."""
         return sum(len(example.ids) - 1 for example in self.examples)
 
     @property

@@ -43,7 +43,7 @@ class Explanation(NamedTuple):
 
 
 def explain(kernel: Kernel[..., Any] | str, *args: Any, **options: Any) -> Explanation:
-    """Report which provider of a kernel would run for the arguments, and why others decline, without running it.
+    """Report, without running it, which provider would run a kernel, why others decline; ValueError without arguments.
 
     Nothing is computed. A provider without a decline function is assumed to accept all arguments.
 

@@ -216,7 +216,7 @@ ARRAY_MODULES[QuantizedMatrix] = np  # it is in host memory, and np.asarray dequ
 
 
 def quantized_dtype(dtype_name: str) -> np.dtype:
-    """Return the NumPy dtype of "int8", "bfloat16" or "float16"; raise ValueError for other names.
+    """Return the dtype of "int8", "bfloat16" (ImportError without ml_dtypes) or "float16"; ValueError for other names.
 
     Raises:
         ValueError: an unknown name.

@@ -148,7 +148,7 @@ def rnn_backward(
     d_states: Array,
     relu: bool,
 ) -> None:
-    """Backpropagate a simple RNN through time: write d_gates; overwrite d_states with the first states' gradients."""
+    """Backpropagate an RNN in time: write d_gates; replace d_states, the last states' gradients, by the first's."""
 
     def step(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:
         h = after[0]
@@ -187,7 +187,7 @@ def _gru_step(gate: Array, recurrent: Array, before: Array, after: Array) -> Non
 def gru_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
-    """Backpropagate a GRU through time: write d_gates; overwrite d_states with the first states' gradients."""
+    """Backpropagate a GRU in time: write d_gates; replace d_states, the last states' gradients, by the first's."""
     backward_through_time(_gru_step_back, grad, gates, states, weights, active, d_gates, d_states)
 
 
@@ -234,7 +234,7 @@ def _lstm_step(gate: Array, recurrent: Array, before: Array, after: Array) -> No
 def lstm_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
-    """Backpropagate an LSTM through time: write d_gates; overwrite d_states with the first states' gradients."""
+    """Backpropagate an LSTM in time: write d_gates; replace d_states, the last states' gradients, by the first's."""
     backward_through_time(_lstm_step_back, grad, gates, states, weights, active, d_gates, d_states)
 
 

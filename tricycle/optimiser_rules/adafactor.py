@@ -41,7 +41,7 @@ class AdafactorRule(Rule):
         self.clip_threshold, self.relative_step = clip_threshold, relative_step
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the state arrays' shapes by name: "rows" and "columns" of a matrix, "second" of a vector."""
+        """Return the state arrays' shapes by name: "rows" and "columns" from 2 axes on, "second" for fewer."""
         if len(shape) < 2:
             return {"second": shape}
         return {"rows": shape[:-1], "columns": (*shape[:-2], shape[-1])}

@@ -78,7 +78,7 @@ class Budget:
                 _check_limit(left.bit_length() + right.bit_length(), 4 * MAX_DIGITS, "bits")
 
     def check_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count one iteration; raise ValueError if the result of a string method or filter would be too large."""
+        """Count one iteration; ValueError if a string method or filter gives too large a result, or is translate."""
         self.charge()
         values = [*args, *kwargs.values()]
         for value in values:

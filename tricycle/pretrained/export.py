@@ -181,7 +181,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 def export_tensors(
     model: BlockStack, family: Family, config: ModelConfig
 ) -> tuple[dict[str, tuple[int, ...]], Iterator[tuple[str, np.ndarray]]]:
-    """Return the tensors' shapes by Hugging Face name, and a lazy iterator of (name, values) in the same order.
+    """Return shapes by Hugging Face name, and a lazy iterator of (name, values) in order; ValueError if not finite.
 
     Args:
         config: a result of `match_family`; biases and gains that the model lacks are exported as 0 and 1.

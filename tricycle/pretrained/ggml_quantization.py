@@ -34,7 +34,7 @@ WRITABLE_FORMATS = ("Q8_0",)
 
 
 def dequantize_blocks(packed: np.ndarray, format_name: str) -> np.ndarray:
-    """Dequantize rows of ggml blocks, uint8 (..., bytes per row), to float32 (..., values per row).
+    """Dequantize ggml blocks, uint8 (..., bytes per row), to float32 (..., values per row); ValueError if not whole.
 
     Args:
         packed: rows of blocks, (..., bytes per row) of uint8.
@@ -64,7 +64,7 @@ def split_q8_0(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantize_blocks(values: np.ndarray, format_name: str) -> np.ndarray:
-    """Quantize rows of finite values, (..., values per row), to ggml blocks, uint8 (..., bytes per row).
+    """Quantize finite values, (..., values per row), to ggml blocks, uint8 (..., bytes per row); else ValueError.
 
     Args:
         values: (..., values per row), finite.

@@ -47,7 +47,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
-    """Open a GGUF model with fields, tensor names and values as in transformers; values are read when requested.
+    """Open a GGUF model with fields and tensors as in transformers, values read on request; ValueError if unsupported.
 
     Values are read, and dequantized to float32 if they are quantized, when a tensor's `read` is called.
 

@@ -104,7 +104,7 @@ class ModelMetadata:
         return self.positive_int("attention.head_count_kv", self.positive_int("attention.head_count"))
 
     def head_size(self) -> int:
-        """Return the channels of a head: key_length, else width / heads; raise an error if value_length differs."""
+        """Return the channels of a head: key_length, else width // heads; ValueError if value_length differs."""
         n_heads = self.positive_int("attention.head_count")
         size = self.positive_int("attention.key_length", max(1, self.positive_int("embedding_length") // n_heads))
         value_size = self.positive_int("attention.value_length", size)
@@ -119,7 +119,7 @@ class ModelMetadata:
         return self.positive_int("rope.dimension_count", self.head_size())
 
     def vocabulary_fields(self) -> Fields:
-        """Return the fields vocab_size, and tie_word_embeddings: true if the file has no tensor output.weight."""
+        """Return fields vocab_size (ValueError without token_embd.weight), tie_word_embeddings (no output.weight)."""
         return {"vocab_size": self.shape("token_embd")[0], "tie_word_embeddings": not self.has_tensor("output.weight")}
 
     def special_tokens(self) -> Fields:
@@ -153,7 +153,7 @@ def _rope_scaling(metadata: ModelMetadata, divisors: np.ndarray | None) -> Field
 
 
 def llama3_scaling(metadata: ModelMetadata, divisors: np.ndarray) -> Fields:
-    """Return the field rope_scaling (linear, llama3, or {} for none) that has these RoPE divisors, (head_size / 2,).
+    """Return {"rope_scaling": linear or llama3} or {} for RoPE divisors (head_size / 2,); ValueError if neither fits.
 
     A file stores only the divisors. Llama 3's are 1 for high frequencies and the factor for low ones; in between,
     1 / divisor is linear in the frequency. Only the ratios of the original window and the two bounds matter, so the

@@ -78,7 +78,7 @@ class GGUFFile:
     tensors: dict[str, GGUFTensorInfo]
 
     def read(self, info: GGUFTensorInfo, rows: slice = slice(None)) -> np.ndarray:
-        """Return the values of a tensor, or some rows of its first dimension, as float32 unless stored in 16 bits.
+        """Return a tensor, or rows of its first axis, as float32 or as stored 16 bits; maybe a view of the file.
 
         Returns:
             float16 or bfloat16 (if ml_dtypes is installed) if it is stored so, else float32; it may be a view of the
@@ -93,7 +93,7 @@ class GGUFFile:
         return _to_values(packed[rows], info.dtype_name)
 
     def read_blocks(self, info: GGUFTensorInfo, rows: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
-        """Return the int8 values (N, K) and float16 scales (N, K / 32) of a Q8_0 matrix, or of some of its rows.
+        """Return int8 values (N, K), float16 scales (N, K / 32) of Q8_0 rows; ValueError if scales are not finite.
 
         Raises:
             ValueError: see `read`; or a scale is not finite.

@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_folder(path: Path) -> StoredModel:
-    """Open a model in a Hugging Face folder: config, generation settings and tensors, whose values are read later.
+    """Open a Hugging Face folder or its weights file: config, generation settings, and tensors, read when used.
 
     Args:
         path: the folder, or its single file of weights.

@@ -19,7 +19,7 @@ _CHUNK_SIZE = 2**22  # values that are converted and written at once
 
 # -------------------------------------------------------------------- reading
 def read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return a safetensors file's tensors by name, and its metadata; values are memory-mapped when they are read.
+    """Return a safetensors file's tensors by name, memory-mapped when read, and metadata; ValueError if it is damaged.
 
     Raises:
         FileNotFoundError: no such file.

@@ -110,7 +110,7 @@ class SentenceEncoder:
 
 
 def load_sentence_encoder(path_or_name: str | os.PathLike[str], weights: str = "float32") -> SentenceEncoder:
-    """Load a pretrained encoder with its tokenizer and the pooling of its sentence-transformers folder.
+    """Load an encoder with its tokenizer and folder's pooling (mean without modules.json); ValueError if unsupported.
 
     Args:
         path_or_name: as of `pretrained.load`. Without a modules.json the pooling is the mean, not normalized.
@@ -124,7 +124,7 @@ def load_sentence_encoder(path_or_name: str | os.PathLike[str], weights: str = "
 
 
 def to_sentence_encoder(loaded: Pretrained, path_or_name: str | os.PathLike[str]) -> SentenceEncoder:
-    """Create a `SentenceEncoder` from a loaded encoder, with the pooling and limits that its folder's files set.
+    """Create a `SentenceEncoder` from a loaded encoder, its folder's pooling and limits; ValueError for other models.
 
     Raises:
         FileNotFoundError: the folder has no tokenizer.
@@ -146,7 +146,7 @@ def to_sentence_encoder(loaded: Pretrained, path_or_name: str | os.PathLike[str]
 
 
 def read_pooling(folder: Path) -> SentencePooling:
-    """Return the pooling (mean or first token) and normalization of a folder; the plain mean without modules.json.
+    """Return a folder's pooling (mean or first token, else ValueError) and normalization; mean without modules.json.
 
     Raises:
         ValueError: the folder has other modules than Transformer, Pooling and Normalize, or the pooling is not

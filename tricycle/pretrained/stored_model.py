@@ -54,7 +54,7 @@ class StoredModel:
 
 @contextmanager
 def error_prefix(prefix: str) -> Iterator[None]:
-    """Put a prefix, such as the path of a file, before the messages of ValueErrors in this block."""
+    """Re-raise ValueErrors of this block with a prefix, such as a file path, unless the message begins with it."""
     try:
         yield
     except ValueError as error:

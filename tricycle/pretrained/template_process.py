@@ -43,7 +43,7 @@ Template: TypeAlias = "ChatTemplate | UntrustedTemplate"
 
 
 def open_template(source: str) -> Template:
-    """Compile a chat template, in this process if its hash is known, else in a child process started for it.
+    """Compile a chat template, in a child process if its hash is unknown; ImportError without Jinja, ValueError if bad.
 
     Raises:
         ImportError: Jinja is not installed.

@@ -109,7 +109,7 @@ class PretrainedTokeniser:
 
     @property
     def new_text(self) -> int:
-        """The id after which a model generates text without a prompt: bos, or eos without a bos.
+        """The id after which a model generates without a prompt: bos, else eos; raises ValueError if there is neither.
 
         Raises:
             ValueError: the tokenizer has neither.
@@ -170,7 +170,7 @@ class PretrainedTokeniser:
         return frozenset(token for token, about in added.items() if about.special)
 
     def end_of_answer(self) -> int | None:
-        """Return the id of the first special token that the chat template writes after an answer, or None.
+        """Return the first special id that the chat template writes after an answer, or None; ValueError as `render`.
 
         Raises:
             ValueError: as of `render`.
@@ -188,7 +188,7 @@ class PretrainedTokeniser:
         return self.chat_templates.get("default")
 
     def render(self, messages: Messages, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """Format a conversation as text with the chat template, by default with the start of the next answer.
+        """Format messages as text by the chat template (ValueError if none), by default with the next answer's start.
 
         Args:
             messages: each with "role" ("system", "user", "assistant") and "content".
@@ -238,7 +238,7 @@ class PretrainedTokeniser:
         return self._encode_marked(text, marks)
 
     def chat_parts(self, messages: Messages, **variables: Any) -> list[tuple[list[int], bool]]:
-        """Encode a conversation up to its last answer as parts (ids, is_answer): a prompt, its answer, and so on.
+        """Encode messages up to the last answer as (ids, is_answer): prompt, answer, ...; ValueError as `render`.
 
         An answer includes the text that the template writes after it, such as an end token. Names of special tokens in
         messages are encoded as text.
@@ -576,7 +576,7 @@ def _read_text(path: Path) -> str:
 
 # -------------------------------------------------------------------- from a GGUF file
 def tokeniser_from_gguf(metadata: dict[str, Any]) -> PretrainedTokeniser:
-    """Build the tokenizer that the metadata of a GGUF file describe, with their special tokens and chat templates.
+    """Build the tokenizer of GGUF metadata with its special tokens and chat templates; ValueError if not supported.
 
     Args:
         metadata: keys and plain Python values.
@@ -597,7 +597,7 @@ def tokeniser_from_gguf(metadata: dict[str, Any]) -> PretrainedTokeniser:
 
 # -------------------------------------------------------------------- saved tokenizers
 def tokeniser_from_dict(state: Any) -> Tokeniser:
-    """Create a `PretrainedTokeniser` or `BPETokeniser` from the result of its `to_dict`, by the field format.
+    """Create a `PretrainedTokeniser` or `BPETokeniser` from its `to_dict`, by the field format; ValueError if invalid.
 
     Raises:
         ValueError: `state` is not such a result.

@@ -52,7 +52,7 @@ def bpe_model(vocab: Mapping[str, int], merges: Iterable[tuple[str, str]], **set
 
 
 def byte_level_parts(split: str, add_prefix_space: bool = False) -> JSONObject:
-    """Return the normalizer, pre_tokenizer and decoder of a tokenizer.json for byte-level BPE with a split pattern.
+    """Return pre_tokenizer, decoder and (not for "gpt2") normalizer of byte-level BPE; KeyError for an unknown split.
 
     Args:
         split: the pre-tokenization pattern: "gpt2", "smollm" (GPT-2's with single digits), or a key of SPLIT_PATTERNS.
@@ -120,7 +120,7 @@ def wordpiece_document(vocab: Mapping[str, int], lowercase: bool, first: str, la
 
 
 def template_processing(before: Mapping[str, int], after: Mapping[str, int]) -> JSONObject:
-    """Return a post-processor of tokenizer.json that adds special tokens (names to ids) before and after a text."""
+    """Return a tokenizer.json post-processor: special tokens (name: id) around a text, `after` also after a second."""
 
     def special(names: Iterable[str], part: int) -> list[JSONObject]:
         return [{"SpecialToken": {"id": name, "type_id": part}} for name in names]
@@ -132,7 +132,7 @@ def template_processing(before: Mapping[str, int], after: Mapping[str, int]) -> 
 
 
 def to_tokenizer_json(tokeniser: BPETokeniser) -> str:
-    """Convert a `BPETokeniser` to the JSON text of a tokenizer.json that encodes to the same ids.
+    """Convert a `BPETokeniser` to tokenizer.json text that gives the ids of `encode(text, allowed_special=True)`.
 
     Its ids are those of `encode(text, allowed_special=True)`.
     `BPETokeniser` merges any two neighbors whose concatenation is a token, not only the pair of the training merge. So

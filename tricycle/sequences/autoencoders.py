@@ -49,7 +49,7 @@ class Autoencoder(Layer):
 
     @classmethod
     def dense(cls, sizes: Sequence[int], generator: Generator = None, **options: Any) -> Self:
-        """Return a new autoencoder of dense layers with ReLU between them, of `sizes` from input to code and back.
+        """Return a new autoencoder of dense layers with ReLU, `sizes` (2 or more, or ValueError) to code and back.
 
         Args:
             sizes: the widths from the input to the code, such as (64, 32, 2); the decoder has them in reverse.
@@ -71,7 +71,7 @@ class Autoencoder(Layer):
         generator: Generator = None,
         **options: Any,
     ) -> Self:
-        """Return a new autoencoder of 3x3 convolutions of stride 2 with ReLU and a dense layer; the decoder mirrors it.
+        """Return a new mirrored autoencoder of (H, W, C) images: 3x3 stride-2 convolutions, ReLU, a dense layer.
 
         Args:
             shape: (height, width, C) of an image.

@@ -71,7 +71,7 @@ def recurrence(
     cell: str,
     active: Array | None = None,
 ) -> Tensor:
-    """Run one direction of one recurrent layer; return all states (S, T + 1, B, H), the initial ones first.
+    """Run one direction of a recurrent layer on x (T, B, C); return all states (S, T + 1, B, H), initial ones first.
 
     The recurrence runs in one thread; the matrix products of the inputs may run in other threads.
 

@@ -45,7 +45,7 @@ class EncoderDecoder(Layer):
         raise NotImplementedError(f"{type(self).__name__} defines no start")
 
     def decode(self, target: Operand, state: State) -> Tensor:
-        """Return the logits (B, T, V) after each target token (B, T), and advance the state in place."""
+        """Return logits (B, T, V) after each target token (B, T), advance the state; here NotImplementedError."""
         raise NotImplementedError(f"{type(self).__name__} defines no decode")
 
     def forward(self, source: Operand, target: Operand, lengths: Any = None) -> Tensor:
@@ -225,7 +225,7 @@ class SinusoidalPositions(Layer):
         self.context_window, self.size = context_window, size
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Return x (B, T, C) plus the sinusoidal encodings of the positions `offset` to `offset` + T - 1.
+        """Return x (B, T, C) plus sinusoidal encodings of positions `offset` on; ValueError beyond the context window.
 
         Args:
             offset: the position of the first token.

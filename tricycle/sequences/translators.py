@@ -161,7 +161,7 @@ def new_translator(config: TranslatorConfig, generator: np.random.Generator) -> 
 
 # -------------------------------------------------------------------- files
 def find_translators(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the translation model files in a folder, or the path if it is one (else []); only headers are read."""
+    """Return the sorted translation .safetensors of a folder, or [path] if it is one, else []; only headers read."""
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     found = []
@@ -173,7 +173,7 @@ def find_translators(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def load_translator(path: str | os.PathLike[str]) -> tuple[EncoderDecoder, Vocabulary, TranslatorConfig]:
-    """Load a safetensors file: the translation model in evaluation mode, its vocabulary and its config.
+    """Load a safetensors file: the translation model in evaluation mode, vocabulary and config; ValueError if damaged.
 
     Nothing in the file is executed.
 

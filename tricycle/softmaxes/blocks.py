@@ -88,7 +88,7 @@ class BlockSoftmax(RowSoftmax):
         self.per_position = per_position
 
     def for_layer(self, n_heads: int, context_window: int | None) -> tuple[BlockSoftmax, Tensor | None]:
-        """Return a copy for the layer's length; and ones ([H,] n_blocks, W or n_blocks) if "learned", else None."""
+        """Return a copy for the layer's length; ones ([H,] n_blocks, W or n_blocks) if "learned" (needs W), or None."""
         if context_window is None and self.correction == "learned":
             raise ValueError(f"{self}: expected a layer with a context_window")
         length = self.length or context_window

@@ -21,7 +21,7 @@ def free_activations() -> AbstractContextManager[None]:
 
 
 def run_and_free(block: Layer, x: Tensor, *args: Any) -> Tensor:
-    """Return `block(x, *args)`, and free the block's intermediate activations that no gradient needs.
+    """Return `block(x, *args)`, freeing inner activations that no gradient needs, if no layer is foreign or patched.
 
     Nothing is freed if the block contains a layer from another package, or one whose `forward` was replaced (by a
     probe, for example).
@@ -33,7 +33,7 @@ def run_and_free(block: Layer, x: Tensor, *args: Any) -> Tensor:
 
 
 def free_activations_inside(result: Tensor, start: Tensor) -> None:
-    """Replace the arrays of all Tensors in the graph between `start` and `result` by NaN, which frees their memory.
+    """Replace Tensors' arrays between `start` and `result` by NaN, to free memory, except at a user's own operations.
 
     Backward functions hold the arrays that they need, so gradients do not change; the freed Tensors become NaN, with
     the same shapes and dtypes. The inputs and the result of a user's own operation are kept, because its backward

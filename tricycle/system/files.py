@@ -104,7 +104,7 @@ def _remove_incomplete_line(file: IO[bytes]) -> int:
 
 # -------------------------------------------------------------------- untrusted files
 def check_regular_file(path: str | os.PathLike[str]) -> None:
-    """Raise a ValueError if a path exists and is not a regular file; called before a file is changed in place.
+    """Raise ValueError if a path exists and is a link (even to a file), folder, device, pipe; before in-place changes.
 
     Raises:
         ValueError: the path is a link, a device, a pipe or a folder.

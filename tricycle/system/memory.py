@@ -15,7 +15,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process can still allocate, or None if unknown; TRICYCLE_MEMORY_GB overrides it.
+    """Return the bytes this process can allocate, None if unknown; TRICYCLE_MEMORY_GB overrides (ValueError if bad).
 
     This is the smallest of the free memory of the machine, the rest of the limits of a container or cgroup, and the
     rest of `ulimit -v`. The variable TRICYCLE_MEMORY_GB overrides it.

@@ -39,7 +39,7 @@ MISSING = "Numba is not installed (pip install 'tricycle-gpt[numba]')"
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def is_available() -> bool:
-    """Return whether Numba is installed and not excluded by TRICYCLE_KERNELS."""
+    """Return whether Numba is installed and not excluded by TRICYCLE_KERNELS, cached from the first call."""
     return unavailable_reason() is None
 
 

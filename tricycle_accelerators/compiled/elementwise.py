@@ -91,7 +91,7 @@ def _gelu(x: np.ndarray) -> Any:
 
 @decline_when(_rows_decline_reason)
 def gelu_with_derivative(x: np.ndarray) -> Any:
-    """Return GELU of x by Numba loops, and None for the derivative, which `gelu_backward` recomputes from x."""
+    """Return (GELU of x, None) by Numba: `gelu_backward` recomputes the slope; NotImplemented where `gelu` is."""
     return _gelu(x), None
 
 
@@ -131,7 +131,7 @@ def _sum_rows_decline_reason(x: np.ndarray) -> str | None:
 
 @decline_when(_sum_rows_decline_reason)
 def sum_rows(x: np.ndarray) -> np.ndarray:
-    """Sum a bfloat16 matrix (R, C) over its rows to float32 (C,) with Numba loops, chunks of rows in parallel."""
+    """Sum a bfloat16 matrix (R, C) over rows to float32 (C,) by Numba in threads; NotImplemented for other arrays."""
     bits = x.view(np.uint16)
 
     def work(piece: slice) -> np.ndarray:

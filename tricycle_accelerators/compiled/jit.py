@@ -271,5 +271,5 @@ def to_float32(x: Any) -> Any:
 
 @overload_by_types
 def convert_for(array: Any, x: Any) -> Any:
-    """Convert a float32 to the element type of an array: bfloat16 bits for uint16, else unchanged."""
+    """Convert float32 for an array: bfloat16 bits for uint16, else unchanged; NotImplementedError outside of Numba."""
     return (lambda array, x: float32_to_bfloat16(x)) if array.dtype == types.uint16 else (lambda array, x: x)

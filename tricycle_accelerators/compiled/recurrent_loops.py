@@ -72,7 +72,7 @@ def rnn(
     active: np.ndarray,
     relu: bool,
 ) -> None:
-    """Run an Elman RNN over all steps: pre-activations into `gates`, states into h[1:]; inactive items keep theirs."""
+    """Run an Elman RNN (T, B, H) from h[0]: pre-activations into `gates`, states into h[1:], kept where inactive."""
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, size), np.float32)
     for t in range(len(gates)):
@@ -102,7 +102,7 @@ def rnn_backward(
     dh: np.ndarray,
     relu: bool,
 ) -> None:
-    """Backpropagate through an Elman RNN: write `d_gates`; turn `dh` into the gradient of the first state."""
+    """Backpropagate an Elman RNN (T, B, H): write `d_gates`; turn `dh` of the last state into that of the first."""
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(weight_panels) * PANEL, np.float32)
@@ -210,7 +210,7 @@ def gru_backward(
     d_state_gates: np.ndarray,
     dh: np.ndarray,
 ) -> None:
-    """Backpropagate through a GRU: write gradients of both gate parts; turn `dh` into that of the first state."""
+    """Backpropagate a GRU (T, B, ...): write gradients of both gate parts; turn last state's `dh` into the first's."""
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(weight_panels) * PANEL, np.float32)
@@ -309,7 +309,7 @@ def lstm_backward(
     dh: np.ndarray,
     dc: np.ndarray,
 ) -> None:
-    """Backpropagate through an LSTM: write `d_gates`; turn dh and dc into the gradients of the first states."""
+    """Backpropagate an LSTM (T, B, ...): write `d_gates`; turn dh, dc of the last states into those of the first."""
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(weight_panels) * PANEL, np.float32)

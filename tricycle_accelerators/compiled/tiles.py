@@ -174,7 +174,7 @@ def prefetch_rows(x: np.ndarray) -> None:
 
 @numba.njit(**OPTIONS)
 def aligned_zeros(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
-    """Allocate zeros (N, M) of a 4-byte dtype, aligned to a cache line."""
+    """Allocate zeros (n_rows, n_columns) in the dtype of `like`, which has 4 bytes, aligned to a cache line."""
     flat = np.zeros(n_rows * n_columns + LINE, like.dtype)
     skip = -(flat.ctypes.data // 4) % LINE
     return flat[skip : skip + n_rows * n_columns].reshape(n_rows, n_columns)

@@ -181,7 +181,7 @@ multiply_int8_rows_by_bytes = (
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
 def split_into_bytes(x: np.ndarray, out: np.ndarray) -> Any:
-    """Quantize a float32 row to 16 bits as high and low bytes in `out` (2, K); return the step, 0 if not finite."""
+    """Quantize a float32 row to 16 bits as high, low bytes in `out` (2, K); return the step, 0 if 0 or not finite."""
     largest = max_abs_if_finite(x)
     if largest == 0:
         return ZERO

@@ -152,7 +152,7 @@ def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @decline_when(_shared_decline_reason)
 def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """Return a + b, in `out` if given, by NumPy in threads; NotImplemented for small, 16-bit or strided arrays."""
+    """Return a + b, in `out` if given, by NumPy in threads; NotImplemented if small, 16-bit, strided, other shapes."""
     return _shared(np.add, a, b, out)
 
 

@@ -19,7 +19,7 @@ def _cross_entropy_decline_reason(logits: np.ndarray, *_: Any, **__: Any) -> str
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the weighted sum of cross-entropies, and its gradient or None, by NumPy, rows divided among threads."""
+    """Return (weighted sum of cross-entropies, gradient or None) by NumPy, in threads; NotImplemented if declined."""
     wide_logits = upcast(logits)
     slope = buffers.empty(logits.shape, wide_logits.dtype) if with_gradient else None
 

@@ -14,7 +14,7 @@ from tricycle_accelerators.providers import decline_when
 def layer_norm(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return layer norm (RMS norm without `subtract_mean`), means and 1 / deviations (..., 1), by NumPy in threads."""
+    """Return layer norm (or RMS norm, means 0), means and 1 / deviations (..., 1), by NumPy in threads."""
     dtype, x = dtype or x.dtype, upcast(x)
     rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
     y = buffers.empty(rows.shape, rows.dtype)
@@ -52,7 +52,7 @@ def _layer_norm_backward_decline_reason(grad: np.ndarray, x: np.ndarray, *_: Any
 def layer_norm_backward(
     grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, subtract_mean: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the gradients of input, gain and bias of layer norm or RMS norm, by NumPy, chunks of rows in threads."""
+    """Return layer or RMS norm's gradients of input, gain and bias by NumPy in threads; NotImplemented if declined."""
     dtype, grad, x = x.dtype, upcast(grad), upcast(x)
     rows, row_grads = (np.ascontiguousarray(a).reshape(-1, x.shape[-1]) for a in (x, grad))
     mean = mean.reshape(-1, 1)

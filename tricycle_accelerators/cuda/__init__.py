@@ -26,7 +26,7 @@ PROVIDER = "cuda"
 
 
 def unavailable_reason() -> str | None:
-    """Return why the CUDA kernels cannot be used; None when they can. CuPy arrays imply that there is a GPU."""
+    """Return why the CUDA kernels are excluded, None if they are not; a GPU is implied by CuPy arrays, not checked."""
     return exclusion_reason(PROVIDER)
 
 

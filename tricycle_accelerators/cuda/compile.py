@@ -46,7 +46,7 @@ def _installed(pattern: str) -> Path | None:
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def unavailable_reason() -> str | None:
-    """Return why CUDA kernels cannot be compiled on this machine, in one line; None when they can."""
+    """Return, cached, why CUDA kernels cannot be compiled (no headers or NVRTC), in one line; None when they can."""
     if _headers() is None:
         return "CUDA's headers are not installed (pip install 'nvidia-cuda-runtime==13.0.*')"
     if _installed(_NVRTC) is None:

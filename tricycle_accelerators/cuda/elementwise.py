@@ -28,7 +28,7 @@ def gelu(x: Array) -> Array:
 
 @decline_when(arrays.array_decline_reason)
 def gelu_with_derivative(x: Array) -> tuple[Array, None]:
-    """Return GELU of x by a CUDA kernel, and None: `gelu_backward` recomputes the derivative from x."""
+    """Return (GELU of x, None: `gelu_backward` recomputes it) by CUDA; NotImplemented for float64 or an empty x."""
     return _elementwise("gelu", x, 1), None
 
 
@@ -83,7 +83,7 @@ def gelu_backward(grad: Array, x: Array | None, slope: Array | None) -> Array:
 
 @decline_when(arrays.array_decline_reason)
 def relu_squared(x: Array) -> tuple[Array, Array]:
-    """Return relu(x) ** 2 and its derivative 2 relu(x), both in the dtype of x, by a CUDA kernel."""
+    """Return relu(x) ** 2 and derivative 2 relu(x), in x's dtype, by CUDA; NotImplemented for float64 or an empty x."""
     return _elementwise("relu_squared", x, 2)
 
 

@@ -160,7 +160,7 @@ def unavailable_reason() -> str | None:
 
 
 def version_text() -> str:
-    """Return the version of the library as text, such as "cuBLASLt 13.0.2"."""
+    """Return the version of the library as text, such as "cuBLASLt 13.0.2"; raise if it cannot be loaded."""
     number = load_cublaslt().cublasLtGetVersion()
     return f"cuBLASLt {number // 10_000}.{number // 100 % 100}.{number % 100}"
 

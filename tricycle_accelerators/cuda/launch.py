@@ -125,7 +125,7 @@ def template_names(file: str, template: Sequence[str] | None = None) -> tuple[st
 # Cache: valid for the life of the process: files of this package do not change while it runs.
 @cache
 def read_source(file: str, folders: tuple[Path, ...] = (FOLDER,)) -> str:
-    """Return a .cu file's text with #include lines replaced by the project's headers, each once; cached.
+    """Return the text of `file`.cu with #include "..." lines replaced by the headers, each once (not <...>); cached.
 
     CuPy looks at this text alone to find out whether it has compiled it before, so headers must be in it.
     """
@@ -186,12 +186,12 @@ def elements_per_16_bytes(itemsize: int) -> int:
 
 
 def plan_elementwise(n: int, per_thread: int, threads: int = THREADS) -> LaunchPlan:
-    """Plan a launch over n elements, `per_thread` for each of `threads` threads per block; ValueError if too large."""
+    """Plan a launch over n elements, `per_thread` per thread, `threads` per block; ValueError if 0 or too large."""
     return LaunchPlan((ceil_div(n, per_thread * threads), 1), (threads, 1)).check()
 
 
 def plan_rows(n_rows: int, row_size: int, itemsize: int, max_threads: int = MAX_THREADS) -> LaunchPlan:
-    """Plan a launch with one group of threads per row: a warp for short rows, a block for long rows."""
+    """Plan a launch: a warp per short row (4 per block), a block per long row; ValueError for 0 or too many rows."""
     n_packs = ceil_div(row_size, elements_per_16_bytes(itemsize))
     if n_packs <= 4 * 32:
         return LaunchPlan((ceil_div(n_rows, 4), 1), (32, 4)).check()
@@ -236,13 +236,13 @@ TOKENS, SHARED_TOKENS = 512, 32  # tokens of a tile; of one id, above which seve
 
 
 def plan_token_sums(n_rows: int, row_size: int, at_once: int) -> LaunchPlan:
-    """Plan a launch that sums token gradients into an embedding table, four table rows per block."""
+    """Plan a launch that sums token gradients into a table, four table rows per block; ValueError if 0 or too many."""
     lanes = min(128, 32 * ceil_div(row_size, 32 * at_once))
     return LaunchPlan((ceil_div(n_rows, 4), 1), (lanes, 4), 4 * lanes * 4 * at_once).check()
 
 
 def plan_attention(n_tokens: int, n_heads: int, tile: int, threads: int, shared: int) -> LaunchPlan:
-    """Plan attention with a block of `threads` threads and `shared` bytes per tile of `tile` tokens of each head."""
+    """Plan attention: a block of `threads`, `shared` bytes per `tile` tokens of each head; ValueError if too large."""
     return LaunchPlan((ceil_div(n_tokens, tile) * n_heads, 1), (threads, 1), shared).check()
 
 
@@ -351,7 +351,7 @@ def _function(file: str, kernel: str, template: tuple[str, ...], device: int, sh
 
 
 def launch(file: str, kernel: str, template: tuple[str, ...], plan: LaunchPlan, *arguments: Any) -> None:
-    """Launch a kernel, compiled by the first call, on the device of its arrays and the current stream, asynchronously.
+    """Launch a kernel (compiled once) on its arrays' device and current stream, async; ValueError for several devices.
 
     Args:
         arguments: arrays, None for a null pointer, NumPy scalars and `struct`s of the types that the kernel declares.

@@ -58,7 +58,7 @@ def matmul(
 
 @decline_when(arrays.array_decline_reason)
 def sum_squares(x: Array) -> Array:
-    """Compute the sum of squares of all elements as a 0-d float32 array, with a CUDA kernel."""
+    """Sum the squares of all elements to 0-d float32 by a CUDA kernel; NotImplemented for float64 or an empty x."""
     return sums.total_sum(x, arrays.cuda_type(x.dtype), "true")
 
 

@@ -18,5 +18,5 @@ def unavailable_reason() -> str | None:
 
 
 def register(array: type) -> None:
-    """Register the MKL kernels for an array type."""
+    """Register the MKL matmul kernel for an array type."""
     kernels.matmul.register(array)(matrices.matmul)

@@ -16,6 +16,6 @@ PROVIDER, unavailable_reason = "onednn", library.unavailable_reason
 
 
 def register(array: type) -> None:
-    """Register the oneDNN kernels for an array type."""
+    """Register the oneDNN kernels (matrix products, quantized products, Muon's orthogonalize) for an array type."""
     products = (kernels.matmul_operand, kernels.matmul_operand_and_sums, kernels.matmul)
     register_kernels(array, (matrices, products), (quantized, [quantized_matmul]), (optimisers, [muon.orthogonalize]))

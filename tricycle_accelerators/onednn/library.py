@@ -353,7 +353,7 @@ def convert(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | None = None) -> None:
-    """Write a @ b plus bias (1, M) into `out` by oneDNN in this thread; no array may be empty.
+    """Write bfloat16 a @ b plus bias (1, M) into `out` (float32 too) by oneDNN in this thread; no array may be empty.
 
     Args:
         a, b: (..., N, K) and (..., K, M), bfloat16, either may be a transposed view.

@@ -51,24 +51,24 @@ def cross_entropy(scores: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention from elementary operations, with two queries and three keys."""
+    """Compute the sum of the outputs of attention from elementary operations, with two queries and three keys."""
     weights = Softmax()(q @ k.transpose() * 2**-0.5)
     return (weights @ v).sum()
 
 
 def norm(x: Tensor) -> Tensor:
-    """Compute an RMS norm from elementary operations."""
+    """Compute the largest element of an RMS norm (eps 1e-5) from elementary operations."""
     return (x / ((x * x).mean() + 1e-5).sqrt()).max()
 
 
 def block(x: Tensor) -> Tensor:
-    """Compute a GPT block for two tokens with four channels."""
+    """Compute the sum of the outputs of a new GPT block (seed 0) for two tokens with four channels."""
     config = ModelConfig(embedding_dim=4, n_heads=2, context_window=2, norm="rms_norm", bias=False, expansion_ratio=2)
     return TransformerBlock(config, generator=0)(x).sum()
 
 
 def norm_layer(x: Tensor) -> Tensor:
-    """Compute an RMS norm with a gain as one operation."""
+    """Compute the largest element of an RMS norm with a gain (four channels) as one operation."""
     return RMSNorm(4)(x).max()
 
 

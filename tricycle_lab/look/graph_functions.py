@@ -48,7 +48,7 @@ MAX_FORMULA_LENGTH = 2000  # characters
 
 
 def build_graph_from_spec(spec: str, values: str = "") -> dict[str, Any]:
-    """Return the computation graph of an example, FILE.py:function or a formula at given inputs, as JSON data.
+    """Return as JSON data the graph of an example, FILE.py:function (executed) or formula at inputs; else ValueError.
 
     Args:
         spec: the name of an example; FILE.py:function; or a formula such as "x * y + exp(x)".
@@ -89,7 +89,7 @@ def parse_values(text: str) -> dict[str, Any]:
 
 
 def parse_formula(text: str) -> tuple[Callable[..., Any], list[str]]:
-    """Parse a formula by a whitelist of syntax; return a function of its variables, and their sorted names.
+    """Parse a formula by a whitelist of syntax, else ValueError; return a function of its variables, and sorted names.
 
     The function can call `FORMULA_FUNCTIONS` only, so that a formula from an untrusted source is safe.
 

@@ -145,7 +145,7 @@ class InspectableModel:
         return self._token_texts[token]
 
     def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
-        """Run the model with interventions, and return the trace of the forward pass; subclasses implement it.
+        """Run the model with interventions and return the trace; NotImplementedError unless a subclass defines it.
 
         Args:
             ids: the tokens.
@@ -218,7 +218,7 @@ class Recorder:
 
 
 def record_arguments(layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> None:
-    """Store an attention op, its arguments, and a function that computes the attention maps on demand, in `layer`."""
+    """Store in `layer` an attention op, its arguments, and a function that computes (scores, weights) of text 0."""
 
     def compute_maps() -> tuple[Any, Any]:
         scores, weights = scores_and_weights(op, *args)
@@ -443,7 +443,7 @@ def load_inspectable_translator(path: Path) -> InspectableEncoderDecoder:
 
 
 def substitute_row_softmax(interventions: Interventions) -> Substitution:
-    """Return a hook that replaces a recurrent model's softmax and divides scores by a temperature, or raise ValueError.
+    """Return a hook that sets a recurrent model's softmax and temperature; ValueError for ablations, softmax "blocks".
 
     Raises:
         ValueError: ablations, which need a model with blocks, or a softmax with learned scales.
@@ -461,7 +461,7 @@ def substitute_row_softmax(interventions: Interventions) -> Substitution:
 
 
 def unembed_decoder_states(model: Transformer, x: Tensor) -> Tensor:
-    """Compute logits (..., V) from the residual stream (..., C) of a Transformer's decoder."""
+    """Compute logits (..., V) of a Transformer decoder's residual stream (..., C): norm and head, no gradients."""
     with no_grad():
         normalized = x if model.decoder.norm is None else model.decoder.norm(x)
         if model.head is not None:

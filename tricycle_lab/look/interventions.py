@@ -31,7 +31,7 @@ class Interventions:
 
     @classmethod
     def from_json(cls, fields: Any, ablatable: Sequence[str], n_heads: Mapping[str, int]) -> Interventions:
-        """Create interventions from a decoded JSON object (None: none); raise ValueError for unknown fields or values.
+        """Create from JSON ablatedLayers, ablatedHeads, softmax, temperature (None: none); others raise ValueError.
 
         Args:
             fields: the JSON object; None for no interventions.

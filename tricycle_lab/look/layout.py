@@ -33,7 +33,7 @@ class Layout:
 
 
 def layout_graph(sizes: Sequence[tuple[float, float]], edges: Sequence[tuple[int, int]]) -> Layout:
-    """Compute node centers, edge paths and size of a layered drawing of an acyclic graph (Sugiyama's method).
+    """Compute node centers, edge paths and size of a layered drawing (Sugiyama) of an acyclic graph, else ValueError.
 
     Args:
         sizes: width and height of each node.

@@ -56,7 +56,7 @@ def _read_text(name: str) -> str:
 
 
 def collect_static_data(model: InspectableModel, trace: Trace) -> dict[str, Any]:
-    """Return info, trace, attentionMaps, headStatistics, streamStatistics, topPredictions and logitLens by name."""
+    """Return {info, trace, attentionMaps, headStatistics, streamStatistics, topPredictions, logitLens}; drop cache."""
     maps: dict[str, list[dict[str, Any]]] = {}
     for layer in trace.attention_layers:
         maps[layer.name] = [trace.attention_map(layer.name, head, deflate=True) for head in range(layer.n_heads)]

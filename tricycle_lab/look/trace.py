@@ -52,7 +52,7 @@ class AttentionLayer:
     cached_maps: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
 
     def maps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return attention scores and weights, (H, T, S) float32 each, computed at the first call and then cached."""
+        """Return scores and weights, (H, T, S) float32, cached at the first call; ValueError for a layer not run."""
         if self.compute_maps is None:
             raise ValueError(f"{self.name}: expected a layer that ran in the forward pass, got one that did not")
         if self.cached_maps is None:
@@ -209,7 +209,7 @@ class Trace:
         return [_stream_statistics(name, x) for name, x in self.stream.items()]
 
     def top_predictions(self, position: int) -> dict[str, Any]:
-        """Return "position", "top" next tokens, and "lens", those by logit lens of each layer; [] without logits.
+        """Return "position", "top" next tokens, logit-"lens" ones by layer, [] if unknown; ValueError if out of range.
 
         Raises:
             ValueError: no such position.
@@ -227,7 +227,7 @@ class Trace:
         return {"position": position, "top": self._top_k(logits[-1], N_TOP_TOKENS, next_token)["top"], "lens": lens}
 
     def logit_lens(self) -> dict[str, Any]:
-        """Return "tokens" and "probs"[layer][position], the most probable by logit lens, and "texts" by token id."""
+        """Return "tokens" and "probs"[layer][position], top by logit lens ([] without it), and "texts" by token id."""
         if self.unembed is None or not self.stream:
             return {"tokens": [], "probs": []}
         top = np.zeros((len(self.stream), len(self.ids)), np.int64)

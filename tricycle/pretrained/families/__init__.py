@@ -30,7 +30,7 @@ WEIGHT_FORMATS = ("float32", "stored", *DTYPE_NAMES)
 
 
 def build_model(source: StoredModel, weights: str = "float32") -> Layer:
-    """Build the model that files describe and load its weights, if the free memory suffices; dropout is off.
+    """Build the model of files, load weights, dropout off; ValueError if unsupported, MemoryError if it does not fit.
 
     Args:
         weights: as of `pretrained.load`.

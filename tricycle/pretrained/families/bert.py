@@ -28,7 +28,7 @@ LEGACY_NAMES = {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "
 
 
 def to_config(fields: ConfigFields) -> EncoderConfig:
-    """Convert the fields of a BERT config.json to an `EncoderConfig`; missing ones get transformers' defaults."""
+    """Convert a BERT config.json to an `EncoderConfig` with transformers' defaults; ValueError if unsupported."""
     fields.require("position_embedding_type", "absolute")
     fields.require("is_decoder", False)
     fields.require("add_cross_attention", False)
@@ -53,7 +53,7 @@ def to_fields(config: EncoderConfig) -> dict[str, Any]:
 
 
 def to_roberta_config(fields: ConfigFields) -> EncoderConfig:
-    """Convert a RoBERTa config.json to an `EncoderConfig` as for BERT, with positions that start at pad_token_id + 1.
+    """Convert a RoBERTa config.json to an `EncoderConfig`: positions start at pad_token_id + 1, window shortened.
 
     RoBERTa's positions start at pad_token_id + 1. Unlike transformers, Tricycle also counts padding before a text.
     """

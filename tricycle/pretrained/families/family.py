@@ -96,7 +96,7 @@ class TensorMapping:
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def hf_tensors(self, name: str) -> list[HFTensor]:
-        """Return the checkpoint tensors that form a parameter, such as q, k and v, in the order of its last axis.
+        """Return HFTensors (name, shape, columns) that form a parameter, in order of its last axis; else KeyError.
 
         Raises:
             KeyError: the family has no such layer.

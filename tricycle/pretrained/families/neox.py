@@ -24,7 +24,7 @@ NAMES: TensorNames = {
 
 
 def to_config(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a GPT-NeoX config.json to a `ModelConfig`; missing ones get transformers' defaults."""
+    """Convert a GPT-NeoX config.json to a `ModelConfig` with transformers' defaults; ValueError if unsupported."""
     attention_bias = fields.boolean("attention_bias", True)
     legacy = {"rope_theta": fields.get("rotary_emb_base"), "partial_rotary_factor": fields.get("rotary_pct")}
     current = ConfigFields({**{name: value for name, value in legacy.items() if value is not None}, **fields.values})

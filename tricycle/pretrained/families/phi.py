@@ -19,7 +19,7 @@ NAMES: TensorNames = {
 
 
 def to_config(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a Phi config.json to a `ModelConfig`; missing ones get transformers' defaults."""
+    """Convert a Phi config.json's fields to a `ModelConfig` by transformers' defaults; ValueError if unsupported."""
     fields.require("qk_layernorm", False)
     fields.require("tie_word_embeddings", False)
     sizes = fields.sizes(51_200, 2048, 2048, 8192, 24, 32)
