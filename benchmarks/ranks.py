@@ -168,7 +168,7 @@ class RankSteps:
         link: Any = (0, 0),
         single_process: bool = False,
     ) -> Any:
-        """Train one step in all ranks; return "seconds", "waited", "backward" (seconds), "buckets": [[second, bytes]].
+        """Train one step, called in each rank; return its "seconds", "waited", "backward", "buckets" [[s, bytes]].
 
         Args:
             n_batches: of this rank, accumulated.

@@ -74,7 +74,7 @@ class Example(NamedTuple):
 
 # -------------------------------------------------------------------- one date
 def possible_dates(first: str, second: str, third: str) -> set[date]:
-    """Return all dates that three numbers can denote in any order of day, month and year.
+    """Return all dates of three numbers: D-M-Y, M-D-Y or Y-M-D (four-digit years: first or last), as a set.
 
     A year has two digits or four; one of four in front is followed by month and day.
     """

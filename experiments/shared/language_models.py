@@ -83,7 +83,7 @@ class Windows(NamedTuple):
 
 
 def windows(tokeniser: Any, text: str, n_windows: int, n_tokens: int, first: int | None = None) -> Windows:
-    """Return Windows of `n_windows` evenly spaced excerpts: ids (N, n_tokens + 1), n_bytes (N, n_tokens).
+    """Return Windows of even excerpts of the first MB (or more): ids (N, T + 1), n_bytes (N, T); else ValueError.
 
     Args:
         tokeniser: byte-level, as that of SmolLM2.

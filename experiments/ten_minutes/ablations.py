@@ -110,7 +110,7 @@ def _change(part: str, text: str) -> tuple[str, Any]:
 
 
 def configs(recipe: GPTConfig, names: Sequence[str] = (), also: Sequence[str] = ()) -> dict[str, GPTConfig]:
-    """Return {name: config}, the recipe first; variants that change nothing in the recipe are left out.
+    """Return {name: config}, recipe first, changed ones only; `also` defines variants "name: field=value".
 
     Args:
         names: of the variants; empty for all that change the recipe.

@@ -49,7 +49,7 @@ class WrittenTensor:
 
 
 def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], dtype_name: str = "F32") -> str:
-    """Write a GPT and its tokenizer atomically to a GGUF file for llama.cpp; return its architecture, llama or gpt2.
+    """Write a Llama or GPT-2 with its tokenizer to a GGUF file; return "llama" or "gpt2"; ValueError if another.
 
     Args:
         model: a `GPT` whose config is that of a Llama or a GPT-2.

@@ -29,7 +29,7 @@ CONTRACT = ("contract",)  # a product and a sum may be one instruction
 
 
 def load(builder: Any, address: Any, kind: Any) -> Any:
-    """Emit a load of a value of type `kind` from an address (4-byte alignment)."""
+    """Emit a load of a value of LLVM type `kind` from an integer address (a pointer is invalid), 4-byte aligned."""
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
 

@@ -30,7 +30,7 @@ def int8_split_matmul(x: np.ndarray, prepared: LowPrecisionMatmul) -> np.ndarray
 
 @decline_when(_decline_reason)
 def bfloat16_split_matmul(x: np.ndarray, prepared: LowPrecisionMatmul) -> np.ndarray | None:
-    """Multiply float32 rows by a bfloat16 matrix as two bfloat16 rows each, split by Numba loops; None for NaN, inf."""
+    """Return float32 x @ bfloat16 matrix by two bfloat16 parts, overwriting `prepared`; None for NaN or infinity."""
     if not load_loops("loops").split_bfloat16(x, prepared.numbers):
         return None
     prepared.run()
