@@ -12,6 +12,7 @@ from tricycle import Tensor, extra_ops, no_grad, to_tensor
 from tricycle.einsum import Einsum
 from tricycle.functions import Softmax, linear
 from tricycle.loss import MeanSquaredError
+from tricycle.tensor import record
 
 
 def tensor(*shape: int, dtype=np.float64, **kwargs) -> Tensor:
@@ -350,6 +351,14 @@ def test_copies_have_no_graph(clone):
     assert twin.grad is not None and x.grad is None
     y.backward()
     assert x.grad is not None
+
+
+def test_first_gradient_of_backward_cannot_be_changed_in_place():
+    """All backward passes share it."""
+    x = to_tensor(2.0)
+    y = record(x.array * 3, (x,), lambda grad, needs_grad: (np.multiply(grad, 3, out=grad),), "op")
+    with pytest.raises(ValueError, match="read-only"):
+        y.backward()
 
 
 @pytest.mark.gpu

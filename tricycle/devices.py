@@ -47,7 +47,7 @@ def on_gpu(array: Array) -> bool:
 @cache
 def one(xp: ModuleType, device: str, dtype: np.dtype[Any]) -> Array:
     """Return 1 of shape (), made on the current device, cached by module, device and dtype: `is` recognizes it."""
-    return xp.ones(1, dtype).reshape(())
+    return xp.broadcast_to(xp.ones(1, dtype), (1,)).reshape(())  # read-only in NumPy
 
 
 # Cache: valid for the life of the process; packages installed later are found after a restart.
