@@ -22,20 +22,33 @@ template <class T> __global__ void gelu(const T* x, T* y, i64 n) {
     });
 }
 
+// y = join(a, b) for arrays of one size; y may be a or b.
+template <class T, class Join> __device__ inline void pairwise(const T* a, const T* b, T* y, i64 n, Join join) {
+    each<PACK<T>>(n, aligned(a) && aligned(b) && aligned(y), [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float left[N], right[N];
+        load(left, a + i);
+        load(right, b + i);
+#pragma unroll
+        for (int k = 0; k < N; ++k) left[k] = join(left[k], right[k]);
+        store(y + i, left);
+    });
+}
+
 // dx = grad times the derivative, g + x g (1 - g) v', which costs less to compute again than to write and read.
 template <class T> __global__ void gelu_backward(const T* grad, const T* x, T* dx, i64 n) {
-    each<PACK<T>>(n, aligned(grad) && aligned(x) && aligned(dx), [&](i64 i, auto count) {
-        constexpr int N = decltype(count)::value;
-        float a[N], d[N];
-        load(a, x + i);
-        load(d, grad + i);
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-            const float g = gelu_gate(a[k]), dv = 2 * SQRT_2_OVER_PI * (1 + 3 * CUBIC * a[k] * a[k]);
-            d[k] *= g * (1 + a[k] * (1 - g) * dv);
-        }
-        store(dx + i, d);
+    pairwise(grad, x, dx, n, [](float grad, float x) {
+        const float g = gelu_gate(x), dv = 2 * SQRT_2_OVER_PI * (1 + 3 * CUBIC * x * x);
+        return grad * (g * (1 + x * (1 - g) * dv));
     });
+}
+
+template <class T> __global__ void add(const T* a, const T* b, T* y, i64 n) {
+    pairwise(a, b, y, n, [](float a, float b) { return a + b; });
+}
+
+template <class T> __global__ void multiply(const T* a, const T* b, T* y, i64 n) {
+    pairwise(a, b, y, n, [](float a, float b) { return a * b; });
 }
 
 template <class T> __global__ void relu_squared(const T* x, T* y, T* slope, i64 n) {
@@ -62,31 +75,6 @@ template <class T> __global__ void sigmoid(const T* x, T* y, i64 n) {
 #pragma unroll
         for (int k = 0; k < N; ++k) a[k] = logistic(a[k]);
         store(y + i, a);
-    });
-}
-
-// y may be a or b.
-template <class T> __global__ void add(const T* a, const T* b, T* y, i64 n) {
-    each<PACK<T>>(n, aligned(a) && aligned(b) && aligned(y), [&](i64 i, auto count) {
-        constexpr int N = decltype(count)::value;
-        float left[N], right[N];
-        load(left, a + i);
-        load(right, b + i);
-#pragma unroll
-        for (int k = 0; k < N; ++k) left[k] += right[k];
-        store(y + i, left);
-    });
-}
-
-template <class T> __global__ void multiply(const T* a, const T* b, T* y, i64 n) {
-    each<PACK<T>>(n, aligned(a) && aligned(b) && aligned(y), [&](i64 i, auto count) {
-        constexpr int N = decltype(count)::value;
-        float left[N], right[N];
-        load(left, a + i);
-        load(right, b + i);
-#pragma unroll
-        for (int k = 0; k < N; ++k) left[k] *= right[k];
-        store(y + i, left);
     });
 }
 
