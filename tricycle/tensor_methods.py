@@ -130,7 +130,7 @@ def from_batched(x: Tensor) -> Tensor:
 
 # -------------------------------------------------------------------- single gradients
 def leaf_gradients(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> list[Array | None]:
-    """Return the gradient of each input, None if it has none, from that of a result; free the graph, keep `grad`.
+    """Return each input's gradient, or None, by a separate backward pass; change no Tensor's `grad`; free the graph.
 
     For operations whose backward function runs a separate backward pass: `grad` of no Tensor changes, and the graph is
     freed. The arrays may share memory.

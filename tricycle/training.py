@@ -123,7 +123,7 @@ def compute_gradients(
     reducer: Callable[[Layer], Any] | None = None,
     loss_scale: Any = None,
 ) -> Gradients:
-    """Add the gradients of the mean loss over all labels of batches to `grad`; return that loss and the label count.
+    """Add gradients of the mean loss over all labels to `grad`; if not finite, clear them, raise NonFiniteError.
 
     They are added to existing gradients (gradient accumulation); with several processes, to rank 0's, for all.
 

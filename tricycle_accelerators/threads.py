@@ -213,7 +213,7 @@ class _BlasLimit:
             return held.get(id(library)) or int(library.num_threads)
 
     def forget_other_threads(self) -> None:
-        """Reset lock and counts after a fork to this thread's own holds; restore BLAS's threads if it has none."""
+        """After a fork, keep only the holds of this thread; if none, restore the BLAS threads, unless permanent."""
         self.lock = threading.Lock()
         if self.is_permanent:  # whichever thread has asked for that
             self.n_holders = 1 + max(0, _thread_state.n_holds - 1)

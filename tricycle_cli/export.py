@@ -63,7 +63,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def training_results(source: Path) -> dict[str, Any]:
-    """Return a run's data and final losses by model-card label; {} without its data.json or metrics.jsonl."""
+    """Return a run's data and best held-out loss by model-card label; {} without its data.json or metrics.jsonl."""
     folder = source if source.is_dir() else source.parent
     card: dict[str, Any] = {}
     if (folder / "data.json").is_file() and (folder / "metrics.jsonl").is_file():

@@ -156,7 +156,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
-    """Parse a command line into the task that starts or resumes a run, and load nothing yet; ValueError if it is wrong.
+    """Parse a command line into a task, reading no files, even with --resume; ValueError if it is wrong.
 
     Raises:
         ValueError: a wrong command line, before any file is written.

@@ -131,7 +131,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     min_turn: float = MIN_TURN,
 ) -> None:
-    """Time products and steps in interleaved rounds, N_ROUNDS or more, until `seconds`; append times to `timings`.
+    """Time products, training steps and their kernels in interleaved rounds until `seconds`; append to `timings`.
 
     Args:
         timings: the precisions; the measured seconds are appended to them.

@@ -178,7 +178,7 @@ class MLflow(Tracker):
     keeps = True
 
     def start(self, run_settings: Mapping[str, Any], is_new: bool) -> None:
-        """Create an MLflow run with the settings as parameters, and set `id`; or resume it; by default in mlflow.db."""
+        """Create an MLflow run (by default in the run folder's mlflow.db), set `id`, log the settings; or resume it."""
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunStatus
 

@@ -54,7 +54,7 @@ class HookedForward:
 
 
 def add_hook(target: Any, kind: str, function: Callable[..., Any]) -> RemoveHook:
-    """Add a hook to target.forward as observer, change or substitution (`kind`); return a function that removes it.
+    """Append a hook to "observers", "changes" or "substitutions" of target.forward; return a function to remove it.
 
     All hooks of a target share one `HookedForward`, so they can be removed in any order. Without hooks the original
     `forward` is restored.
@@ -85,7 +85,7 @@ def attention_of(layer: Layer) -> Any:
 
 # -------------------------------------------------------------------- changes
 def make_replacement(caller: str, value: Value, heads: Sequence[int] | None, positions: Sequence[int] | None) -> Change:
-    """Return a hook that replaces a result, or its heads and positions, by `value` or `value(result)`; else ValueError.
+    """Return a hook that replaces a result by a value that broadcasts to it, only at heads and positions if given.
 
     The result of a layer is (..., T, C); with heads it is that of an attention op, (B, T, H, E).
     """

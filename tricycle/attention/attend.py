@@ -110,7 +110,7 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
 
 
 def additive_mask(op: str, mask: Mask, like: Array, n_queries: int, n_keys: int, n_heads: int = 1) -> Array | None:
-    """Convert a mask, True for visible, to 0 or -inf to add to scores, (B or 1, H or 1, T or 1, S); None to None.
+    """Convert a boolean mask (B, S), (B, T, S) or (B, H, T, S) to 0 where True, else -inf; None to None.
 
     Args:
         like: an array with the batch size, dtype and device of the scores.

@@ -98,7 +98,7 @@ class SpeculativeState(DecodingState):
 def decode_batch(
     states: Sequence[SpeculativeState], texts: Sequence[Sequence[int]], n_draft_tokens: Sequence[int] | None = None
 ) -> list[np.ndarray]:
-    """Run the uncached tokens of texts, update the states; return (D + 1, V) logits of each text with D draft tokens.
+    """Run texts' uncached tokens, mark states with drafts as inexact; return (D + 1, V) logits for D draft tokens.
 
     Args:
         states: one for each text, all of one model.

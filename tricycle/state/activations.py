@@ -21,7 +21,7 @@ def free_activations() -> AbstractContextManager[None]:
 
 
 def run_and_free(block: Layer, x: Tensor, *args: Any) -> Tensor:
-    """Return `block(x, *args)`, freeing inner activations that no gradient needs, if no layer is foreign or patched.
+    """Return `block(x, *args)`; then free inner arrays unused by backward, if no layer is foreign or patched.
 
     Nothing is freed if the block contains a layer from another package, or one whose `forward` was replaced (by a
     probe, for example).

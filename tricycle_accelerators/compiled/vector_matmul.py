@@ -42,7 +42,7 @@ class _SpinTeam:
     def multiply(
         self, x: np.ndarray, matrix: np.ndarray, scales: np.ndarray, sums: np.ndarray, out: np.ndarray
     ) -> None:
-        """Write x (1, K) times the rows of a matrix into `out` by spinning threads; alone if they are busy or late."""
+        """Write x (1, K) times float32, bfloat16 or int8 rows into `out` by spinning threads; alone if busy or late."""
         if not self.policy or not threads.pool_lock.acquire(blocking=False):
             self.loops.multiply_vector(x, matrix, scales, sums, out, self.boxes.own, 1)
             return

@@ -45,7 +45,7 @@ class RunData:
 
 
 def compare_runs(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Return JSON data of the comparison: "runs", "differences" of configs, "notes", and "unit": "bits" or "nats"."""
+    """Return JSON data of runs (losses in nats, "bitsPerNat"), config "differences", "notes" and initial "unit"."""
     shown = [_describe_run(run) for run in runs]
     return {
         "runs": shown,
