@@ -80,7 +80,7 @@ class EndlessDataset:
         return {"position": self.position, "seed": self.seed, "n_items": self.n_items}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Restore the position and seed that `state` returned; raise a ValueError if they do not fit the dataset."""
+        """Set position and seed from a dict of `state`; ValueError if not integers >= 0, or if `n_items` differs."""
         for name in self.state():
             value = state.get(name)
             if not isinstance(value, int) or value < 0 or (name == "n_items" and value != self.n_items):

@@ -261,7 +261,7 @@ def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
 
 
 def split_sizes(x: Tensor, sizes: Sequence[int], axis: int = -1) -> list[Tensor]:
-    """Return consecutive views of x of these sizes along an axis; each passes its gradient to x."""
+    """Split x into consecutive views of `sizes` along `axis`, without checking their sum; gradients go to x."""
     array, ndim = x.array, x.array.ndim
     before, after = (slice(None),) * (axis % ndim), (slice(None),) * (ndim - 1 - axis % ndim)
     batched = x.is_batched and axis % ndim != 0

@@ -202,7 +202,7 @@ class QuantizedMatrix:
         return self.values.T if self.transposed else self.values
 
     def with_row_scales(self) -> QuantizedMatrix:
-        """Return the matrix requantized to one int8 scale per stored row if it has several, otherwise itself."""
+        """Return an int8 matrix with several scales per stored row requantized to one; else the matrix itself."""
         if self.scales is None or self.scales.shape[1] == 1:
             return self
         values = np.empty_like(self.values)

@@ -149,7 +149,7 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def rotary_scaling_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the object rope_scaling of config.json: type, factor and for llama3 its bounds; {} without scaling."""
+    """Return the value of rope_scaling in config.json: {rope_type, factor, bounds if llama3}; {} without scaling."""
     if config.rotary_scaling == "none":
         return {}
     scaling = {"rope_type": config.rotary_scaling, "factor": float(config.rotary_factor)}
