@@ -100,7 +100,7 @@ class Tensor:
     def backward(
         self, retain_graph: bool = False, create_graph: bool = False, on_input: Callable[[Tensor], None] | None = None
     ) -> None:
-        """Add the gradient of the sum of this Tensor to `grad` of all inputs and parameters, and free the graph.
+        """Add the gradient of the Tensor's sum to leaves' `grad`; free the graph; no `create_graph` (raises an error).
 
         Args:
             retain_graph: keep the graph for another call of `backward` instead of freeing it.
@@ -192,7 +192,7 @@ def record(
 def to_tensor(
     x: Operand, *, dtype: Any = None, requires_grad: bool = True, is_batched: bool = False, name: str | None = None
 ) -> Tensor:
-    """Make a Tensor, by default float32 (booleans stay), from a number, (nested) list, NumPy or CuPy array, or Tensor.
+    """Make a Tensor of a number, list, array or Tensor, by default float32 (bool stays); TypeError if not numeric.
 
     Args:
         x: the values. An array of the right dtype is not copied.

@@ -299,7 +299,7 @@ class BPETokeniser(ByteLevelBPE):
 
     @classmethod
     def from_tokens(cls, tokens: list[bytes], split: str = "tricycle") -> BPETokeniser:
-        """Make a tokenizer of these tokens (the 256 bytes, then the merges in order) plus <|endoftext|> as the last id.
+        """Make a tokenizer of tokens, not validated (256 bytes, then merges in order), and <|endoftext|> as last id.
 
         Args:
             split: the pre-tokenization pattern, "tricycle" or "gpt2".

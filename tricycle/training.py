@@ -83,7 +83,7 @@ def train(
     max_norm: float = 0.0,
     session: Session | None = None,
 ) -> bool:
-    """Train for `n_steps` updates (by default none) or those of a session; return whether all of them were made.
+    """Make `n_steps` or a session's updates; return whether all were made; NonFiniteError unless session recovers.
 
     Args:
         batches: an iterator of arguments of `batch_loss`; a session may draw several for an update.
@@ -201,7 +201,7 @@ def _all_finite(tensor: Tensor) -> bool:
 def apply_gradients(
     model: Layer, optimiser: Optimiser, grads: Gradients, max_norm: float = 0.0, loss_scale: Any = None
 ) -> Any:
-    """Clip gradients to a global norm (0: not), update, clear gradients; return the norm before, or NonFiniteError.
+    """Clip gradients to `max_norm` (0: not), update, clear; return the norm; NonFiniteError (on a CPU) if not finite.
 
     Returns the norm before clipping: a number, or for a model on a GPU an unread 0-d array, without synchronization.
 

@@ -146,7 +146,7 @@ class TrainingState:
         return {}
 
     def train_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of `training.train` for this state, without `session`, as a dict."""
+        """Return a dict of model, optimizer, dataset, loss, schedule and maximum norm: keyword arguments of `train`."""
         return {
             "model": self.model,
             "optimiser": self.optimiser,
@@ -339,7 +339,7 @@ class StateSession(Session):
 
     @contextmanager
     def batches(self, source: CausalLMDataset) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Yield this process's batches of an update and their label counts; set the generator for their dropout masks.
+        """Yield an update's batches of this process and label counts, and skip those of other processes, as a context.
 
         Afterwards the dataset and the generator are in the same state as if one process had computed all batches.
         """

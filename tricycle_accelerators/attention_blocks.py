@@ -96,7 +96,7 @@ def make_head_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[HeadGroup], boo
 
 
 def plan_attention(q: np.ndarray, k: np.ndarray, score_options: ScoreOptions) -> AttentionPlan:
-    """Plan attention of q (B, T, H, D), k (B, S, K, D): head groups and query blocks; each query must see a key.
+    """Plan attention of q (B, T, H, D), k (B, S, K, D): head groups, query blocks; assumes each query sees a key.
 
     Args:
         q: (B, T, H, D), of queries that each see a key. k: (B, S, K, D).

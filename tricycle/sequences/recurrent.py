@@ -213,7 +213,7 @@ class Direction(Layer):
         self.input_bias, self.hidden_bias = (Parameter(zero.copy(), "bias") if bias else None for zero in zeros)
 
     def forward(self, x: Tensor, initial: Tensor, active: Array | None = None) -> Any:
-        """Return the outputs (B, T, H) in the order of x (B, T, C), and the final states (S, B, H) of the direction."""
+        """Run x (B, T, C); return outputs (B, T, H) in its order, final states (S, B, H), kept where not `active`."""
         weights = self.input_weights, self.hidden_weights, self.input_bias, self.hidden_bias
         given = [w for w in weights if w is not None]
         steps = x.transpose(1, 0, 2)

@@ -126,7 +126,7 @@ class Seq2Seq(EncoderDecoder):
         self.dropout = Dropout(dropout, generator)
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
-        """Encode the source (B, S); return the decoder's state: "hidden", "context", "outputs", "mask" in a dict."""
+        """Encode source (B, S); return a dict: decoder "hidden", encoder "context" (last state), "outputs", "mask"."""
         source = as_tensor(source)
         lengths = np.full(len(source), source.shape[-1]) if lengths is None else lengths
         outputs, both = self.encoder.states(source, lengths)

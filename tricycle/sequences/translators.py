@@ -127,7 +127,7 @@ class TranslatorConfig(ValidatedConfig):
 
 
 def new_translator(config: TranslatorConfig, generator: np.random.Generator) -> EncoderDecoder:
-    """Return a new Transformer, or GRU encoder-decoder with no, Bahdanau or Luong attention, as configured."""
+    """Return the configured Transformer or GRU Seq2Seq (Bahdanau, Luong or no attention), with a shared embedding."""
     n_vocab, width, dropout = config.vocab_size, config.width, config.dropout
     if config.name == "transformer":
         return Transformer(

@@ -98,7 +98,7 @@ class BlockSoftmax(RowSoftmax):
         return chosen, Parameter(np.ones(shape), "scale") if self.correction == "learned" else None
 
     def expand_scales(self, scales: Array, n_keys: int) -> Array:
-        """Repeat scales of query blocks to one per query position, ([H,] n_blocks, W); return them if `per_position`.
+        """Return scales if `per_position`, else repeat each over a block's positions; ValueError for a misfit shape.
 
         Args:
             scales: ([H,] n_blocks, W), or without `per_position` ([H,] n_blocks of keys, n_blocks of queries).
@@ -115,7 +115,7 @@ class BlockSoftmax(RowSoftmax):
         return array_module(scales).repeat(scales, self._step(n_keys), axis=-1)
 
     def forward(self, x: Operand, scales: Tensor | None = None) -> Tensor:
-        """Compute softmax within each block of keys, times `scales`, or times the block's total probability if "exact".
+        """Compute softmax per key block, times 1, `scales` or the block's probability; ValueError for misfit scales.
 
         Args:
             x: scores (..., T, S).

@@ -21,7 +21,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errn
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[IO[Any]]:
-    """Open a temporary file that is synced and replaces `path` at the block's end; on an error `path` is unchanged.
+    """Yield a temporary file that is synced and renamed to `path` unless the block fails; make missing folders.
 
     The bytes are synced to the disk (fsync) before the rename, and the rename before this returns, so after a crash, a
     full disk or a kill there is either the old file or the new one. On an error the temporary file is removed.

@@ -41,7 +41,7 @@ def quantize(model: AnyLayer, dtype_name: str = "int8") -> AnyLayer:
 
 
 def set_memory_order(model: AnyLayer, order: str) -> AnyLayer:
-    """Store the matrices of a model in C or Fortran memory order in place, with the same values; return the model.
+    """Store unquantized Dense weights in "C" or "F" memory order (else ValueError) in place; return the model.
 
     Args:
         order: "C" (row-major), the fastest for training; or "F" (column-major), the fastest for products with one row,

@@ -34,7 +34,7 @@ def few_rows_decline_reason(x: np.ndarray) -> str | None:
 
 
 def large_array_decline_reason(*arrays: np.ndarray, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> str | None:
-    """Return why arrays are too small, mixed in dtype, none of `dtypes` or not C-contiguous; None if the loops fit."""
+    """Return why arrays are small (by the first), of mixed dtypes, not of `dtypes` or not C-contiguous, or None."""
     if arrays[0].size < MIN_SIZE:
         return TOO_SMALL
     dtype = arrays[0].dtype

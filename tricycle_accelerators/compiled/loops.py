@@ -180,7 +180,7 @@ def decode_attention(
     out: np.ndarray,
     logsumexp: np.ndarray,
 ) -> None:
-    """Write one token's attention of q (K G, D) over cached keys, values (S, K, D) into `out`, and the logsumexp.
+    """Write attention of q (K G, D) to keys, values (S, K, D), softmax1 if `off_by_one`, to `out`, `logsumexp`.
 
     Writes the results into `out` and the logsumexp of the scores of each head into the last argument.
     """
@@ -241,7 +241,7 @@ def decode_attention_16_bit(
 # -------------------------------------------------------------------- numbers as two of fewer bits
 @compile_loop("b1(f4[:, ::1], i1[:, ::1], f4[::1])")
 def split_int8(x: np.ndarray, parts: np.ndarray, scales: np.ndarray) -> bool:
-    """Write rows (R, K) as low, then high int8 rows to `parts` (2 R, K), steps to `scales` (R,); False if not finite.
+    """Split rows x (R, K) ~ scales * (256 high + low) into `parts`: R low, R high int8 rows; False if not finite.
 
     Args:
         scales: (R,), how large a step is.

@@ -56,7 +56,7 @@ def _layer_norm_decline_reason(
 def layer_norm(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> Any:
-    """Return layer norm (RMS norm without `subtract_mean`), means and 1 / deviations (..., 1), by Numba loops."""
+    """Return layer norm (RMS norm without `subtract_mean`, means 0), means and 1 / deviations (..., 1), by Numba."""
     if x.size < MIN_SIZE:
         return _normalize_few_rows(x, gain, bias, eps, subtract_mean)
     rows = view_for_loops(x).reshape(-1, x.shape[-1])

@@ -110,7 +110,7 @@ def _pipeline_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | Non
 def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
-    """Call `first`, then `then`, with (steps, items) for each piece, in threads with a range of batch items each."""
+    """Call `first`, then `then`, per piece, in threads by batch range; NotImplemented if not float32 or few items."""
     n_items = gates.shape[1]
     n_parts = max(1, min(threads.n_threads(), n_items // FEWEST_ITEMS))
     ends = [n_items * part // n_parts for part in range(n_parts + 1)]
@@ -130,7 +130,7 @@ def _project_decline_reason(x: np.ndarray, matrix: Any, bias: np.ndarray | None,
 
 @decline_when(_project_decline_reason)
 def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.ndarray) -> None:
-    """Write x (T, B, K) times a prepared matrix, plus bias, into `out` for all steps; by BLAS if not contiguous.
+    """Write x (T, B, K) @ matrix + bias to `out`; NotImplemented if the matrix is not from this `prepare_matrix`.
 
     BLAS computes the product where the matrix is empty or arrays are not contiguous.
     """

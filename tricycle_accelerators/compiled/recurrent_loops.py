@@ -149,7 +149,7 @@ def gru(
     bias: np.ndarray,
     active: np.ndarray,
 ) -> None:
-    """Run a GRU over all steps: gate values into `gates`, states into h[1:], n's recurrent part into recurrent_n."""
+    """Run a GRU from h[0]: input parts in `gates` become values; write h[1:], n's state part to recurrent_n[1:]."""
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, 3 * size), np.float32)
     for t in range(len(gates)):
@@ -210,7 +210,7 @@ def gru_backward(
     d_state_gates: np.ndarray,
     dh: np.ndarray,
 ) -> None:
-    """Backpropagate a GRU (T, B, ...): write gradients of both gate parts; turn last state's `dh` into the first's."""
+    """Write a GRU's gate gradients; turn `dh`, of state h[T], into that of h[0], adding grad[t] of h[t], t < T."""
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(weight_panels) * PANEL, np.float32)
@@ -256,7 +256,7 @@ def lstm(
     bias: np.ndarray,
     active: np.ndarray,
 ) -> None:
-    """Run an LSTM over all steps: gate values into `gates`, states into h[1:] and c[1:], tanh of c into tanh_c[1:]."""
+    """Run an LSTM from h[0], c[0]: input parts in `gates` become values; write h[1:], c[1:] and tanh_c[1:]."""
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, 4 * size), np.float32)
     for t in range(len(gates)):
@@ -309,7 +309,7 @@ def lstm_backward(
     dh: np.ndarray,
     dc: np.ndarray,
 ) -> None:
-    """Backpropagate an LSTM (T, B, ...): write `d_gates`; turn dh, dc of the last states into those of the first."""
+    """Write LSTM `d_gates`; turn dh, dc of states T into those of states 0, adding grad_h[t], grad_c[t], t < T."""
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(weight_panels) * PANEL, np.float32)
