@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def find_distribution_file(distribution: str, name: str) -> Path | None:
-    """Return a distribution's first file that starts with `name`, or None; PackageNotFoundError if not installed.
+    """Return a package's first existing file that starts with `name`, or None; PackageNotFoundError if absent.
 
     Raises:
         PackageNotFoundError: the distribution is not installed.
@@ -20,7 +20,7 @@ def find_distribution_file(distribution: str, name: str) -> Path | None:
 
 
 def find_library(title: str, distribution: str, name: str, extra: str) -> Path | str:
-    """Return the path of a distribution's library whose name starts with `name`, or a text why it cannot be used.
+    """Return a distribution's library path, or why not: other than Linux on x86-64, not installed, no `name` file.
 
     Args:
         title: of the library, for the reason. extra: how the distribution is installed.

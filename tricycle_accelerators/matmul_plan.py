@@ -80,7 +80,7 @@ class MatmulPlan(NamedTuple):
 
 
 def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> MatmulPlan:
-    """Return the provider ("numba", "mkl" or "onednn" of `machine.providers`, else "numpy") and what threads divide.
+    """Return a MatmulPlan: the first provider that takes `product`, else "numpy"; and the axis that threads divide.
 
     Operands are aligned and writable.
     """
@@ -182,7 +182,7 @@ def inner_or_longer_axis(shape: Shape) -> str:
 
 
 def blas_partition(shape: Shape, right: str, has_out: bool = False) -> str:
-    """Return what threads divide: "rows", "columns", "pieces of columns", "terms", "nothing"; right: "rows"/"columns".
+    """Return what threads divide: "nothing", "rows", "columns", or, unless has_out, "terms", "pieces of columns".
 
     `right` is the order in which the right matrix is contiguous. Where `has_out` the result has its place already, so
     that there are no partial sums to add up.

@@ -24,7 +24,7 @@ NAMES = ("numba", "mkl", "onednn", "numpy", "cuda")
 
 
 def exclusion_reason(name: str) -> str | None:
-    """Return why TRICYCLE_KERNELS excludes a provider, or None; raise ValueError if it names an unknown provider.
+    """Return why TRICYCLE_KERNELS excludes a provider, by "-name" or by others alone, or None; ValueError if unknown.
 
     Raises:
         ValueError: it names a provider that there is not.

@@ -104,7 +104,7 @@ def _blas() -> _Blas | None:
 
 
 def multiply_vector(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
-    """Multiply a row (1, K) by b (K, M) in BLAS's threads; None if b is small, BLAS is limited or spinning rests.
+    """Return row @ b (K, M) by OpenBLAS's threads; None if b is small, BLAS other or limited, or spinning rests.
 
     BLAS adds up the terms of each column in the same order, whatever its threads.
 

@@ -71,7 +71,7 @@ def int8_split_matmul(x: np.ndarray, prepared: LowPrecisionMatmul) -> np.ndarray
 
 @Kernel
 def bfloat16_split_matmul(x: np.ndarray, prepared: LowPrecisionMatmul) -> np.ndarray | None:
-    """Return float32 rows (R, K) times a bfloat16 matrix, (R, M), overwriting `prepared`; None for inf or NaN."""
+    """Return float32 x (R, K) @ bfloat16 matrix by two parts of x in `prepared`, overwritten; None for inf or NaN."""
     import ml_dtypes
 
     if not np.isfinite(x).all():

@@ -142,7 +142,7 @@ def in_worker() -> bool:
 
 # -------------------------------------------------------------------- BLAS
 def set_blas_threads(library: Any, number: int) -> None:
-    """Set the number of threads of a BLAS library from `blas_libraries`, from whichever thread calls.
+    """Set a BLAS library's number of threads from any thread (threadpoolctl alone allows only one thread to).
 
     Later versions of threadpoolctl let one thread alone set the number, the first to try, and ignore all others until
     it ends. Whoever comes later may do it too where that thread is forgotten, before for us and after for others.

@@ -102,7 +102,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def register_softmax(path: Path) -> Iterator[str]:
-    """Execute a Python file, check its softmax, and register it in SOFTMAXES within this context; yield its name.
+    """Execute a Python file and register its last softmax, checked, in SOFTMAXES within a `with`; yield its name.
 
     Raises:
         FileNotFoundError, ValueError: no such file, no softmax in it, or one that `check_softmax` rejects.
@@ -147,7 +147,7 @@ def check_softmax(path: Path, softmax: Any) -> None:
 
 
 def load_tokens() -> tuple[np.ndarray, np.ndarray]:
-    """Train a BPE tokenizer on Python's standard library; return int64 ids (n,) of its training and held-out texts."""
+    """Return int64 ids of training and held-out texts of Python's library by a BPE trained here; ValueError if few."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [path.read_bytes() for path in files]
     held_out = b"".join(texts[::10])[: N_BYTES // 10]

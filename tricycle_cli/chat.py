@@ -98,7 +98,7 @@ class Conversation:
         self.state, self._generate = new_decoder(self.model, self.decoding)
 
     def ask(self, message: str) -> tuple[Iterator[str], int]:
-        """Add a user message; return a lazy iterator of the answer's text, and the number of old messages dropped.
+        """Add a user message; return an iterator of the answer's text, and how many messages were dropped to make room.
 
         The conversation gets the part of the answer that the caller has consumed.
 
@@ -157,7 +157,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def read_lines(at_terminal: bool) -> Iterator[str]:
-    """Yield the lines of stdin, without line ends, until its end; at a terminal, prompt with `> `; Ctrl-C also ends."""
+    """Yield the lines of stdin without line ends; at a terminal with a prompt `> `, where Ctrl-C ends them too."""
     if not at_terminal:
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return

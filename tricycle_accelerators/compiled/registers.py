@@ -95,7 +95,7 @@ def build_product_sums(
     n_steps: Any,
     initial_sums: Sequence[Any],
 ) -> list[Any]:
-    """Emit LLVM for a tile's sums over n_steps products of rows and vectors; return the sum registers, row by row.
+    """Emit LLVM for a tile's sums of products, each row from `initial_sums`; return sum registers, row by row.
 
     Args:
         tile_shape: rows of the left matrix; registers of columns of the right one.

@@ -58,7 +58,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Return float32 a @ b + bias, in `out` if given, by Numba tiles in threads; NotImplemented for a small product.
+    """Return a @ b + bias, in `out` if given, by Numba tiles in threads; NotImplemented if small or not float32.
 
     The left matrix has contiguous rows: BLAS computes products with a transposed left matrix.
     """

@@ -212,7 +212,7 @@ def _copy(x: np.ndarray, out: np.ndarray) -> None:
 
 @overload_by_types
 def pack_left(x: Any, out: Any) -> Any:
-    """Copy rows (N, K) to the beginning of `out` as left operand: float32, or bfloat16 if `out` is uint32 pairs.
+    """Write rows x (N, K) into the top left corner of `out` as float32, or, if uint32, bfloat16 pairs along K.
 
     If K is odd, the rest of `out` must be 0.
     """
@@ -232,7 +232,7 @@ def pack_left(x: Any, out: Any) -> Any:
 
 @overload_by_types
 def pack_right(x: Any, out: Any) -> Any:
-    """Copy rows (K, N) to the beginning of `out` as right operand: float32, or bfloat16 row pairs if it is uint32."""
+    """Write x (K, N) to the top left corner of `out` as float32, or, if uint32, bfloat16 pairs of rows 2i, 2i + 1."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> None:
@@ -302,7 +302,7 @@ def left_operand(x: Any, out: Any) -> Any:
 
 @overload_by_types
 def transposed_left(x: Any, n: Any, out: Any) -> Any:
-    """Return x.T as a left operand: a view, or, if `out` is uint32, its first n columns as bfloat16 pairs in `out`."""
+    """Return x.T as a left operand: a view, or, if `out` is uint32, out.T with bfloat16 pairs of x[:n] packed in."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, n: Any, out: Any) -> Any:

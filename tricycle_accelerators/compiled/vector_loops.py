@@ -146,7 +146,7 @@ def multiply_vector(
     box: np.ndarray,
     n_threads: int,
 ) -> int:
-    """Write x times the rows of a matrix into `out`, helped by serving threads; return pauses waited, -1 if too few.
+    """Write x times all matrix rows into `out`, with serving threads; return pauses waited, -1 if too few serve.
 
     The product is multiplied by scales (M,), or (0,) for none.
 

@@ -94,7 +94,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Return a float32 row times a large matrix by columns, plus bias, by spinning threads; else NotImplemented."""
+    """Return row a @ column-major b + bias by spinning threads; NotImplemented if small or given `out`, `dtype`."""
     product = np.empty((1, b.shape[1]), np.float32)
     _team().multiply(a, b.T, NO_SCALES, NO_SUMS, product)
     if bias is not None:

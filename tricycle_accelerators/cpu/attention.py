@@ -317,7 +317,7 @@ class _SoftmaxBackward:
         self.heads = heads
 
     def add(self, block: QueryBlock, sums: _KeyValueSums) -> np.ndarray:
-        """Return the scaled queries' gradient for a block (H, T, D), and add those of keys and values to `sums`."""
+        """Return a block's gradient of scaled queries, add keys' and values' to `sums`; may overwrite self.grads."""
         heads, logsumexp = self.heads, self.logsumexp[:, block.queries]
         logsumexp = np.where(np.isneginf(logsumexp), 0, logsumexp)
         safe = np.abs(logsumexp).max() < chunks.SAFE_EXPONENT

@@ -19,7 +19,7 @@ def _cross_entropy_decline_reason(logits: np.ndarray, *_: Any, **__: Any) -> str
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return (weighted sum of cross-entropies, gradient or None) by NumPy, in threads; NotImplemented if declined."""
+    """Return (weighted loss sum, gradient in logits' dtype or None) by NumPy in threads; NotImplemented if empty."""
     wide_logits = upcast(logits)
     slope = buffers.empty(logits.shape, wide_logits.dtype) if with_gradient else None
 

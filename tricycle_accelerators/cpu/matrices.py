@@ -168,7 +168,7 @@ def _batched_matmul_decline_reason(a: np.ndarray, b: np.ndarray) -> str | None:
 
 @decline_when(_batched_matmul_decline_reason)
 def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a (..., N, K) @ b (..., K, M) by BLAS, batch items in threads; NotImplemented if empty or of 16 bits."""
+    """Return a (..., N, K) @ b (..., K, M), equal batch axes, by BLAS threads; NotImplemented if empty or 16-bit."""
     n_rows, n_inner = a.shape[-2:]
     n_columns = b.shape[-1]
     if a.ndim == 2 and a.dtype == b.dtype and a.dtype in (np.float32, np.float64):

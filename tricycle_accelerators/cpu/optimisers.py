@@ -19,7 +19,7 @@ LARGE = 2**22  # elements of a function that is worth all threads
 
 @upcasting(1)
 def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
-    """Return about U V^T for each U S V^T in x (N, R, C) (Muon), one matrix per thread; `precision` is ignored."""
+    """Return about U V^T of each U S V^T in x (N, R, C), in x's dtype, one per thread; `precision` is ignored."""
     polar = buffers.empty(x.shape, x.dtype)
 
     def work(i: int) -> None:

@@ -57,7 +57,7 @@ def vector_width(n: int, kind: str, *arrays: Array) -> int:
 
 
 def cast(x: Array, dtype: np.dtype) -> Array:
-    """Return x in another dtype (x itself if equal) in the same memory order, by a CUDA kernel if there is one."""
+    """Return x itself if it has `dtype`, else a copy in it by CUDA or CuPy; a 2-D Fortran-ordered x stays so."""
     if x.dtype == dtype:
         return x
     pair = cuda_type(x.dtype), cuda_type(dtype)

@@ -80,7 +80,7 @@ def bhtd_strides(x: Array) -> Strides:
 
 
 def supported_shape(q: Array, score_options: ScoreOptions, *others: Array) -> AttentionShape | None:
-    """Return the AttentionShape of 16-bit (B, T, H, D); None for windows, caps, unequal shapes, D > 128, other layouts.
+    """Return cuDNN's AttentionShape; None unless 16-bit, D <= 128, D % 8 == T % 64 == 0, equal shapes, no window.
 
     It is not asked for fewer key heads than query heads, windows and caps.
     """

@@ -99,7 +99,7 @@ def _random_mask_decline_reason(like: Array, shape: tuple[int, ...], *_: Any, **
 
 @decline_when(_random_mask_decline_reason)
 def dropout_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np.random.Generator) -> Array:
-    """Draw a dropout mask (0 or 1 / keep, dtype of `like`) on the device, with one seed from the host generator."""
+    """Return a mask, 0 or 1 / keep, dtype of `like`, seed from `generator`; NotImplemented if empty or float64."""
     kind, size = arrays.cuda_type(like.dtype), math.prod(shape)
     mask = arrays.empty_like(like, shape)
     seed = int(generator.integers(2**63))
@@ -116,7 +116,7 @@ def _rotate_decline_reason(x: Array, *_: Any, **__: Any) -> str | None:
 
 @decline_when(_rotate_decline_reason)
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
-    """Apply RoPE to (B, T, H, D) with a CUDA kernel: pairs (i, i + D/2) are rotated by cos and sin (T, D/2)."""
+    """Return x (B, T, H, D), pairs (i, i + D/2) rotated, by CUDA; NotImplemented if D is odd, x empty or float64."""
     x = x if x.strides[-1] == x.dtype.itemsize else arrays.contiguous(x)
     _, n_tokens, n_heads, size = x.shape
     out, kind = arrays.empty_like(x), arrays.cuda_type(x.dtype)

@@ -307,7 +307,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> Array:
-    """Return a @ b + bias in `out`, else in `dtype`, else float32 for 16-bit operands, by cuBLASLt, else CuPy."""
+    """Return a @ b + bias, in `out` or `dtype` (float32 for 16 bits), by cuBLASLt or CuPy; TF32 by `precision`."""
     import cupy
 
     if a.dtype != b.dtype:

@@ -113,7 +113,7 @@ def template_name(kernel: str, template: Sequence[str] = ()) -> str:
 
 
 def template_names(file: str, template: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the C++ names of all kernels of a .cu file, or of those with the given template arguments."""
+    """Return C++ names, with template arguments, of all instantiations in a .cu file, or of those with `template`."""
     return tuple(
         template_name(kernel, each)
         for kernel, choices in KERNELS[file].items()
@@ -160,7 +160,7 @@ class LaunchPlan(NamedTuple):
     shared: int = 0
 
     def check(self) -> LaunchPlan:
-        """Return this plan; raise ValueError if its grid, block or shared memory exceed what every GPU can run.
+        """Return self; ValueError if grid or shared memory is too large, or threads no multiple of 32 up to 1024.
 
         Raises:
             ValueError: no GPU could run it.

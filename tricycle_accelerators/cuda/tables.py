@@ -14,7 +14,7 @@ def _embedding_backward_decline_reason(grad: Array, ids: Array, n_rows: int) -> 
 
 @decline_when(_embedding_backward_decline_reason)
 def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array:
-    """Sum rows of `grad` (N, C) by token id into a float32 table (n_rows, C) by CUDA; NotImplemented if declined."""
+    """Sum rows of `grad` with equal token ids into a float32 table by CUDA; NotImplemented if float64 or empty."""
     kind = arrays.cuda_type(grad.dtype)
     xp = array_module(grad)
     n_tokens, size = grad.shape

@@ -33,7 +33,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Return bfloat16 a @ b plus bias as float32, in `out` if given, by MKL in threads; NotImplemented if declined."""
+    """Return bfloat16 a @ b + bias as float32, in `out` if given, by MKL; NotImplemented if small or other dtypes."""
     product = buffers.empty((len(a), b.shape[1]), np.float32) if out is None else out
     parallel_matmul.multiply_in_parallel(
         _multiply, parallel_matmul.with_contiguous_axis(a), parallel_matmul.with_contiguous_axis(b), bias, product

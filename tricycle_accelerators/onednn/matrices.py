@@ -56,7 +56,7 @@ def _operand_and_sums_decline_reason(x: np.ndarray, precision: str) -> str | Non
 
 @decline_when(_operand_and_sums_decline_reason)
 def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return x (N, C) as bfloat16 and the unrounded rows' float32 sum (C,); NotImplemented for another `precision`."""
+    """Return float32 x (N, C) as bfloat16, and its column sums; NotImplemented for other x or another `precision`."""
     out = buffers.empty(x.shape, library.bfloat16())
 
     def work(piece: slice) -> np.ndarray:
@@ -92,7 +92,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Return a @ b + bias, in `out` if given, for bfloat16 or 2 to FEW_ROWS float32 rows; else NotImplemented."""
+    """Return bfloat16 a @ b + bias, in `out` if given, or of few float32 rows without `out`; else NotImplemented."""
     if a.dtype == np.float32:
         return _few_rows(a, b, bias)
     n_rows = len(a)

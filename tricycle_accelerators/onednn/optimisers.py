@@ -15,7 +15,7 @@ SAFETY = 1.01
 
 @decline_when(rounding_decline_reason)
 def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
-    """Return float32, about U V^T for each U S V^T in x (N, R, C); NotImplemented unless `precision` is bfloat16.
+    """Return about U V^T of each U S V^T in float32 x (N, R, C); NotImplemented for other x, another `precision`.
 
     Operands have 16 bits, sums 32.
 

@@ -51,7 +51,7 @@ def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, 
 def quantized_matmul(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> Array | NotImplementedType:
-    """Multiply by an int8 or bfloat16 matrix, packed once, + bias by oneDNN; NotImplemented for int8 with inf, NaN."""
+    """Return x @ int8 or bfloat16 matrix + bias in x's dtype; NotImplemented if unsuited, or int8 with inf or NaN."""
     laid: library.PackedMatrix = matrix.prepared.get("onednn") or _packed(matrix)
     rows: np.ndarray = x.astype(np.float32, copy=False)
     is_int8 = laid.factors is not None
