@@ -24,7 +24,7 @@ from tricycle.tensor import Operand, Tensor
 
 
 def activation_dtype(x: Tensor, precision: str, *layers: Any) -> Any:
-    """Return the 16-bit dtype of activations between `layers` at a precision, or None to keep the dtype of x.
+    """Return the 16-bit dtype for activations between `layers`, or None to keep x's, as for few rows in evaluation.
 
     It is None if a layer has no `dtype` argument, and for few rows in evaluation, whose products are in float32.
     """

@@ -69,7 +69,7 @@ class ByteLevelBPE:
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
     def train(self, text: Iterable[str], progress: bool = True) -> Self:
-        """Learn the merges of most frequent pairs, replacing earlier merges; return self; ValueError without text.
+        """Learn merges from an iterable of texts, replacing earlier merges; return self; ValueError if it is empty.
 
         Repeatedly merges the most frequent pair of adjacent tokens, or the one with the smallest ids among equally
         frequent ones, while it occurs more than once. `progress` shows a progress bar.

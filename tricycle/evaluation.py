@@ -27,7 +27,7 @@ def evaluate(
     window: int = 0,
     processes: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[float, int]:
-    """Return (mean loss of a model in nats per token, number of predicted tokens) over windows; ValueError below 2 ids.
+    """Return (mean loss in nats per token, number of tokens) over windows, or over `n_batches` evenly spaced batches.
 
     Args:
         tokens: at least two ids; the first token is not predicted, each other once.

@@ -71,7 +71,7 @@ class Softmax(RowSoftmax):
     def attend(
         self, q: Array, k: Array, v: Array, score_options: ScoreOptions, mask: Array | None = None, *, dtype: Any = None
     ) -> tuple[Array, AttendBackward]:
-        """Return attention of q (B, T, H, D) to k, v (B, S, K, D), and its backward; add `mask` (0 or -inf) to scores.
+        """Return attention of q (B, T, H, D) to k, v (B, S, K, D), and a backward(grad, dq, dk, dv) that writes them.
 
         H is a multiple of K. The mask, 0 or -inf, (B or 1, H or 1, T or 1, S), is added to the scores. `dtype` is that
         of the result, by default the dtype of q.
@@ -95,7 +95,7 @@ SOFTMAXES: dict[str, Callable[..., RowSoftmax]] = {"softmax": Softmax, "softmax1
 
 
 def new_softmax(softmax: str | RowSoftmax, config: Any = None) -> RowSoftmax:
-    """Make a softmax variant from its name in SOFTMAXES, else ValueError, and a config; return an object unchanged."""
+    """Return a RowSoftmax unchanged, or make one by its name in SOFTMAXES from `config`; ValueError if unknown."""
     if isinstance(softmax, RowSoftmax):
         return softmax
     if not isinstance(softmax, str):

@@ -119,7 +119,7 @@ def generate(
     state: DecodingState | None = None,
     overflow: str = "truncate",
 ) -> Iterator[int]:
-    """Return an iterator that lazily generates up to `n_tokens` tokens after a prompt of 1 to `context_window` ids.
+    """Return a lazy iterator of up to `n_tokens` tokens after a prompt, to a stop token; check arguments at once.
 
     Args:
         n_tokens: the maximum number of tokens; a stop token ends generation earlier.

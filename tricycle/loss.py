@@ -29,7 +29,7 @@ class CrossEntropy(Op):
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
 
     def forward(self, labels: Operand, logits: Operand, scale: Array | float = 1.0) -> Tensor:
-        """Return `scale` times the mean cross-entropy in nats, 0-d, of labels (...) not ignored and logits (..., V).
+        """Return `scale` * mean cross-entropy in nats of labels (...), logits (..., V); ValueError if no label counts.
 
         Args:
             scale: multiplies the loss, and its gradient before rounding to the dtype of the logits: a number, a 0-d

@@ -181,7 +181,7 @@ class GPT(BlockStack):
         return self(tokens, output_fn=lambda hidden: self.loss_from_hidden(labels, hidden, loss_fn, scale), **options)
 
     def loss_from_hidden(self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Any = 1.0) -> Tensor:
-        """Return the loss of `logits(hidden)`; on a CPU some rows at a time if there are many (`from_hidden`)."""
+        """Return `loss_fn(labels, logits(hidden), scale)`; on a CPU, in chunks of rows if there are many logits."""
         if not accepts_argument(self.logits, "dtype"):
             return loss_fn(labels, self.logits(hidden), scale)
         n_rows = math.prod(hidden.shape[:-1])

@@ -136,7 +136,7 @@ class Optimiser:
             self.learning_rate = self.schedule(self.n_steps)
 
     def update(self, named_parameters: Iterable[tuple[str, Tensor]], factor: Any = None, n_skipped: Any = 0) -> None:
-        """Update in place each parameter with a gradient, by its rule and `factor` times it, none if <= 0; keep it.
+        """Update trainable parameters in place, each by its rule with `factor` times its gradient; no change if <= 0.
 
         A 0-d factor on a GPU is not read; `n_skipped` is the number of earlier updates that it disabled.
         """
@@ -225,7 +225,7 @@ def gradient_norm(model: Layer) -> Any:
 
 
 def clip_gradients(model: Layer, max_norm: float) -> Any:
-    """Scale gradients in place to a global L2 norm of at most `max_norm`, if it is finite; return the norm before."""
+    """Scale gradients in place to a global L2 norm <= `max_norm`, unless infinite or NaN; return the norm before."""
     if not max_norm > 0:
         raise ValueError(f"clip_gradients: expected a max_norm above 0, got {max_norm!r}")
     norm: Any = gradient_norm(model)

@@ -52,7 +52,7 @@ ACTIVATIONS["tanh"] = Tanh
 
 
 def erf(x: Array) -> Array:
-    """Compute erf(x) elementwise to float64 accuracy by a Chebyshev series, as NumPy and CuPy's core have no erf.
+    """Compute erf(x) elementwise by a Chebyshev series, in the dtype of x, accurate to float64.
 
     With t = 2 / (2 + |x|), erfc(|x|) = t exp(-x^2 + p(t)) and p is smooth (Numerical Recipes, section 6.2.2).
     """

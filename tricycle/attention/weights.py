@@ -19,7 +19,7 @@ def scores_and_weights(
     scales: Tensor | None = None,
     precision: str = "float32",
 ) -> tuple[Array, Array]:
-    """Compute the attention scores (capped, -inf if masked) and their softmax weights, both arrays (B, H, T, S).
+    """Return attention scores (softcapped, -inf if masked) and softmax weights, (B, H, T, S); `value` is ignored.
 
     The arguments are those of `Attention.forward`; `value` and `precision` are ignored.
     """

@@ -114,7 +114,7 @@ class GenerationBatch:
         self._texts.pop(number, None)
 
     def step(self) -> list[tuple[int, int]]:
-        """Generate a token per text, more if drafts are accepted; drop complete texts; return (number, token) pairs.
+        """Generate a token per text, more if drafts are accepted; drop complete texts; return (text id, token) pairs.
 
         Returns:
             pairs of a text's number and a token, sorted by number; the tokens of one text are in order.

@@ -46,7 +46,7 @@ class PenalizedSamplingParams(SamplingParams):
                 raise ValueError(f"expected logit_bias to be of tokens and finite numbers, got {token!r}: {bias!r}")
 
     def adjusted_logits(self, logits: np.ndarray, seen: Sequence[int], n_prompt: int) -> np.ndarray:
-        """Return float64 logits (V,) after repetition, presence, frequency penalties and biases; -inf if excluded."""
+        """Return float64 logits after penalties and biases; -inf for suppressed tokens and for repeated n-grams."""
         logits = super().adjusted_logits(logits, seen, n_prompt)
         if self.repetition_penalty != 1 and len(seen):
             known = np.unique(np.asarray(seen, np.int64))

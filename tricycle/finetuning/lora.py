@@ -190,7 +190,7 @@ class AdaptedDense(Dense):
         return {**vars(self), "_squares": None}
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """Compute x W + b + s (dropout(x) A) B, rescaled by DoRA magnitudes if any; `dtype` is by default that of x W.
+        """Compute x W + b + s (dropout(x) A) B, rescaled by DoRA magnitudes if any; ValueError if W or b is trainable.
 
         Raises:
             ValueError: the weights or the bias are not frozen.
@@ -418,7 +418,7 @@ class Adapter(Layer):
         return self
 
     def merge(self) -> Any:
-        """Add the updates to the model's weights in place, once, with the adapter detached; return the model (frozen).
+        """Add the updates to the weights in place, detach, and return the frozen model; ValueError if merged before.
 
         Quantized and 16-bit weights become float32, because rounding would remove small updates.
 

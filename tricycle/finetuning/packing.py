@@ -73,7 +73,7 @@ def supports_packing(model: GPT) -> bool:
 
 
 def packed_forward_kwargs(model: GPT, tokens: Any, documents: Array | None) -> dict[str, Any]:
-    """Return `mask` and `positions` for `GPT.forward` that restrict tokens to their own text; {} without `documents`.
+    """Return `mask` (B, T, T) and `positions` (B, T) that separate the texts of a row; {} without `documents`.
 
     Args:
         tokens: (B, T).
@@ -102,7 +102,7 @@ def document_positions(documents: Array) -> Array:
 
 
 def pack_lengths(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Pack items into rows of at most `row_length` by best-fit decreasing; return the item indices of each row.
+    """Pack items by best-fit decreasing; return each row's item indices; ValueError unless 1 <= length <= row_length.
 
     Raises:
         ValueError: a length is below 1 or above `row_length`.
@@ -173,7 +173,7 @@ class PackedDataset(EndlessDataset):
         return self.collate(rows)
 
     def collate(self, rows: Sequence[int]) -> Batch:
-        """Return a Batch of these rows, padded to the longest; `documents` is None if no row has several texts."""
+        """Return a padded Batch: ids, next ids as labels (IGNORED outside the loss mask), and text numbers or None."""
         items = [[self.examples[item] for item in self.rows[row]] for row in rows]
         length = max(sum(len(example.ids) - 1 for example in row) for row in items)
         tokens = np.full((len(items), length), PADDING, np.int64)

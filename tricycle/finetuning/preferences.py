@@ -129,7 +129,7 @@ def preference_losses(margins: Array) -> Array:
 
 
 def dpo_loss(model: GPT, beta: float = 0.1, on_margins: Callable[[Array], Any] | None = None) -> BatchLossFn:
-    """Return a loss function of pairs: the mean of -log sigmoid(margin); `on_margins` is called with the margins.
+    """Return f(batch, factor): `factor` times the mean of -log sigmoid(margin); `on_margins` is called with margins.
 
     Args:
         model: the model to train.

@@ -51,7 +51,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> Array:
-    """Compute a (N, K) @ b (K, M) + bias (M,), into `out` if given; in `dtype`, by default at least float32.
+    """Compute a (N, K) @ b (K, M) + bias (M,) in at least float32, into `out` if given; cast to `dtype`.
 
     The matrices may be transposed views. The result has `dtype`, by default that of the operands, or float32 if these
     have 16 bits; sums have at least float32. The precision "tf32" may round float32 operands to 11 bits.
@@ -216,7 +216,7 @@ def layer_norm_backward(
 def cross_entropy(
     logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[Array, Array | None]:
-    """Return the sum over rows of weight * -log softmax(logits)[label], and its gradient (None if not requested).
+    """Return the sum of weight * label-smoothed cross-entropy of logits (N, V), and its gradient in their dtype.
 
     logits: (N, V); labels and weights: (N,); a weight of 0 ignores its row. `smoothing` is the weight that all labels
     share. The derivative (N, V) needs the same exponentials; it is None without `with_gradient`.

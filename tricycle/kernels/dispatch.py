@@ -67,7 +67,7 @@ class Kernel(Generic[P, R]):
         return add
 
     def implementations_for(self, array_type: type) -> list[Candidate[P, R]]:
-        """Return (decline function or None, implementation) pairs by priority; load providers on the first call."""
+        """Return (decline function or None, implementation) pairs in order of registration; load providers at first."""
         with _loading:  # other threads wait until all providers are registered
             if array_type not in _loaded:
                 _load(array_type)

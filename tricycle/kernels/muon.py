@@ -19,7 +19,7 @@ POLAR = [
 @kernel
 @upcasting(1)
 def orthogonalize(x: Array, precision: str = "float32") -> Array:
-    """Return approximately U V^T for each matrix U S V^T in x (N, R, C), by 5 Newton-Schulz (Polar Express) steps.
+    """Return about U V^T, in x's dtype, of each U S V^T in x (N, R, C) by 5 Newton-Schulz (Polar Express) steps.
 
     Args:
         precision: of the matrix products.

@@ -81,7 +81,7 @@ class QuantizedMatrix:
 
     @classmethod
     def quantize(cls, matrix: np.ndarray, dtype_name: str, transposed: bool = False) -> QuantizedMatrix:
-        """Quantize a matrix, keeping its shape; int8: a scale per row (`transposed`: column); ValueError if not finite.
+        """Convert to int8 with a scale per row (`transposed`: column), or 16-bit floats; ValueError if not finite.
 
         An int8 matrix has one scale per row (per column if `transposed`), such that the largest element becomes 127.
 

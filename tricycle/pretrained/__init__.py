@@ -50,7 +50,7 @@ class Pretrained:
 
 
 def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pretrained:
-    """Load a model, its tokenizer and generation settings from a folder, a GGUF file, a Tricycle run or huggingface.co.
+    """Load a model, tokenizer and settings from a folder, GGUF file, run or huggingface.co; `weights`: matrix format.
 
     No code in the files is executed.
     Matrices are in Fortran order, which is fastest for decoding; before long training call

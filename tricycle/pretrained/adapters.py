@@ -92,7 +92,7 @@ class TargetModules:
         self.by_name = {module.name: module for module in self.all}
 
     def select(self, targets: Iterable[str]) -> list[TargetModule]:
-        """Return in model order modules whose names end with a target ("all-linear": all in blocks); else ValueError.
+        """Return, in model order, modules whose names end with a target ("all-linear": all in blocks), else ValueError.
 
         A target begins at a component of a dotted name: "q_proj" matches "model.layers.0.self_attn.q_proj".
 

@@ -102,7 +102,7 @@ def export_folder(
     generation: GenerationSettings | None = None,
     dtype: str = "float32",
 ) -> str:
-    """Export a model and its tokenizer to a new folder in Hugging Face format; return the family's model_type.
+    """Export a model and tokenizer (or None) to a Hugging Face folder; FileExistsError if not empty; return model_type.
 
     The folder with config, weights, generation settings, tokenizer and README.md is created atomically.
 

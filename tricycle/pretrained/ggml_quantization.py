@@ -64,7 +64,7 @@ def split_q8_0(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantize_blocks(values: np.ndarray, format_name: str) -> np.ndarray:
-    """Quantize finite values, (..., values per row), to ggml blocks, uint8 (..., bytes per row); else ValueError.
+    """Quantize finite values (..., values per row) to ggml blocks, uint8 (..., bytes per row); ValueError if not Q8_0.
 
     Args:
         values: (..., values per row), finite.

@@ -49,7 +49,7 @@ class WrittenTensor:
 
 
 def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], dtype_name: str = "F32") -> str:
-    """Write a Llama or GPT-2 with its tokenizer to a GGUF file; return "llama" or "gpt2"; ValueError if another.
+    """Write a GPT and tokenizer (or None) to a GGUF file of F32, F16 or Q8_0; return "llama" or "gpt2", or ValueError.
 
     Args:
         model: a `GPT` whose config is that of a Llama or a GPT-2.

@@ -24,7 +24,7 @@ FILE_PATTERNS = [
 
 
 def download(name: str) -> Path:
-    """Return a Hugging Face model's folder in the cache of `huggingface_hub`, after downloading missing files.
+    """Download missing files of "owner/model[@revision]"; return its cached folder; FileNotFoundError if this fails.
 
     The settings of that library apply: HF_HOME and HF_HUB_CACHE set the folder of the cache, HF_HUB_OFFLINE=1 forbids
     downloads, and `hf auth login` gives access to gated models.

@@ -63,7 +63,7 @@ class SentenceEncoder:
         self._backend.enable_truncation(self.max_tokens)
 
     def encode(self, texts: Sequence[str], batch_size: int = 32) -> np.ndarray:
-        """Compute the embeddings (N, C) of texts in float32, in their order; longer texts are truncated.
+        """Return float32 embeddings (N, C) of texts, stripped and truncated, in order; TypeError for one string.
 
         Args:
             batch_size: the number of texts in a batch; texts of similar lengths are batched together.

@@ -52,7 +52,7 @@ def bpe_model(vocab: Mapping[str, int], merges: Iterable[tuple[str, str]], **set
 
 
 def byte_level_parts(split: str, add_prefix_space: bool = False) -> JSONObject:
-    """Return pre_tokenizer, decoder and (not for "gpt2") normalizer of byte-level BPE; KeyError for an unknown split.
+    """Return pre_tokenizer, decoder and normalizer (NFC for "qwen", no key for "gpt2"); KeyError for an unknown split.
 
     Args:
         split: the pre-tokenization pattern: "gpt2", "smollm" (GPT-2's with single digits), or a key of SPLIT_PATTERNS.
@@ -92,7 +92,7 @@ def sentencepiece_parts(add_prefix_space: bool) -> JSONObject:
 
 
 def wordpiece_document(vocab: Mapping[str, int], lowercase: bool, first: str, last: str, unknown: str) -> JSONObject:
-    """Return a tokenizer.json document of BERT's WordPiece (Devlin et al. 2019); `first` and `last` enclose texts.
+    """Return a tokenizer.json of BERT's WordPiece; `first`, `last` enclose texts; ValueError if a token is missing.
 
     WordPiece splits a word into the longest tokens of the vocabulary, from left to right.
 

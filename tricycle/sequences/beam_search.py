@@ -122,7 +122,7 @@ def run_beam_search(
 
 
 def select_rows(state: Any, rows: np.ndarray) -> Any:
-    """Return a decoder state with the given batch rows of all its arrays and caches, recursively; rows may repeat."""
+    """Copy the batch rows `rows` (may repeat) of all Tensors, arrays and caches in a decoder state, recursively."""
     if isinstance(state, Tensor):
         return Tensor(state.array[state.xp.asarray(rows)], False)
     if isinstance(state, np.ndarray):

@@ -82,7 +82,7 @@ class MaxPooling(Layer):
     """Max pooling over time: the largest value of each channel."""
 
     def forward(self, x: Tensor, mask: Array | None = None) -> tuple[Tensor, Array]:
-        """Return the maxima (B, C) over tokens, and each token's fraction of the maxima (B, T); mask False = padding.
+        """Return maxima (B, C) over tokens, and shares (B, T) of channels where each is largest; mask False = padding.
 
         Args:
             mask: (B, T), False for padding.

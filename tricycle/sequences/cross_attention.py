@@ -80,7 +80,7 @@ class MultiHeadAttention(MultiHead):
         kv: tuple[Tensor, Tensor] | None = None,
         return_weights: bool = False,
     ) -> Any:
-        """Return attention to key or kv, (B, T, C), with `return_weights` also (B, H, T, S); mask True = visible.
+        """Return attention (B, T, C) to either `key` or `kv`; `return_weights`: also (B, H, T, S); mask True = visible.
 
         Args:
             query: (B, T, C). key, value: see `project_kv`.

@@ -241,7 +241,7 @@ def _read_quantized(
 
 
 def canonicalize_names(family: Family, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors renamed to the names of `family.names`: other prefixes and legacy names are replaced."""
+    """Return the tensors renamed to `family.names`, replacing other prefixes and legacy names, without any check."""
     standard = family.prefixes[0]
     first = next(iter(family.names.values()))[0].removeprefix(standard) + ".weight"
     updated = tensors
