@@ -27,7 +27,7 @@ def awake_seconds() -> float:
 
 
 def exclude_pause(seconds: float, history: Sequence[float]) -> float:
-    """Return `seconds`, or the median of `history` (4 or more times) if they exceed 10 s and ten times it: a pause.
+    """Return `seconds`, or, above 10 s and 10 times the median of the last 4 to 100 `history` times, that median.
 
     Work of more than 10 s and more than ten times the usual time counts as paused; the result is then the usual time.
 

@@ -41,7 +41,7 @@ class Arguments:
 
 
 def are_runs(words: Sequence[str]) -> bool:
-    """Return whether words but --out, --port, --browser are 2 or more run folders; ValueError if some of 3 or more.
+    """Return whether `words` are 2+ runs, no flags but --out, --port, --browser; ValueError if only some of 3+.
 
     Raises:
         ValueError: three or more words, of which some but not all are run folders.
@@ -100,7 +100,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> RunData:
-    """Read a run folder as `RunData` called `name`; missing files give empty values, a bad config.json a ValueError.
+    """Read a run folder as `RunData` called `name`; only config.json is required (FileNotFoundError, ValueError).
 
     Raises:
         ValueError: config.json cannot be read.

@@ -32,7 +32,7 @@ class Flag(NamedTuple):
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
-    """Return `tricycle`'s completion script for the shell "bash", "zsh" or "fish"; `commands` maps names to help texts.
+    """Return `shell`'s completion script ("bash", "zsh", "fish", else ValueError); `commands`: help texts by name.
 
     Args:
         shell: "bash", "zsh" or "fish".

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def sqlite_url(path: Path) -> str:
-    """Return the SQLAlchemy URL of a SQLite file, absolute and escaped; ValueError if SQLAlchemy is too old for that.
+    """Return the SQLAlchemy URL of a SQLite file, absolute; ValueError if this SQLAlchemy cannot escape the path.
 
     Raises:
         ValueError: the path needs escapes, which SQLAlchemy supports from version 2.1.

@@ -362,7 +362,7 @@ class FinetuneTask(Task):
         return {**flags, **state.config.to_dict()}
 
     def memory_advice(self, config: GPTConfig, on_gpu: bool) -> str:
-        """Return text that names the flags to change for less memory, with present values, for a MemoryError."""
+        """Return which of the run's flags to change for less memory, with present values."""
         arguments = self.arguments
         advice = [] if arguments.recompute else ["use --recompute"]
         if arguments.batch_size > 1:

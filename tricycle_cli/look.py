@@ -104,7 +104,7 @@ def show(
 
 
 def load_inspectable(arguments: Arguments, source: str, is_second: bool = False) -> InspectableModel:
-    """Load a decoder, text encoder or translator for the inspection page; ValueError for others or without a tokenizer.
+    """Load a decoder (without --adapter, --tokeniser if `is_second`), text encoder or translator, else ValueError.
 
     Args:
         arguments: the flags for loading.

@@ -164,7 +164,7 @@ def gpu_libraries() -> dict[str, str | None]:
 
 
 def speed_report() -> str:
-    """Measure matmul and training in float32 (and bfloat16); return a line of GFLOP/s and fractions of the peak."""
+    """Measure float32 (and bfloat16); return a line: matmul GFLOP/s, and a training step's fraction of that rate."""
     problem = onednn.unavailable_reason()
     rates = [
         f"{found.product_rate / 1e9:,.0f} GFLOP/s in {found.precision} (training step: {found.fraction:.0%} of peak)"

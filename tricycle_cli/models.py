@@ -109,7 +109,7 @@ def load_model(
     adapter: Path | None = None,
     loaded: Pretrained | None = None,
 ) -> Pretrained:
-    """Load a decoder with its tokenizer, apply tokenizer file, adapter and softmax, and move it to the device.
+    """Load a decoder, or change `loaded` in place: set the tokenizer, attach the adapter, set softmax and device.
 
     Args:
         source: a run folder, a checkpoint, a pickle, or a source that `tricycle.pretrained.load` takes.
@@ -219,7 +219,7 @@ class SamplingFlags:
 
 
 def default_sampling(loaded: Pretrained) -> PenalizedSamplingParams:
-    """Return generation settings as sampling parameters, greedy unless do_sample; constants for Tricycle's models."""
+    """Return fixed sampling parameters for Tricycle's models, else generation settings (greedy unless do_sample)."""
     known: dict[str, Any] = {"stop_tokens": stop_tokens(loaded), "n_vocab": loaded.tokeniser.n_vocab}
     if loaded.source is None:
         return replace(SAMPLING, **known)

@@ -164,7 +164,7 @@ class _Reader(pickle._Unpickler):
         self.expect_top(list).extend(values)
 
     def set_items(self, pairs: list[Any]) -> None:
-        """Store keys and values, which alternate in `pairs`, in the dict on top of the stack."""
+        """Put alternating keys (str or int) and values in the top dict of the stack; else UnsupportedPickleError."""
         target = self.expect_top(dict)
         if len(pairs) % 2:
             raise UnsupportedPickleError("it is damaged: a key without a value")

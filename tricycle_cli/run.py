@@ -104,7 +104,7 @@ class Run:
             self.flush()
 
     def record_nonfinite_step(self, step: int, reason: str, action: str, **more: Any) -> None:
-        """Record a NaN or infinite value and the action ("skip", "stop" or "rollback") in metrics.jsonl; print both."""
+        """Write `reason` and `action` ("skip", "stop", "rollback") for a NaN to metrics.jsonl at once; print both."""
         self.record(step=step, not_finite=reason, on_nan=action, **more)
         self.flush()
         messages = {
@@ -125,7 +125,7 @@ class Run:
         self._log.clear()
 
     def save(self, state: TrainingState, path: Path) -> None:
-        """Save metrics and a checkpoint on rank zero (collective); on NaN raise NonFiniteError with state.step reduced.
+        """Save metrics and checkpoint (collective); if not finite, lower state.step by 1 and raise NonFiniteError.
 
         Raises:
             NonFiniteError: a weight or a value of the optimizer state is not finite; nothing is saved.
@@ -146,7 +146,7 @@ class Run:
             raise NonFiniteError(f"step {state.step + 1}: {problem}")
 
     def truncate_to(self, state: TrainingState) -> None:
-        """On rank zero remove metrics and samples that came after this state, which a resumed run writes again."""
+        """On rank zero remove metrics and samples that came after `state`; pass the kept metrics to the trackers."""
         if not self.processes.is_rank_zero:
             return
         kept = [line for line in read_metrics(self.metrics) if _is_past(line, state)]
@@ -181,7 +181,7 @@ def _is_past(line: dict[str, Any], state: TrainingState) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics.jsonl; skip damaged ones and those with invalid numbers; [] without a file."""
+    """Return a metrics.jsonl's dicts with an int `step` and no null metric; skip bad lines; [] without a file."""
     lines = []
     if path.is_file():
         for text in read_file(path, MAX_METRICS_BYTES).decode("utf-8", "replace").splitlines():

@@ -195,7 +195,7 @@ def published_name(source: str) -> str:
 
 
 def cache_capacity_tokens(model: GPT, cache: str | None) -> float:
-    """Return how many tokens of KV cache fit into a part of free memory, at least 256; inf if memory is unknown."""
+    """Return the number of KV-cache tokens that fit into part of free main memory, at least 256; inf if unknown."""
     free = free_memory()
     if free is None:
         return math.inf

@@ -31,7 +31,7 @@ from tricycle_cli.updates import RunSession, update_session
 
 @contextlib.contextmanager
 def open_session(new_task: Callable[[ProcessGroup], Task]) -> Iterator[RunSession]:
-    """Create a task, lock and prepare its run, yield a session for `train`, report; signals: Interrupted or exit.
+    """Lock and prepare a task's run; yield its session; report if session.finished; signals: Interrupted or exit.
 
         with open_session(new_task) as session:
             session.finished = train(**session.state.train_arguments(), session=session)

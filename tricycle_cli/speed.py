@@ -189,7 +189,7 @@ def summarize(timing: PrecisionTiming, config: GPTConfig, n: int = PRODUCT_SIZE)
 
 
 def tables(speeds: Sequence[Speed]) -> str:
-    """Format two tables: rates by precision, and the share of a training step's time by group of kernels."""
+    """Format two tables by precision: matmul GFLOP/s, tokens/s, fraction of peak; time share of each kernel group."""
     head = f"{'precision':<10}{'matmul GFLOP/s':>17}{'provider':>10}{'step tokens/s':>15}{'fraction of peak':>18}"
     lines = [head]
     for speed in speeds:
@@ -210,7 +210,7 @@ def _column(name: str, text: str | None = None) -> str:
 
 
 def advice(speeds: Sequence[Speed]) -> list[str]:
-    """Return suggestions: bfloat16 if it is clearly faster, and kernels that take more time than matrix products."""
+    """Return suggestions: bfloat16 if 5% faster; per precision the kernel group with most time, if not matmul."""
     found = []
     by_precision = {speed.precision: speed for speed in speeds}
     if "bfloat16" in by_precision:

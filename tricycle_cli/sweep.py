@@ -220,7 +220,7 @@ def start_sweep(arguments: SweepArguments, train_words: list[str]) -> int:
 
 
 def resume_sweep(folder: Path, arguments: SweepArguments, train_words: list[str]) -> int:
-    """Resume a folder's sweep, with a new number of trials if given, run the rest, and return the exit status.
+    """Resume a folder's sweep, with new --trials if any; return exit status; ValueError for --over or train flags.
 
     Raises:
         FileNotFoundError, ValueError: a wrong command line or folder.

@@ -140,7 +140,7 @@ def present_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_stored_flags(path: Path, key: str, defaults: Any, names: Collection[str]) -> dict[str, Any]:
-    """Return the flags under `key` in data.json; ValueError if a name is not in `names` or a type not its default's.
+    """Return the flags at `key` of an existing JSON file; ValueError if not in `names` or typed unlike `defaults`.
 
     Raises:
         ValueError: no flags, an unknown flag, or a value of another type.

@@ -56,7 +56,7 @@ class Tracking:
         self._workers = [_Worker(self, name, folder, run_settings) for name in dict.fromkeys(names)]
 
     def start(self) -> Tracking:
-        """Start the threads, and wait up to 20 s until all trackers are loaded; return self."""
+        """Start the threads; wait up to 20 s until each tracker has started or failed, raise nothing; return self."""
         end = time.monotonic() + START_TIMEOUT
         for worker in self._workers:
             worker.thread.start()
