@@ -143,7 +143,7 @@ def run_range_test(words: Sequence[str]) -> int:
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> TrainTask:
-    """Parse a command line into the task that starts or resumes a run; load no data and no checkpoint yet.
+    """Parse a command line into the task that starts or resumes a run; load only an --init-from model, no data.
 
     Raises:
         ValueError, FileNotFoundError: a wrong command line or run folder, before any file is written.
@@ -166,7 +166,7 @@ def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[
 
 
 def resolve_arguments(arguments: A, words: Sequence[str], processes: ProcessGroup) -> A:
-    """Check a new run's arguments (ValueError, RuntimeError); return a copy, accumulation_steps times the processes.
+    """Check flags, trackers and device, or raise; return a copy with accumulation_steps times the number of ranks.
 
     Raises:
         ValueError, RuntimeError: contradictory flags, or a tracker or device that cannot be used.
@@ -233,7 +233,7 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
 
 
 def parse_with_init_from(known: argparse.Namespace, args: Sequence[str]) -> tuple[Arguments, Pretrained]:
-    """Load the --init-from model and parse the command line with its defaults; return arguments, then model.
+    """Load the --init-from model, parse `args` with its defaults (ValueError if they contradict it); return both.
 
     Raises:
         ValueError: a flag contradicts the model.
@@ -270,7 +270,7 @@ class TrainTask(TextTask):
         return f"{Path(arguments.init_from or arguments.preset).stem}-{arguments.data}"
 
     def claim_folder(self, folder: Path, processes: ProcessGroup) -> None:
-        """Raise ValueError if a new run's folder has a run; if resumed, set `arguments` from the folder and flags."""
+        """Raise ValueError if a new run's folder has a run; if resumed, check it, set `arguments` and `digest`."""
         if self.resumed is None:
             on_rank_zero(processes, lambda: claim_new_folder(folder))
             return
@@ -387,7 +387,7 @@ def _is_yet_to_compile() -> bool:
 
 
 def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
-    """Read config.json and data.json of a run; return its arguments, and the digest of its text ("" if unknown).
+    """Read the arguments and text digest ("" if unknown) of a run; FileNotFoundError or ValueError if invalid.
 
     Raises:
         FileNotFoundError, ValueError: the folder is not of a run of this command.

@@ -94,7 +94,7 @@ class TuningState(TrainingState):
             save_adapter(self.adapter, self.loaded, path.parent / ADAPTER)
 
     def read(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint's weights into the trained module, and the random generator's state, in place.
+        """Load a checkpoint's weights (ValueError if they do not match) and random generator state, in place.
 
         Raises:
             ValueError: the weights do not match this model or adapter.

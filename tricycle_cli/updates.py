@@ -31,7 +31,7 @@ MAX_SKIPS, MAX_ROLLBACKS = 10, 3
 
 @contextlib.contextmanager
 def update_session(state: TrainingState, run: Run, task: Task) -> Iterator[RunSession]:
-    """Yield a started `RunSession` for `train`, with a first checkpoint and a progress bar, and close it at the end.
+    """Yield a started `RunSession` for `train`, and close it at the end; add `task`'s advice to a MemoryError.
 
     The last checkpoint is saved before each evaluation, before samples, and at the end.
 
@@ -168,7 +168,7 @@ class RunSession(StateSession):
             yield batches
 
     def log(self, loss: Any, norm: Any) -> None:
-        """Queue the loss and norm of an update, read and record the queue when due, and advance the progress bar."""
+        """Queue an update's loss and norm; if due, read and record the queue (or NonFiniteError); advance the bar."""
         self._is_updating = self._is_new = False
         self.waiting.append((loss, norm))
         self._rates.append(self.state.optimiser.learning_rate)
@@ -181,7 +181,7 @@ class RunSession(StateSession):
         self._bar.update()
 
     def recover(self, error: NonFiniteError) -> None:
-        """According to `run.on_nan`, skip the update with NaN or infinity, roll back to the last checkpoint, or raise.
+        """By `run.on_nan`, skip the update, roll back to the last checkpoint, or raise; raise also after too many.
 
         Raises:
             NonFiniteError: `run.on_nan` is "stop", or the limit of skips or rollbacks is reached.

@@ -38,7 +38,7 @@ CORPORA = {
 def load_corpus(
     name: str, files: Sequence[Path], model_vocab_size: int, tokeniser: Any = None, split: str = "tricycle"
 ) -> Any:
-    """Return a corpus of CORPORA, tokenized by `tokeniser` or one trained on it; ValueError if that has too many ids.
+    """Return a corpus of CORPORA; train a missing `tokeniser` by the rule `split`; ValueError for too many tokens.
 
     Args:
         name: a key of `CORPORA`.

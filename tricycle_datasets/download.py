@@ -48,7 +48,7 @@ def check_hash(path: str | os.PathLike[str], sha256: str) -> None:
 
 
 def fetch(name: str, url: str, sha256: str, folder: str) -> Path:
-    """Return a file's path in TRICYCLE_DATA (ValueError for a wrong hash) or the cache; download it, or DownloadError.
+    """Return a file of TRICYCLE_DATA (ValueError if damaged), an intact cached one, or a download (DownloadError).
 
     The file is searched in `$TRICYCLE_DATA/<folder>/<name>`, then in the cache, then downloaded from its URL. An
     interrupted download leaves `<name>.part` in the cache, and is resumed the next time. The file itself appears only

@@ -189,7 +189,7 @@ class ExampleEncoder:
     n_left_out: int = 0
 
     def encode(self, record: Record) -> list[Example]:
-        """Tokenize a record, cut to the window: several examples of a long text, 0 or 2 of a preference, else 0 or 1.
+        """Tokenize a record, or ValueError; a long text gives several examples, a preference 0 or 2, else 0 or 1.
 
         Raises:
             ValueError: an answer is longer than the window; or the model has no chat template for a conversation, or
@@ -317,7 +317,7 @@ class ExampleSplit:
 
 
 def load_examples(records: Sequence[Record], encoder: ExampleEncoder, held_out: Sequence[Record] = ()) -> ExampleSplit:
-    """Tokenize records to training and held-out examples, or ValueError; default: hold out 1 in 20, or few texts' ends.
+    """Tokenize records to an `ExampleSplit`, or ValueError; default: hold out 1 in 20 by hash, or few texts' ends.
 
     Args:
         held_out: the held-out records. If not given, one record in 20 is held out, selected by its content; with fewer

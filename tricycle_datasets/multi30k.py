@@ -26,7 +26,7 @@ SPLITS = ("train", "val", "test_2016_flickr")
 
 
 def load_multi30k(split: str, language: str) -> list[str]:
-    """Return the Multi30k sentences of one split in one language, stripped; download the file if necessary.
+    """Return the stripped Multi30k sentences of a split and language, or ValueError; download them if necessary.
 
     Args:
         split: "train" (29,000 sentences), "val" (1,014) or "test_2016_flickr" (1,000).

@@ -32,7 +32,7 @@ LANGUAGES = tuple(SHA256)
 
 
 def load_names(language: str) -> list[str]:
-    """Return the surnames of one language, including duplicates; download the file if necessary.
+    """Return a language's surnames, with duplicates, or ValueError if unknown; download the file if necessary.
 
     Raises:
         OSError: the file is missing and could not be downloaded; the message says where to put it.

@@ -64,7 +64,7 @@ def find_exercise(name: str) -> Exercise:
 
 
 def grade(exercise: Exercise | str, function: Callable[..., Any] | None) -> Grade:
-    """Check a gradient function on the exercise's inputs; return a `Grade`: correct, incorrect or not implemented.
+    """Check a gradient function; return a `Grade`: correct, incorrect (also if it raises), or not implemented.
 
     Args:
         exercise: an exercise or its name.

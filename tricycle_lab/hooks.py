@@ -154,7 +154,7 @@ def as_indices(caller: str, argument: str, indices: Any) -> list[int] | None:
 
 # -------------------------------------------------------------------- softmax variants
 def substitute_softmax(layer: Any, softmax: str | RowSoftmax | None, temperature: float | None) -> Substitution:
-    """Return a hook, (op, args) to (op, args), that gives an attention op another softmax, a temperature, or both."""
+    """Return a hook, (op, args) to (op, args), for `layer`'s attention op: other softmax, or scores / temperature."""
     changed = copy(layer)  # shares all weights, but has its own op and softmax scales
     if softmax is not None:
         changed.use_softmax(softmax)

@@ -148,7 +148,7 @@ def _disable_math_text(figure: Any) -> None:
 def plot_attention(
     weights: Mapping[str, Array], path: Path, title: str = "", tokens: Sequence[str] | None = None
 ) -> None:
-    """Plot attention weights as a PNG: one row of heat maps per layer, one heat map per head.
+    """Plot attention weights, (H, T, S) by layer, as a PNG with a heat map per head; ValueError for another shape.
 
     The color scale is the same for all maps, and follows the square root of the weights to make small ones visible.
 
@@ -234,7 +234,7 @@ def plot_curves(
     share_y: bool = True,
     n_columns: int = 3,
 ) -> None:
-    """Plot curves[panel][label], (x, y) or mean and range of (seeds, points), in a grid of panels as a PNG.
+    """Plot curves[panel][label], (x, y), or mean and range of y (seeds, points), as a PNG; ValueError if invalid.
 
     A label has the same color in all panels.
 

@@ -213,7 +213,7 @@ class Probe:
 
 # -------------------------------------------------------------------- statistics, in float64
 def excess_kurtosis(x: Array) -> float:
-    """Compute E[z^4] - 3 over all elements, z = (x - mean) / standard deviation: 0 for a normal distribution.
+    """Compute E[z^4] - 3 of all elements, standardized to z; nan if equal or not finite; ValueError if empty.
 
     Fisher's definition with population moments, without a correction for small samples. The result is nan if all
     elements are equal or one is not finite; of attention scores, select those of visible keys: `scores[scores > -inf]`.
@@ -316,7 +316,7 @@ class Perplexity(NamedTuple):
 def perplexity(
     model: GPT, tokens: Any, n_bytes: int, batch_size: int = 8, n_batches: int = 0, stride: int = 0
 ) -> Perplexity:
-    """Return the loss (nats per token), perplexity exp(loss) and bits per byte of a model on all tokens but the first.
+    """Compute loss (nats per token), exp(loss) and bits per byte on all tokens but the first, or raise ValueError.
 
     Args:
         tokens: at least two ids; the first one is not predicted.

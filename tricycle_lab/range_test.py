@@ -81,7 +81,7 @@ def range_test(
     n_steps: int = N_STEPS,
     progress: Callable[[int], None] = lambda step: None,
 ) -> RangeTest:
-    """Train with learning rates rising from `low` to `high`; return the analyzed losses, and restore the weights.
+    """Train at rates from `low` until `high` or divergence; return losses, restore the weights; or ValueError.
 
     Args:
         config: the config of the model and of training.

@@ -100,7 +100,7 @@ class BlockingRequest:
         """Do nothing: the operation runs in `wait`."""
 
     def wait(self) -> None:
-        """Run the MPI call on the array, or on a dense copy that is copied back, and block until it is complete."""
+        """Wait for all ranks (UnresponsiveRankError), then make the MPI call on the array, in place, and block."""
         dense = self.array if _is_dense(self.array) else self.array.copy()
         array_module(dense).cuda.get_current_stream().synchronize()  # MPI does not synchronize with CUDA streams
         self.transport.ranks.wait(self.transport.gradients.Ibarrier())  # this wait has a timeout; the call has none

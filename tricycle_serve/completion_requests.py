@@ -97,7 +97,7 @@ class CompletionRequest:
 def parse_completion_request(
     fields: RequestFields, default_sampling: PenalizedSamplingParams, is_chat: bool
 ) -> CompletionRequest:
-    """Parse the fields that chat and plain completions share; raise ApiError for an invalid or otherwise unread one.
+    """Parse a completion's remaining fields, after messages or prompt; ApiError if one is invalid or unknown.
 
     Raises:
         ApiError: a field is invalid or unknown.

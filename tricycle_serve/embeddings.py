@@ -70,7 +70,7 @@ class EmbeddingEngine(Engine):
         self.encoder = encoder
 
     def submit(self, texts: list[str], timeout_seconds: float) -> EngineRequest:
-        """Queue texts for embedding, and return the request, whose outputs will be arrays (N, C) in order of the texts.
+        """Queue texts, or ApiError if full; return the request, whose outputs will be arrays (N, C) in text order.
 
         Raises:
             ApiError: the queue is full.

@@ -197,7 +197,7 @@ class GenerationEngine(Engine):
         self._prefix_cache = _PrefixCache(limits.n_cached_sequences)
 
     def submit(self, requests: list[SequenceRequest], timeout_seconds: float) -> EngineRequest:
-        """Queue the sequences of a request; return the queued request, whose outputs will be `TextDelta` objects.
+        """Queue sequences, or ApiError over a queue or memory limit; return the request, with `TextDelta` outputs.
 
         Raises:
             ApiError: the queue is full, or a sequence needs more memory than the KV caches may use.

@@ -98,7 +98,7 @@ class OutputProcessor:
         self._logprobs: list[TokenLogprob] = []
 
     def record_logprobs(self, token: int, logits: np.ndarray) -> None:
-        """Store log-probabilities of a sampled token and of the n most probable ones; do nothing for a stop token.
+        """Store a token's log-probability and the `n_top_logprobs` greatest; do nothing for a stop token.
 
         A listener for `GenerationBatch.add`.
         """

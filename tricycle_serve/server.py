@@ -22,7 +22,7 @@ class TimeoutProtocol(H11Protocol):
     """uvicorn's HTTP protocol with a limit for connections, an idle timeout and a write timeout."""
 
     def connection_made(self, transport: Any) -> None:
-        """Limit the send buffer, and start periodic timeout checks; abort if there are too many connections."""
+        """Limit the socket's send buffer, start periodic timeout checks; abort if there are too many connections."""
         super().connection_made(transport)
         self._n_unsent_bytes = 0  # at the last check
         self._blocked_seconds = self._idle_seconds = 0.0
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address and listens; port 0 selects any free port.
+    """Return a socket bound to an address and listening, or OSError; port 0 selects any free port.
 
     Raises:
         OSError: one line with the flag and the reason.

@@ -198,7 +198,7 @@ def _node_size(node: dict[str, Any]) -> tuple[float, float]:
 
 
 def find_formula(name: str | None) -> str | None:
-    """Return the formulas of an operation and its gradient by its name, such as "bmul" or "2 -"; None if unknown."""
+    """Return formulas of an operation and its gradient by name ("bmul"; "2 -" for 2 - x); None if unknown."""
     words = (name or "").split()
     if not words:
         return None

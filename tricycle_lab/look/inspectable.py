@@ -71,7 +71,7 @@ class InspectableModel:
         self._token_texts: dict[int, str] = {}
 
     def describe(self) -> dict[str, Any]:
-        """Return JSON data: title, kind, class, nParameters, ablatable (names of layers) and initialLayer (an index).
+        """Return JSON data: title, kind, class, nParameters, ablatable (layers), initialLayer (index shown first).
 
         `initialLayer` is the index of the attention layer that the page shows first.
         """
@@ -247,7 +247,7 @@ class InspectableStack(InspectableModel):
         self.kind = "decoder" if isinstance(model, GPT) else "encoder"
 
     def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
-        """Run the model and return its trace; reuse first blocks or positions of an earlier trace where possible."""
+        """Run the model on ids (not checked), return its trace; reuse first blocks or positions of an earlier one."""
         n_blocks, n_tokens = (0, 0) if earlier is None else self._count_reusable(ids, interventions, earlier)
         model = self.model
         new_recorder = Recorder(model, self.attention_layers, self.block_names)
@@ -368,7 +368,7 @@ class InspectableEncoderDecoder(InspectableModel):
         return "<begin>" if token == self.begin else "<end>" if token == self.end else self._token_text(token)
 
     def encode_input(self, text: str) -> list[int]:
-        """Set `source_ids` from "SOURCE => TARGET" and return the target's tokens; without "=>" the model generates it.
+        """Set `source_ids` from "SOURCE => TARGET", or ValueError; return target ids, truncated, or generate them.
 
         The tokens of the source become the attribute `source_ids`.
         """
@@ -395,7 +395,7 @@ class InspectableEncoderDecoder(InspectableModel):
             raise ValueError(f"expected a target of 1 to {self.max_tokens} tokens to inspect, got {len(ids)}")
 
     def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
-        """Run encoder and decoder on `source_ids` and a target, and return the trace; `earlier` is not used."""
+        """Run encoder and decoder on `source_ids` and target, return the trace; ValueError for some interventions."""
         model = self.model
         source, target = np.array([self.source_ids]), np.array([list(ids)])
         rows: list[tuple[np.ndarray, np.ndarray]] = []  # scores and weights of each step of a recurrent model

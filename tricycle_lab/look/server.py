@@ -77,7 +77,7 @@ class ViewerService:
                 self.respond("run", {"model": index, "text": self.text})
 
     def respond(self, request: str, fields: Any) -> Any:
-        """Run a model (request "run") or read its last trace, under a lock; return the response as JSON data.
+        """Run a model or read a trace that `fields` names; return JSON data, or ValueError, UnknownRequestError.
 
         Args:
             request: "run", or a name in `TRACE_REQUESTS`.

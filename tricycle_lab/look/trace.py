@@ -133,7 +133,7 @@ class Trace:
 
     # ---------------------------------------------------------------- JSON for the page
     def summary(self) -> dict[str, Any]:
-        """Return JSON data: ids, tokens, sourceTokens, attentionLayers, streamNames and predictions (or None)."""
+        """Return JSON data: ids, tokens, attentionLayers, streamNames; sourceTokens and predictions may be None."""
         summary: dict[str, Any] = {
             "ids": self.ids,
             "tokens": self.texts,
