@@ -48,14 +48,10 @@ SHARED = [  # grouped-query attention
 ]
 
 
-def scale_of(size: int) -> float:
-    return 1 / max(1, size) ** 0.5
-
-
 def plain_scorings(sizes: Sizes) -> list[ScoreOptions]:
     """Return score options without a mask, with causal masks, and with a causal mask that only some queries need."""
     offsets = None, sizes.keys - sizes.queries, sizes.keys // 2
-    return [ScoreOptions(scale_of(sizes.size), offset) for offset in offsets]
+    return [ScoreOptions(sizes.size**-0.5, offset) for offset in offsets]
 
 
 def scorings(sizes: Sizes) -> list[ScoreOptions]:

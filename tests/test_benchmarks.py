@@ -199,11 +199,11 @@ def test_every_side_of_overhead_computes_the_gradients_of_x_b_and_c(side):
 @pytest.mark.nightly
 @NEEDS_TORCH
 @pytest.mark.parametrize("network", small_networks.NETWORKS)
-def test_each_side_of_small_networks_makes_steps(network):
-    for side in small_networks.SIDES.values():
-        step = side(*small_networks.NETWORKS[network])
-        step()
-        step()
+@pytest.mark.parametrize("side", small_networks.SIDES.values())
+def test_each_side_of_small_networks_makes_steps(network, side):
+    step = side(*small_networks.NETWORKS[network])
+    step()
+    step()
 
 
 @pytest.mark.nightly

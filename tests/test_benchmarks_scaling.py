@@ -39,46 +39,28 @@ def test_ring_sends_2_n_minus_2_messages_of_an_nth(n):
     assert ring_cost(n, LINK).seconds(6e6) == pytest.approx(messages)
 
 
-def test_ring_never_moves_an_array_more_than_twice():
-    assert ring_cost(2, LINK).byte == pytest.approx(1 / LINK.bandwidth)
-    assert [ring_cost(n, LINK).byte < ring_cost(2 * n, LINK).byte < 2 / LINK.bandwidth for n in COUNTS[1:]] == [
-        True
-    ] * 9
-    assert ring_cost(10**6, LINK).byte == pytest.approx(2 / LINK.bandwidth, rel=1e-5)
-
-
 @pytest.mark.parametrize(("n", "depth"), [(2, 1), (3, 2), (4, 2), (5, 3), (64, 6), (65, 7)])
 def test_tree_sends_two_messages_per_level(n, depth):
     assert tree_cost(n, LINK).seconds(3e6) == pytest.approx(2 * depth * (LINK.latency + 3e6 / LINK.bandwidth))
 
 
-def test_tree_is_faster_for_few_bytes_and_ring_for_many():
-    assert tree_cost(64, LINK).seconds(8) < ring_cost(64, LINK).seconds(8)
-    assert ring_cost(64, LINK).seconds(1e9) < tree_cost(64, LINK).seconds(1e9)
-
-
 # -------------------------------------------------------------------- steps
-def test_single_rank_reduces_nothing():
-    assert step_seconds(PROFILE, None) == 2.5
-    assert step_seconds(PROFILE, None, n_batches=3) == 6.5
-
-
-def test_without_overlap_all_times_are_summed():
-    assert step_seconds(PROFILE, [ReduceCost(0.01, 1e-6)], overlap=False) == pytest.approx(2 + 10 * (0.01 + 0.1) + 0.5)
-
-
-def test_fast_link_exposes_only_the_last_bucket():
-    assert step_seconds(PROFILE, [ReduceCost(0.01, 0.0)]) == pytest.approx(2 + 0.01 + 0.5)
-    assert step_seconds(PROFILE, [ReduceCost(0.1, 0.0)]) == pytest.approx(2 + 0.1 + 0.5)  # the time between two buckets
-
-
-def test_slow_link_is_busy_from_the_first_bucket_on():
-    assert step_seconds(PROFILE, [ReduceCost(0.0, 2e-6)]) == pytest.approx(1.1 + 10 * 0.2 + 0.5)
-
-
-def test_earlier_accumulated_batches_hide_nothing():
-    cost = [ReduceCost(0.0, 2e-6)]
-    assert step_seconds(PROFILE, cost, n_batches=4) == pytest.approx(step_seconds(PROFILE, cost) + 3 * 2)
+@pytest.mark.parametrize(
+    ("costs", "options", "seconds"),
+    [
+        (None, {}, 2.5),
+        (None, {"n_batches": 3}, 6.5),
+        ([ReduceCost(0.01, 1e-6)], {"overlap": False}, 2 + 10 * (0.01 + 0.1) + 0.5),
+        # A fast link exposes only the last bucket, also if a reduction takes all the time between two buckets.
+        ([ReduceCost(0.01, 0.0)], {}, 2 + 0.01 + 0.5),
+        ([ReduceCost(0.1, 0.0)], {}, 2 + 0.1 + 0.5),
+        # A slow link is busy from the first bucket on. Earlier accumulated batches hide nothing.
+        ([ReduceCost(0.0, 2e-6)], {}, 1.1 + 10 * 0.2 + 0.5),
+        ([ReduceCost(0.0, 2e-6)], {"n_batches": 4}, 1.1 + 10 * 0.2 + 0.5 + 3 * 2),
+    ],
+)
+def test_seconds_of_a_step(costs, options, seconds):
+    assert step_seconds(PROFILE, costs, **options) == pytest.approx(seconds)
 
 
 def test_each_bucket_uses_the_cheaper_algorithm():
@@ -101,12 +83,6 @@ def test_strong_scaling_over_a_free_link_follows_amdahls_law():
     assert strong_efficiency(PROFILE, 16, FREE, 8) == pytest.approx(16.5 / 16 / 2.5)  # half of the ranks are idle
 
 
-def test_weak_scaling_without_overlap():
-    expected = 2.5 / (2.5 + 10 * 1e-3 * 2 * 3 + 1e6 * 2 * 3 / 4 / 1e8)
-    seconds = step_seconds(PROFILE, [ring_cost(4, Link(1e-3, 1e8))], overlap=False)
-    assert 2.5 / seconds == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("bandwidth", [1e5, 1e6, 1e8])
 def test_overlap_never_costs_and_efficiency_falls_with_the_number_of_ranks(bandwidth):
     link = Link(1e-4, bandwidth)
@@ -122,10 +98,7 @@ def test_faster_ranks_need_a_faster_link():
 
 
 def test_largest_efficient_number_of_ranks():
-    def falling_efficiency(n, link, overlap):
-        return 1 - 0.01 * n
-
-    assert scaling.max_efficient_ranks(falling_efficiency, LINK) == 16
+    assert scaling.max_efficient_ranks(lambda n, *_: 1 - 0.01 * n, LINK) == 16
     assert scaling.max_efficient_ranks(lambda n, *_: 1.0 if n == 1 else 0.5, LINK) == 1
     assert scaling.max_efficient_ranks(lambda *_: 1.0, LINK) == COUNTS[-1]
 
@@ -193,11 +166,13 @@ def test_steps_of_two_ranks_over_a_slow_link_are_predicted_roughly():
     assert all(row.measured > 0.002 for row in rows)
 
 
+WORDS = ["--shape", "tiny", "--rounds", "1", "--seconds", "0", "--warmup", "0"]
+
+
 @pytest.mark.nightly
 @NEEDS_MPI
 def test_processes_print_their_table():
-    words = ["--shape", "tiny", "--peer", "none", "--rounds", "1", "--seconds", "0", "--warmup", "0"]
-    out = good(call("-m", "benchmarks.processes", *words))
+    out = good(call("-m", "benchmarks.processes", "--peer", "none", *WORDS))
     for name in (processes.RANKS, processes.LATE_REDUCE, processes.NO_REDUCE, processes.ONE_PROCESS):
         (line,) = [line for line in out.splitlines() if line.startswith(f"{name}  ")]
         assert float(line.removeprefix(name).split()[0].replace(",", "")) > 0
@@ -208,9 +183,7 @@ def test_processes_print_their_table():
 @NEEDS_MPI
 def test_processes_compare_with_ddp():
     pytest.importorskip("torch")
-    out = good(
-        call("-m", "benchmarks.processes", "--shape", "tiny", "--rounds", "1", "--seconds", "0", "--warmup", "0")
-    )
+    out = good(call("-m", "benchmarks.processes", *WORDS))
     assert any(line.startswith("DDP  ") for line in out.splitlines())
 
 

@@ -55,21 +55,24 @@ def cblas_gemm_bf16bf16f32(*arguments):
     cblas_sgemm(*arguments, dtype=pytest.importorskip("ml_dtypes").bfloat16)
 
 
-def draw(shape: tuple[int, int], layout: str) -> np.ndarray:
+LAYOUTS = ["plain", "transposed", "part", "every second"]
+
+
+def draw(shape: tuple[int, int], layout: str, dtype=np.float32) -> np.ndarray:
     n_rows, n_columns = shape
     if layout == "transposed":
-        return draw((n_columns, n_rows), "plain").T
+        return draw((n_columns, n_rows), "plain", dtype).T
     if layout == "part":
-        return rng.standard_normal((n_rows + 1, n_columns + 5)).astype(np.float32)[1:, 2 : n_columns + 2]
+        return rng.standard_normal((n_rows + 1, n_columns + 5)).astype(dtype)[1:, 2 : n_columns + 2]
     if layout == "every second":
-        return rng.standard_normal((n_rows, 2 * n_columns)).astype(np.float32)[:, ::2]
-    return rng.standard_normal(shape).astype(np.float32)
+        return rng.standard_normal((n_rows, 2 * n_columns)).astype(dtype)[:, ::2]
+    return rng.standard_normal(shape).astype(dtype)
 
 
 @pytest.mark.parametrize("standard", [False, True], ids=["this install's", "by the text"])
 @pytest.mark.parametrize("shape", [(2, 3, 4), (1, 5, 3), (5, 1, 3), (5, 3, 1), (33, 70, 18)], ids=str)
-@pytest.mark.parametrize("left", ["plain", "transposed", "part", "every second"])
-@pytest.mark.parametrize("right", ["plain", "transposed", "part", "every second"])
+@pytest.mark.parametrize("left", LAYOUTS)
+@pytest.mark.parametrize("right", LAYOUTS)
 def test_float32_products_match_float64(monkeypatch, standard, shape, left, right):
     if standard:
         monkeypatch.setattr(blas, "_mkl", lambda: blas._Mkl(cblas_sgemm, None))
@@ -77,7 +80,7 @@ def test_float32_products_match_float64(monkeypatch, standard, shape, left, righ
     a, b = draw((n_rows, n_inner), left), draw((n_inner, n_columns), right)
     expected = a.astype(np.float64) @ b
     np.testing.assert_allclose(blas.multiply(a, b), expected, 1e-4, 1e-5)
-    for layout in ("plain", "transposed", "part", "every second"):
+    for layout in LAYOUTS:
         out = draw((n_rows, n_columns), layout)
         out[...] = np.nan  # the previous content must not be added
         assert blas.multiply(a, b, out) is out
@@ -114,9 +117,14 @@ def test_unavailable_reason_names_the_cause(intel, monkeypatch, tmp_path):
     assert "Intel" in reason()
 
 
-def test_unavailable_on_32_bit_x86(intel, monkeypatch):
-    monkeypatch.setattr("platform.machine", lambda: "i686")
-    assert "x86-64" in blas.unavailable_reason()
+def test_mkl_needs_64_bit_x86_and_for_bfloat16_amx(intel, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("platform.machine", lambda: "i686")
+        assert "x86-64" in blas.unavailable_reason()
+    monkeypatch.setattr(blas, "_mkl", lambda: blas._Mkl(None, None))
+    machine = matmul_plan.Machine("GenuineIntel", frozenset({"avx512f"}), "openblas", frozenset())
+    monkeypatch.setattr(matmul_plan, "this_machine", lambda: machine)
+    assert "AMX" in mkl.unavailable_reason()
 
 
 @pytest.mark.skipif(blas.unavailable_reason() is not None, reason=str(blas.unavailable_reason()))
@@ -152,32 +160,19 @@ def amx(monkeypatch, request):
 
 
 @pytest.mark.parametrize("shape", [(17, 20, 33), (1100, 40, 65), (48, 64, 1601), (65, 2000, 17)], ids=str)
-@pytest.mark.parametrize("left", ["plain", "transposed", "part", "every second"])
-@pytest.mark.parametrize("right", ["plain", "transposed", "part", "every second"])
+@pytest.mark.parametrize("left", LAYOUTS)
+@pytest.mark.parametrize("right", LAYOUTS)
 def test_bfloat16_products_match_float64(amx, shape, left, right):
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     assert mkl.unavailable_reason() is None
     n_rows, _, n_columns = shape
-    a, b = (
-        _narrow(draw(some, layout), layout, bfloat16) for some, layout in (((shape[:2]), left), ((shape[1:]), right))
-    )
+    a, b = draw(shape[:2], left, bfloat16), draw(shape[1:], right, bfloat16)
     bias = rng.standard_normal(n_columns).astype(np.float32)
     expected = a.astype(np.float64) @ b.astype(np.float64)
     out = np.full((n_rows, n_columns + 3), np.nan, np.float32)[:, 1:-2]
     assert mkl.matrices.matmul(a, b, None, out) is out
     for product, expected_values in ((out, expected), (mkl.matrices.matmul(a, b, bias), expected + bias)):
         np.testing.assert_allclose(product, expected_values, 1e-4, 1e-3)
-
-
-def _narrow(x: np.ndarray, layout: str, dtype) -> np.ndarray:
-    """Cast a matrix and keep its layout."""
-    if layout == "transposed":
-        return np.ascontiguousarray(x.T).astype(dtype).T
-    wide = np.zeros((len(x), 2 * x.shape[1] + 3), dtype)
-    view = {"plain": wide[:, : x.shape[1]].copy(), "part": wide[:, 3 : 3 + x.shape[1]]}.get(layout)
-    view = wide[:, : 2 * x.shape[1] : 2] if view is None else view
-    view[...] = x
-    return view
 
 
 def test_provider_declines_unsupported_operands():
@@ -188,13 +183,6 @@ def test_provider_declines_unsupported_operands():
     assert decline_reason(narrow[:16], narrow).startswith("more than 16 rows")
     assert "contiguous rows" in decline_reason(narrow, narrow, None, np.zeros((64, 64), np.float32).T)
     assert re.search("results.*got bfloat16", decline_reason(narrow, narrow, None, None, narrow.dtype))
-
-
-def test_provider_requires_amx(intel, monkeypatch):
-    monkeypatch.setattr(blas, "_mkl", lambda: blas._Mkl(None, None))
-    machine = matmul_plan.Machine("GenuineIntel", frozenset({"avx512f"}), "openblas", frozenset())
-    monkeypatch.setattr(matmul_plan, "this_machine", lambda: machine)
-    assert "AMX" in mkl.unavailable_reason()
 
 
 def test_mkl_can_be_excluded(intel, monkeypatch):

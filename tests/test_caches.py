@@ -4,14 +4,13 @@ moment.
 
 import os
 import re
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import ROOT, good
+from test_threads import blas_threads, run_threads, run_with
 
 from tricycle.attention import RotaryScaling
 from tricycle.attention import rotary as rotary_module
@@ -19,7 +18,6 @@ from tricycle.attention.rotary import Rotary
 from tricycle.kernels import dispatch
 from tricycle_accelerators import threads
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tricycle", *(path.name for path in ROOT.glob("tricycle_*") if path.is_dir()))
 DECORATOR = re.compile(r"\s*@(functools\.)?((lru_)?cache|cached_property)\b")
 
@@ -88,10 +86,7 @@ MOMENTS = {
 
 
 def _filled(moment: str, reverse: bool) -> list[str]:
-    code = FILL_CACHES.replace("REVERSE", str(reverse)) + moment
-    return sorted(
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
-    )
+    return sorted(good(run_with(FILL_CACHES.replace("REVERSE", str(reverse)) + moment)).splitlines())
 
 
 @pytest.mark.slow_except(1)
@@ -161,14 +156,12 @@ def test_permanent_blas_limit_survives_a_fork(monkeypatch):
     hold = threads._BlasLimit()
     if not threads.blas_libraries():
         pytest.skip("no BLAS that can be held")
-    main = [library.num_threads for library in threads.blas_libraries()]
+    main = blas_threads()
     hold.usual = [(library, 7) for library in threads.blas_libraries()]
     hold.n_holders, hold.is_permanent = 1, True
-    other = threading.Thread(target=hold.forget_other_threads)  # holds nothing itself, as the child of a fork of it
-    other.start()
-    other.join()
+    run_threads(hold.forget_other_threads)  # in a thread that holds nothing, as the child of a fork
     assert (hold.n_holders, hold.is_permanent) == (1, True)
-    assert [library.num_threads for library in threads.blas_libraries()] == main
+    assert blas_threads() == main
 
 
 def test_few_rows_use_the_current_number_of_threads(monkeypatch):

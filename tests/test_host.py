@@ -1,10 +1,10 @@
 """The host process: the library does not change it, programs tune it."""
 
-import os
-import subprocess
 import sys
 
 import pytest
+from programs import good
+from test_threads import run_with
 
 from tricycle_accelerators import host
 
@@ -17,8 +17,7 @@ from tricycle import to_tensor
 from tricycle.configs import GPTConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimisers import clip_gradients
-from tricycle.optimisers import AdamW
+from tricycle.optimisers import AdamW, clip_gradients
 from tricycle_accelerators import host, threads
 
 def memory():
@@ -42,19 +41,11 @@ def train(width, n_layers, n_steps):
         model.update(optimiser)
     return memory()
 """
-NAMES = ("TRICYCLE_NUM_THREADS", "TRICYCLE_TUNE_HOST", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-
-def environment(**variables: str) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in NAMES} | variables
 
 
 def python(code: str, **variables: str) -> list[str]:
     """Return the words that a program prints."""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment(**variables), timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return good(run_with(code, **variables)).split()
 
 
 # -------------------------------------------------------------------- use as a library
@@ -68,10 +59,8 @@ def memory_use(first: str = "", last: str = "", **variables: str) -> tuple[float
 
 def returns_memory(n: str) -> bool:
     # A small allocation at the end of the C heap keeps the free memory before it until malloc_trim is called.
-    release_code = (
-        "import ctypes; from tricycle_accelerators import buffers; buffers.release(); ctypes.CDLL(None).malloc_trim(0)"
-    )
-    added, left = memory_use(last=release_code, TRICYCLE_NUM_THREADS=n)
+    release = "from tricycle_accelerators import buffers; buffers.release()\n"
+    added, left = memory_use(last=f"{release}import ctypes; ctypes.CDLL(None).malloc_trim(0)", TRICYCLE_NUM_THREADS=n)
     assert added > 150
     return left < added / 4
 

@@ -35,7 +35,7 @@ def new_mask(rng, sizes: Sizes, axes) -> np.ndarray | None:
     return np.where(rng.random([n if axis else 1 for n, axis in zip(full, axes)]) < 0.3, -np.inf, 0.0)
 
 
-def gradients_of(module, grad, q, k, v, found, score_options, mask) -> list[np.ndarray]:
+def gradients_of(module, grad, q, k, v, found, score_options, mask=None) -> list[np.ndarray]:
     written = poisoned(q, k, v)
     assert module.attention_backward(grad, q, k, v, *found, score_options, *written, mask) is None
     return written
@@ -61,51 +61,37 @@ def three_threads(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_SIZE", 64)
     monkeypatch.setattr(attention_blocks, "KEY_BLOCK", 40)
     monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", 32)
-    yield
 
 
 # -------------------------------------------------------------------- reference kernels
-@pytest.mark.parametrize("sizes", [Sizes(1, 3, 7, 6, 2, 4), Sizes(2, 6, 4, 2, 2, 3), Sizes(1, 4, 4, 3, 1, 2)], ids=str)
-@pytest.mark.parametrize("axes", MASKS[:1] + MASKS[3:])
-def test_reference_matches_an_explicit_loop(sizes, axes, rng):
-    q, k, v = qkv(rng, sizes)
-    mask = new_mask(rng, sizes, axes)
-    for score_options, off_by_one in product(scorings(sizes), (True, False)):
-        np.testing.assert_allclose(
-            reference.attention_scores(q, k, score_options, mask), loop_scores(q, k, score_options, mask), 1e-12, 1e-14
-        )
-        found = reference.attention(q, k, v, score_options, off_by_one, mask)
-        assert_all_close(found, loop_attention(q, k, v, score_options, off_by_one, mask), 1e-12, 1e-14)
-
-
-def directional(function, arrays: list[np.ndarray], directions: list[np.ndarray]) -> float:
-    """Return the directional derivative of function(*arrays), by central differences."""
+def assert_gradients_match_finite_differences(function, slopes, arrays, directions) -> None:
+    """Compare the directional derivative of function(*arrays) with central differences."""
     step = 1e-6
-    ahead = function(*(array + step * direction for array, direction in zip(arrays, directions)))
-    behind = function(*(array - step * direction for array, direction in zip(arrays, directions)))
-    return (ahead - behind) / (2 * step)
+    ahead, behind = (function(*(a + s * d for a, d in zip(arrays, directions))) for s in (step, -step))
+    actual = sum((slope * direction).sum() for slope, direction in zip(slopes, directions))
+    np.testing.assert_allclose(actual, (ahead - behind) / (2 * step), 1e-6, 1e-7)
 
 
 @pytest.mark.parametrize("sizes", [Sizes(1, 3, 7, 6, 2, 4), Sizes(2, 6, 4, 2, 2, 3), Sizes(1, 4, 4, 3, 1, 2)], ids=str)
 @pytest.mark.parametrize("axes", MASKS[:1] + MASKS[3:])
-def test_reference_gradients_match_finite_differences(sizes, axes, rng):
-    arrays, mask = list(qkv(rng, sizes)), new_mask(rng, sizes, axes)
-    grad = rng.standard_normal(arrays[0].shape)
+def test_reference_matches_an_explicit_loop_and_finite_differences(sizes, axes, rng):
+    """Values have another size than keys."""
+    q, k, _ = qkv(rng, sizes)
+    arrays, mask = [q, k, rng.standard_normal((*k.shape[:3], 5))], new_mask(rng, sizes, axes)
+    grad = rng.standard_normal((*q.shape[:3], 5))
     directions = [rng.standard_normal(array.shape) for array in arrays]
-    for score_options in scorings(sizes):
-        actual = reference.attention(*arrays, score_options, True, mask)
-        slopes = gradients_of(reference, grad, *arrays, actual, score_options, mask)
-        loss = lambda q, k, v, score_options=score_options: (
-            reference.attention(q, k, v, score_options, True, mask)[0] * grad
-        ).sum()
-        expected = directional(loss, arrays, directions)
-        np.testing.assert_allclose(sum((a * b).sum() for a, b in zip(slopes, directions)), expected, 1e-6, 1e-7)
-        slopes = row_gradients_of(reference, grad, *arrays, score_options, mask)
-        loss = lambda q, k, v, score_options=score_options: (
-            reference.row_attention(q, k, v, score_options, cubes, mask) * grad
-        ).sum()
-        expected = directional(loss, arrays, directions)
-        np.testing.assert_allclose(sum((a * b).sum() for a, b in zip(slopes, directions)), expected, 1e-6, 1e-7)
+    for options in scorings(sizes):
+        scores = reference.attention_scores(q, k, options, mask)
+        np.testing.assert_allclose(scores, loop_scores(q, k, options, mask), 1e-12, 1e-14)
+        for off_by_one in (False, True):
+            found = reference.attention(*arrays, options, off_by_one, mask)
+            assert_all_close(found, loop_attention(*arrays, options, off_by_one, mask), 1e-12, 1e-14)
+        loss = lambda *qkv, options=options: (reference.attention(*qkv, options, True, mask)[0] * grad).sum()
+        slopes = gradients_of(reference, grad, *arrays, found, options, mask)
+        assert_gradients_match_finite_differences(loss, slopes, arrays, directions)
+        loss = lambda *qkv, options=options: (reference.row_attention(*qkv, options, cubes, mask) * grad).sum()
+        slopes = row_gradients_of(reference, grad, *arrays, options, mask)
+        assert_gradients_match_finite_differences(loss, slopes, arrays, directions)
 
 
 def hidden(n_queries: int, n_keys: int, score_options: ScoreOptions) -> np.ndarray:
@@ -115,10 +101,8 @@ def hidden(n_queries: int, n_keys: int, score_options: ScoreOptions) -> np.ndarr
 
 
 def test_causal_and_window_masks_hide_the_expected_keys():
-    last = [[False, False, True], [False, False, False]]
-    assert hidden(2, 3, ScoreOptions(1.0, 1)).tolist() == last
-    window = [[True, False, True], [True, True, False]]
-    assert hidden(2, 3, ScoreOptions(1.0, 1, 1)).tolist() == window
+    assert hidden(2, 3, ScoreOptions(1.0, 1)).tolist() == [[False, False, True], [False, False, False]]
+    assert hidden(2, 3, ScoreOptions(1.0, 1, 1)).tolist() == [[True, False, True], [True, True, False]]
     assert not hidden(2, 3, ScoreOptions(1.0)).any()
 
 
@@ -126,8 +110,7 @@ def test_visible_ranges_agree_with_the_mask():
     """Ranges of visible keys agree with the mask that the score options imply."""
     for n_queries, n_keys, offset, window in product((0, 1, 3, 5), (0, 1, 4, 6), (None, -7, -2, 0, 3, 9), (None, 1, 3)):
         score_options = ScoreOptions(1.0, offset, None if offset is None else window)
-        hidden_pairs = hidden(n_queries, n_keys, score_options)
-        is_visible = ~hidden_pairs
+        is_visible = ~hidden(n_queries, n_keys, score_options)
         queries = queries_with_keys(score_options, n_queries, n_keys)
         assert list(range(n_queries)[queries]) == np.flatnonzero(is_visible.any(axis=1)).tolist()
         if queries.start < queries.stop:
@@ -135,7 +118,7 @@ def test_visible_ranges_agree_with_the_mask():
             assert list(range(n_keys)[keys]) == np.flatnonzero(is_visible.any(axis=0)).tolist()
             block_options = block_score_options(score_options, queries.start, keys.start)
             part = hidden(n_queries - queries.start, n_keys - keys.start, block_options)
-            assert (part == hidden_pairs[queries.start :, keys.start :]).all()
+            assert (part != is_visible[queries.start :, keys.start :]).all()
 
 
 # -------------------------------------------------------------------- CPU kernels
@@ -157,24 +140,6 @@ def test_multithreaded_attention_matches_the_reference(sizes, axes, three_thread
         assert_all_close(actual, row_gradients_of(reference, grad, q, k, v, score_options, mask))
 
 
-def test_value_size_may_differ_from_key_size(three_threads, rng):
-    q, k, _ = qkv(rng, Sizes(2, 50, 60, 4, 2, 3))
-    v, grad = rng.standard_normal((2, 60, 2, 5)), rng.standard_normal((2, 50, 4, 5))
-    for score_options in (ScoreOptions(0.5, 10), ScoreOptions(0.5, 10, 20, 2.0)):
-        expected = loop_attention(q, k, v, score_options, False)
-        assert_all_close(reference.attention(q, k, v, score_options, False), expected)
-        assert_all_close(kernels.attention(q, k, v, score_options, False), expected)
-        expected_gradients = gradients_of(reference, grad, q, k, v, expected, score_options, None)
-        assert_all_close(gradients_of(kernels, grad, q, k, v, expected, score_options, None), expected_gradients)
-        np.testing.assert_allclose(
-            row_kernels.row_attention(q, k, v, score_options, cubes),
-            reference.row_attention(q, k, v, score_options, cubes),
-            1e-9,
-        )
-        expected_gradients = row_gradients_of(reference, grad, q, k, v, score_options, None)
-        assert_all_close(row_gradients_of(row_kernels, grad, q, k, v, score_options, None), expected_gradients)
-
-
 def test_queries_without_visible_keys_give_zeros(rng):
     """The first queries have negative positions; the windows of the last ones start after the last key."""
     q, k, v = qkv(rng, Sizes(2, 40, 20, 2, 1, 3))
@@ -184,7 +149,7 @@ def test_queries_without_visible_keys_give_zeros(rng):
         empty = [*range(3), *range(27, 40)]
         assert not out[:, empty].any() and out[:, 3:27].all()
         assert (logsumexp[:, :, empty] == (0 if off_by_one else -np.inf)).all()
-        dq, *_ = gradients_of(module, rng.standard_normal(q.shape), q, k, v, (out, logsumexp), score_options, None)
+        dq, *_ = gradients_of(module, rng.standard_normal(q.shape), q, k, v, (out, logsumexp), score_options)
         assert not dq[:, empty].any() and dq[:, 5:20].all()
 
 
@@ -195,13 +160,13 @@ def test_keys_outside_all_windows_are_not_read(n_queries, rng):
     score_options, first = ScoreOptions(0.5, 600, 16), 600 - 16 + 1
     stop = 600 + n_queries
     expected = reference.attention(q, k, v, score_options, False)
-    expected_gradients = gradients_of(reference, q, q, k, v, expected, score_options, None)
+    expected_gradients = gradients_of(reference, q, q, k, v, expected, score_options)
     for array in (k, v):
         array[:, :first] = np.nan
         array[:, stop:] = np.nan
     actual = kernels.attention(q, k, v, score_options, False)
     assert_all_close(actual, expected)
-    assert_all_close(gradients_of(kernels, q, q, k, v, actual, score_options, None), expected_gradients)
+    assert_all_close(gradients_of(kernels, q, q, k, v, actual, score_options), expected_gradients)
     rows = row_kernels.row_attention(q, k, v, score_options, kernels.softmax)
     np.testing.assert_allclose(rows, expected[0], 1e-9)
 
@@ -211,24 +176,20 @@ def peak_memory(n_tokens: int, score_options: ScoreOptions, rng) -> int:
     q, k, v = (array.astype(np.float32) for array in qkv(rng, Sizes(1, n_tokens, n_tokens, 2, 1, 8)))
     tracemalloc.start()
     found = kernels.attention(q, k, v, score_options, False)
-    gradients_of(kernels, q, q, k, v, found, score_options, None)
+    gradients_of(kernels, q, q, k, v, found, score_options)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak
 
 
-@pytest.mark.parametrize(
-    "score_options",
-    [ScoreOptions(0.5, 0, 50), ScoreOptions(0.5, 0, None, 20.0), ScoreOptions(0.5, 0, 50, 20.0)],
-    ids=str,
-)
-def test_attention_memory_grows_linearly_with_tokens(score_options, monkeypatch, rng):
+@pytest.mark.parametrize("window, cap", [(50, None), (None, 20.0), (50, 20.0)])
+def test_attention_memory_grows_linearly_with_tokens(window, cap, monkeypatch, rng):
     """Four times the tokens take at most about four times the memory: a matrix of scores would take sixteen times.
 
     Uses one thread: the number of blocks held at once depends on the load of the machine.
     """
     monkeypatch.setattr(threads, "n_threads", lambda: 1)
-    few, many = (peak_memory(n_tokens, score_options, rng) for n_tokens in (1500, 6000))
+    few, many = (peak_memory(n_tokens, ScoreOptions(0.5, 0, window, cap), rng) for n_tokens in (1500, 6000))
     assert many < 4.5 * few
     assert many < 6000 * 6000
 
@@ -255,8 +216,6 @@ def test_sliding_window_computes_fewer_scores(monkeypatch, rng):
 
 
 # -------------------------------------------------------------------- against PyTorch, and extreme values
-
-
 def test_softcap_and_sliding_window_match_gemma2(rng):
     """Compare with Gemma 2's eager attention with a sliding window, a softcap and shared key heads."""
     torch = pytest.importorskip("torch")
@@ -280,7 +239,7 @@ def test_gradients_are_written_into_slices_of_a_packed_array(n_queries, rng):
     q, k, v = qkv(rng, Sizes(2, n_queries, n_queries, 6, 2, 4))
     score_options = ScoreOptions(0.5, 0, 9)
     found = kernels.attention(q, k, v, score_options, False)
-    expected = gradients_of(reference, q, q, k, v, found, score_options, None)
+    expected = gradients_of(reference, q, q, k, v, found, score_options)
     packed = np.full((2, n_queries, 11, 4), np.nan)
     kernels.attention_backward(q, q, k, v, *found, score_options, packed[:, :, :6], packed[:, :, 6:8], packed[:, :, 9:])
     assert_all_close([packed[:, :, :6], packed[:, :, 6:8], packed[:, :, 9:]], expected)
@@ -298,7 +257,7 @@ def test_attention_is_finite_for_very_large_scores(n_tokens, dtype, off_by_one, 
     found = kernels.attention(q * dtype(1e6), k * dtype(1e6), v, score_options, off_by_one)
     assert all(np.isfinite(array).all() for array in found)
     assert np.abs(found[0]).max() <= np.abs(v).max() * (1 + 1e-5)
-    slopes = gradients_of(kernels, q, q * dtype(1e6), k * dtype(1e6), v, found, score_options, None)
+    slopes = gradients_of(kernels, q, q * dtype(1e6), k * dtype(1e6), v, found, score_options)
     assert all(np.isfinite(slope).all() for slope in slopes)
 
 
@@ -317,35 +276,11 @@ def test_attention_matches_the_reference_for_large_scores(sizes, factor, off_by_
     expected = reference.attention(q, k, v, score_options, off_by_one)
     assert_all_close(kernels.attention(q, k, v, score_options, off_by_one), expected, 1e-9, 1e-12)
     grad = rng.standard_normal(q.shape)
-    expected_gradients = gradients_of(reference, grad, q, k, v, expected, score_options, None)
+    expected_gradients = gradients_of(reference, grad, q, k, v, expected, score_options)
     for actual, expected_value in zip(
-        gradients_of(kernels, grad, q, k, v, expected, score_options, None), expected_gradients
+        gradients_of(kernels, grad, q, k, v, expected, score_options), expected_gradients
     ):
         np.testing.assert_allclose(actual, expected_value, 1e-7, 1e-9 * np.abs(expected_value).max())
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "sizes", [Sizes(1, 40, 40, 2, 2, 4), Sizes(1, 3, 50, 4, 2, 4), Sizes(1, 60, 60, 2, 1, 4)], ids=str
-)
-def test_half_precision_is_computed_in_float32(sizes, rng):
-    """e^12 overflows float16, and sums of scores need more than its 11 bits."""
-    q, k, v = (array.astype(np.float16) for array in qkv(rng, sizes))
-    q[...], k[...] = 3.75, 2.5
-    score_options = ScoreOptions(0.5, sizes.keys - sizes.queries, 30)
-    exact = [array.astype(float) for array in (q, k, v)]
-    actual, expected = (
-        kernels.attention(q, k, v, score_options, False),
-        reference.attention(*exact, score_options, False),
-    )
-    assert actual[0].dtype == np.float16 and actual[1].dtype == np.float32
-    np.testing.assert_allclose(actual[0], expected[0], 1e-3, 1e-4)
-    np.testing.assert_allclose(actual[1], expected[1], 1e-5)
-    expected_gradients = gradients_of(reference, exact[0], *exact, expected, score_options, None)
-    for result, expected_value in zip(
-        gradients_of(kernels, q, q, k, v, actual, score_options, None), expected_gradients
-    ):
-        np.testing.assert_allclose(result, expected_value, 5e-3, 0.02)
 
 
 def test_short_sequences_are_batched_per_chunk(monkeypatch, rng):
@@ -354,9 +289,8 @@ def test_short_sequences_are_batched_per_chunk(monkeypatch, rng):
     q, k, v = qkv(rng, Sizes(9, 20, 20, 2, 1, 3))
     whole_mask = np.where(rng.random((9, 1, 1, 20)) < 0.3, -np.inf, 0)
     batch_sizes, original = [], reference.attention
-    monkeypatch.setattr(
-        kernels.attention, "reference", lambda q, *others: batch_sizes.append(len(q)) or original(q, *others)
-    )
+    noting = lambda q, *others: batch_sizes.append(len(q)) or original(q, *others)
+    monkeypatch.setattr(kernels.attention, "reference", noting)
     score_options = ScoreOptions(0.5, 0)
     for mask in (None, whole_mask, whole_mask[:1]):
         batch_sizes.clear()
@@ -374,5 +308,5 @@ def test_empty_batch_queries_or_keys_give_zeros(rng):
         for module, score_options in product((reference, kernels), (ScoreOptions(1.0), ScoreOptions(1.0, 0, 3, 5.0))):
             out, logsumexp = module.attention(q, k, v, score_options, True)
             assert out.shape == q.shape and not out.any() and not logsumexp.any()
-            slopes = gradients_of(module, q, q, k, v, (out, logsumexp), score_options, None)
+            slopes = gradients_of(module, q, q, k, v, (out, logsumexp), score_options)
             assert not any(slope.any() for slope in slopes)

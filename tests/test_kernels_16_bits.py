@@ -1,5 +1,8 @@
 """Kernels with 16-bit floats: near the reference, and near the reference in float64."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 from test_kernels import CASES, contiguous, draw, outputs, strided
@@ -15,9 +18,8 @@ UNIT = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # of the last place, relative
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def narrow(name: str, size: tuple, dtype: np.dtype, layout) -> list:
-    """Return the arguments of a case, with floats rounded to 16 bits."""
-    arguments = draw(name, size, np.float64)
+def narrow(arguments: list, dtype: np.dtype, layout) -> list:
+    """Return arguments with floats rounded to 16 bits."""
     is_float = lambda a: isinstance(a, np.ndarray) and a.dtype == np.float64
     return [layout(a.astype(dtype)) if is_float(a) else a for a in arguments]
 
@@ -39,17 +41,19 @@ def assert_near(actual: list, expected: list, dtype: np.dtype, name: str = "") -
         np.testing.assert_allclose(result.astype(np.float64), reference, unit, unit * scale / 2, err_msg=name)
 
 
-def check(name: str, size: tuple, dtype: np.dtype, layout) -> None:
-    expected = outputs(name, KERNELS[name].reference, exact(narrow(name, size, dtype, layout)))
-    actual = outputs(name, KERNELS[name], narrow(name, size, dtype, layout))
+def check(name: str, arguments: Callable[[], list], dtype: np.dtype) -> list[np.ndarray]:
+    """Compare the provider and the reference with the reference in float64; return the provider's results."""
+    expected = outputs(name, KERNELS[name].reference, exact(arguments()))
+    actual = outputs(name, KERNELS[name], arguments())
     with use_reference():
-        plain = outputs(name, KERNELS[name], narrow(name, size, dtype, layout))
+        plain = outputs(name, KERNELS[name], arguments())
     for result, reference in zip(actual, plain, strict=True):
         assert result is None or result.dtype == reference.dtype
     assert_near(plain, expected, dtype, name)
     if name == "attention":  # oneDNN's logs are of sums of weights with 16 bits
         actual[1] = actual[1].astype(dtype)
     assert_near(actual, expected, dtype, name)
+    return actual
 
 
 # What a bfloat16 product has lost shows in gradients: tests of oneDNN's attention say how much that may be.
@@ -72,13 +76,13 @@ def test_providers_match_the_reference_in_16_bits(name, dtype, layout):
     if name in NOT_HERE and dtype.name == "bfloat16":
         return
     for size in [*sizes[:4], *sizes[4 :: max(1, len(sizes) // 8)]]:
-        check(name, size, dtype, layout)
+        check(name, partial(narrow, draw(name, size, np.float64), dtype, layout), dtype)
 
 
 @each_dtype
 @pytest.mark.parametrize("asked_for", [np.float32, np.float64])
 def test_attention_output_dtype(asked_for, dtype):
-    arguments = narrow("attention", CASES["attention"][1][0], dtype, contiguous)[:5]
+    arguments = narrow(draw("attention", CASES["attention"][1][0], np.float64), dtype, contiguous)[:5]
     results = [
         kernel(*arguments, None, np.dtype(asked_for)) for kernel in (kernels.attention, kernels.attention.reference)
     ]
@@ -91,73 +95,55 @@ def test_attention_output_dtype(asked_for, dtype):
 N_ROWS = 70_001  # float16 ends at 65,504
 
 
-@each_dtype
-@pytest.mark.parametrize("subtract_mean", [True, False])
-@pytest.mark.parametrize("size", [7, 384])
-def test_norms_of_values_near_20000_do_not_overflow(subtract_mean, size, dtype, rng):
-    x = (20_000 + 100 * rng.standard_normal((33, size))).astype(dtype)
-    gain, bias = (rng.standard_normal(size).astype(dtype) for _ in range(2))
-    wide = [a.astype(np.float64) for a in (x, gain, bias)]
-    y, mean, scale = kernels.layer_norm(x, gain, bias, 1e-5, subtract_mean)
-    expected = kernels.layer_norm.reference(*wide, 1e-5, subtract_mean)
-    assert y.dtype == dtype and mean.dtype == scale.dtype == np.float32
-    assert_near([y], [expected[0]], dtype)
-    np.testing.assert_allclose(scale, expected[2], 1e-3)
-    grad = rng.standard_normal(x.shape).astype(dtype)
-    actual = kernels.layer_norm_backward(grad, x, gain, mean, scale, subtract_mean)
-    slopes = kernels.layer_norm_backward.reference(
-        grad.astype(np.float64), wide[0], wide[1], *expected[1:], subtract_mean
-    )
-    assert [a.dtype for a in actual] == [dtype, np.float32, np.float32]
-    for result, reference in zip(actual, slopes):
-        unit = max(UNIT.get(result.dtype.name, 0), 1e-3)
-        np.testing.assert_allclose(result.astype(np.float64), reference, unit, unit * np.abs(reference).max())
-
-
 def near_ones(rng, *shape: int) -> np.ndarray:
     return 1 + rng.standard_normal(shape) / 8
 
 
-@each_dtype
-def test_sums_of_70000_rows_do_not_overflow(dtype, rng):
-    x = near_ones(rng, N_ROWS, 3).astype(dtype)
-    wide = x.astype(np.float64)
-    for sums in (kernels.sum_rows(x), kernels.matmul_operand_and_sums(x, "float32")[1]):
-        assert sums.dtype == np.float32
-        np.testing.assert_allclose(sums, wide.sum(axis=0), 1e-5)
-    squares = kernels.sum_squares(x)
-    assert squares.dtype == np.float32 and squares.shape == ()
-    np.testing.assert_allclose(squares, (wide * wide).sum(), 5e-5)
-    table = kernels.embedding_backward(x, np.zeros(N_ROWS, int), 2)
-    assert table.dtype == np.float32
-    np.testing.assert_allclose(table, [wide.sum(axis=0), np.zeros(3)], 1e-5)
+MANY_ROWS = {  # what a sum that is too large for float16 is made of
+    "sum_rows": lambda rng: [near_ones(rng, N_ROWS, 3)],
+    "matmul_operand_and_sums": lambda rng: [near_ones(rng, N_ROWS, 3), "float32"],
+    "sum_squares": lambda rng: [near_ones(rng, N_ROWS, 3)],
+    "embedding_backward": lambda rng: [near_ones(rng, N_ROWS, 3), np.zeros(N_ROWS, int), 2],
+    "cross_entropy": lambda rng: [rng.standard_normal((N_ROWS, 5)), np.arange(N_ROWS) % 5, near_ones(rng, N_ROWS)],
+    "cross_entropy of smoothed labels": lambda rng: [*MANY_ROWS["cross_entropy"](rng), 0.1],
+    "cross_entropy without gradient": lambda rng: [*MANY_ROWS["cross_entropy"](rng), 0.0, False],
+    "layer_norm_backward": lambda rng: [
+        *(near_ones(rng, N_ROWS, 4) for _ in range(2)),
+        *(np.ones(shape) for shape in (4, (N_ROWS, 1), (N_ROWS, 1))),
+        False,
+    ],
+}
 
 
 @each_dtype
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_losses_of_70000_rows_do_not_overflow(dtype, smoothing, rng):
-    logits, labels = rng.standard_normal((N_ROWS, 5)).astype(dtype), rng.integers(0, 5, N_ROWS)
-    weights = near_ones(rng, N_ROWS).astype(dtype)
-    wide = logits.astype(np.float64), labels, weights.astype(np.float64), smoothing
-    expected, slopes = kernels.cross_entropy.reference(*wide)
-    loss, slope = kernels.cross_entropy(logits, labels, weights, smoothing)
-    assert expected > 2**16
-    assert loss.dtype == np.float32 and slope.dtype == dtype
-    alone, _ = kernels.cross_entropy(logits, labels, weights, smoothing, False)
-    np.testing.assert_allclose([loss, alone], expected, 1e-5)
-    assert_near([slope], [slopes], dtype)
+@pytest.mark.parametrize("case", MANY_ROWS)
+def test_sums_over_70000_rows_do_not_overflow(case, dtype, rng):
+    arguments = MANY_ROWS[case](rng)
+    results = check(case.split()[0], partial(narrow, arguments, dtype, contiguous), dtype)
+    wide = [x for x in results if x is not None and x.dtype == np.float32]
+    assert wide and max(x.max() for x in wide) > 2**16
 
 
 @each_dtype
-def test_norm_gradients_over_70000_rows_do_not_overflow(dtype, rng):
-    x, grad = (near_ones(rng, N_ROWS, 4).astype(dtype) for _ in range(2))
-    gain = np.ones(4, dtype)
-    _, mean, scale = kernels.layer_norm(x, gain, None, 1e-5, False)
-    wide = [a.astype(np.float64) for a in (grad, x, gain, mean, scale)]
-    expected = kernels.layer_norm_backward.reference(*wide, False)
-    actual = kernels.layer_norm_backward(grad, x, gain, mean, scale, False)
-    assert expected[2].min() > 2**16
-    assert_near(list(actual), list(expected), dtype)
+@pytest.mark.parametrize("subtract_mean", [True, False])
+@pytest.mark.parametrize("size", [7, 384])
+def test_norms_of_values_near_20000_do_not_overflow(subtract_mean, size, dtype, rng):
+    x, grad = (
+        (20_000 + 100 * rng.standard_normal((33, size))).astype(dtype),
+        rng.standard_normal((33, size)).astype(dtype),
+    )
+    gain, bias = rng.standard_normal((2, size)).astype(dtype)
+    y, mean, scale = kernels.layer_norm(x, gain, bias, 1e-5, subtract_mean)
+    expected = kernels.layer_norm.reference(*exact([x, gain, bias]), 1e-5, subtract_mean)
+    assert y.dtype == dtype and mean.dtype == scale.dtype == np.float32
+    assert_near([y], [expected[0]], dtype)
+    np.testing.assert_allclose(scale, expected[2], 1e-3)
+    actual = kernels.layer_norm_backward(grad, x, gain, mean, scale, subtract_mean)
+    slopes = kernels.layer_norm_backward.reference(*exact([grad, x, gain]), *expected[1:], subtract_mean)
+    assert [a.dtype for a in actual] == [dtype, np.float32, np.float32]
+    for result, reference in zip(actual, slopes):
+        unit = max(UNIT.get(result.dtype.name, 0), 1e-3)
+        np.testing.assert_allclose(result.astype(np.float64), reference, unit, unit * np.abs(reference).max())
 
 
 # -------------------------------------------------------------------- mixed dtypes

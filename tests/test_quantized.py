@@ -3,14 +3,13 @@
 import copy
 import itertools
 import math
-import os
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from programs import good
 from test_onednn import USABLE
+from test_threads import run_with
 from transformers_families import LIKE_LLAMA
 
 from tricycle.configs.model import ModelConfig
@@ -32,12 +31,10 @@ CONFIG = ModelConfig(**{**SIZES, **LIKE_LLAMA, "bias": True})
 TOKENS = to_tensor(np.arange(24).reshape(2, 12), dtype=int)
 
 
-def matrix_of(
-    kind: str, shape: tuple[int, int], transposed: bool = True, seed: int = 0
-) -> tuple[np.ndarray, QuantizedMatrix]:
+def matrix_of(kind: str, shape: tuple[int, int], transposed: bool = True) -> tuple[np.ndarray, QuantizedMatrix]:
     if kind == "bfloat16":
         pytest.importorskip("ml_dtypes")
-    numbers = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    numbers = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     return numbers, QuantizedMatrix.quantize(numbers, kind, transposed)
 
 
@@ -62,36 +59,32 @@ def test_quantization_error_is_within_the_bound_of_each_kind(kind, transposed, s
     assert (np.abs(found - numbers) <= allowed * STEPS[kind] * 1.001 + 1e-7).all()
     np.testing.assert_array_equal(np.asarray(matrix.T), found.T)
     np.testing.assert_array_equal(numbers, before)
-    np.testing.assert_array_equal(
-        np.asarray(QuantizedMatrix.quantize(found, kind, transposed)), found
-    )  # once more changes nothing
+    again = QuantizedMatrix.quantize(found, kind, transposed)
+    np.testing.assert_array_equal(np.asarray(again), found)  # once more changes nothing
 
 
 def test_rows_of_zeros_and_of_the_smallest_numbers():
     for number in (0.0, 1e-45, 1e-39):
         matrix = QuantizedMatrix.quantize(np.full((3, 4), number, np.float32), "int8")
         np.testing.assert_array_equal(np.asarray(matrix), 0)
-        assert not quantized_matmul(
-            np.ones((2, 3), np.float32), QuantizedMatrix.quantize(np.zeros((3, 4)), "int8", True)
-        ).any()
-    largest = np.full((1, 3), 3e38)
-    assert np.isfinite(np.asarray(QuantizedMatrix.quantize(largest, "int8"))).all()
+    zeros = QuantizedMatrix.quantize(np.zeros((3, 4)), "int8", True)
+    assert not quantized_matmul(np.ones((2, 3), np.float32), zeros).any()
+    assert np.isfinite(np.asarray(QuantizedMatrix.quantize(np.full((1, 3), 3e38), "int8"))).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_non_finite_weights_are_rejected(kind, bad):
-    numbers, _ = matrix_of(kind, (5, 4))
-    numbers[3, 2] = bad
-    with pytest.raises(ValueError, match=rf"\({kind}\): .*finite"):
+NOT_FINITE = [(bad, kind, rf"\({kind}\): .*finite") for kind in KINDS for bad in (np.nan, np.inf, -np.inf)]
+
+
+@pytest.mark.parametrize(
+    "number, kind, message", [*NOT_FINITE, (1e6, "float16", "too large"), (1, "int4", "int8, .*'int4'")]
+)
+def test_non_finite_or_too_large_numbers_and_unknown_kinds_are_rejected(number, kind, message):
+    if kind == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    numbers = np.ones((5, 4))
+    numbers[3, 2] = number
+    with pytest.raises(ValueError, match=message):
         QuantizedMatrix.quantize(numbers, kind)
-
-
-def test_quantized_matrix_rejects_large_sizes_and_unknown_kinds():
-    with pytest.raises(ValueError, match="too large"):
-        QuantizedMatrix.quantize(np.full((2, 2), 1e6), "float16")
-    with pytest.raises(ValueError, match=r"int8, bfloat16, float16.*'int4'"):
-        QuantizedMatrix.quantize(np.ones((2, 2)), "int4")
 
 
 def test_bfloat16_without_ml_dtypes(monkeypatch):
@@ -139,10 +132,8 @@ def test_onednn_product_matches_the_reference(monkeypatch, kind, n_rows, shape, 
     bias = rng.standard_normal(matrix.shape[1]).astype(np.float32)
     expected = x.astype(np.float64) @ np.asarray(matrix.with_row_scales(), np.float64) + bias
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
-    compiled_versions = {
-        kernel: kernel.implementations_for(np.ndarray)
-        for kernel in (split_precision.int8_split_matmul, split_precision.bfloat16_split_matmul)
-    }
+    splits = split_precision.int8_split_matmul, split_precision.bfloat16_split_matmul
+    compiled_versions = {kernel: kernel.implementations_for(np.ndarray) for kernel in splits}
     for trusted, compiles in itertools.product((True, False), repeat=2):
         monkeypatch.setattr(spin_threads.spin_policy, "until", 0.0 if trusted else math.inf)
         for kernel, versions in compiled_versions.items():
@@ -177,9 +168,8 @@ print("all equal")
 @pytest.mark.parametrize("n_threads", ["3", "4", "7"])
 def test_onednn_products_match_the_reference_with_threads(n_threads):
     """The layout that oneDNN likes best depends on their number: one that is asked for twice must be the same twice."""
-    settings = {**os.environ, "OMP_NUM_THREADS": n_threads, "TRICYCLE_NUM_THREADS": n_threads}
-    done = subprocess.run([sys.executable, "-c", WITH_THREADS], capture_output=True, text=True, env=settings)
-    assert (done.returncode, done.stdout) == (0, "all equal\n"), done.stderr[-2000:]
+    done = run_with(WITH_THREADS, OMP_NUM_THREADS=n_threads, TRICYCLE_NUM_THREADS=n_threads)
+    assert good(done) == "all equal\n"
 
 
 @USABLE

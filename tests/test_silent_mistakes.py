@@ -2,11 +2,12 @@
 
 import contextvars
 import gc
-import threading
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
+from test_threads import run_threads
 
 from tricycle import kernels, no_grad, to_tensor
 from tricycle.autograd import increment_versions
@@ -63,11 +64,7 @@ def test_updates_in_other_threads_do_not_matter(rng):
         except RuntimeError as error:
             problems.append(error)
 
-    workers = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    run_threads(*[partial(train, seed) for seed in range(4)])
     assert problems == []
 
 

@@ -13,29 +13,19 @@ from tricycle_accelerators.spin_threads import LATE_SECONDS, MAX_REST_SECONDS, M
 @pytest.fixture
 def trust(monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: 2)
-    made = spin_threads.SpinPolicy()
-    monkeypatch.setattr(spin_threads, "spin_policy", made)
-    yield made
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+    monkeypatch.setattr(spin_threads, "spin_policy", spin_threads.SpinPolicy())
+    return spin_threads.spin_policy
 
 
 def test_two_late_products_lengthen_the_pause_of_spin_threads(trust, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(spin_threads, "perf_counter", clock)
-    rests = []
+    now, rests = 1000.0, []
+    monkeypatch.setattr(spin_threads, "perf_counter", lambda: now)
     for _ in range(7):
         assert trust
         while trust:
             trust.record_seconds(LATE_SECONDS * 4, 1000)
-        rests.append(trust.until - clock.now)
-        clock.now = trust.until
+        rests.append(trust.until - now)
+        now = trust.until
     assert rests[:3] == pytest.approx([MIN_REST_SECONDS, 2 * MIN_REST_SECONDS, 4 * MIN_REST_SECONDS])
     assert max(rests) == pytest.approx(MAX_REST_SECONDS)
 
@@ -48,13 +38,10 @@ def test_rare_late_product_causes_no_pause(trust):
         assert trust
 
 
-def test_a_large_matrix_may_take_longer(trust):
+def test_a_large_matrix_may_take_longer_and_one_thread_starts_no_spin_threads(trust, monkeypatch):
     for _ in range(10):
         trust.record_seconds(LATE_SECONDS * 4, 10**9)
     assert trust
-
-
-def test_one_thread_starts_no_spin_threads(trust, monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: 1)
     assert not trust
 
@@ -77,21 +64,14 @@ def test_rows_have_the_same_bits_with_and_without_spin_threads(trust, shape, dty
         assert spin_threads.multiply_vector(x, matrix) is None
 
 
-def test_blas_has_its_number_of_threads_back(trust):
-    before = [library.num_threads for library in threads.blas_libraries()]
-    matrix = np.ones((600, 900), np.float32).T
-    cpu.matrices.matmul(np.ones((1, 900), np.float32), matrix)
-    assert [library.num_threads for library in threads.blas_libraries()] == before
-
-
-def test_single_blas_thread_disables_spin_threads(trust, monkeypatch):
+def test_blas_has_its_number_of_threads_back_and_its_limit_disables_spin_threads(trust, monkeypatch):
     monkeypatch.setattr(threads, "blas_limit", threads._BlasLimit())  # an earlier test may hold it for good
-    matrix = np.ones((900, 600), np.float32, order="F")
-    row = np.ones((1, 900), np.float32)
+    before = [library.num_threads for library in threads.blas_libraries()]
+    row, matrix = np.ones((1, 900), np.float32), np.ones((900, 600), np.float32, order="F")
     with threads.single_blas_thread():
         assert spin_threads.multiply_vector(row, matrix) is None
-    if spin_threads._blas() is not None:
-        assert spin_threads.multiply_vector(row, matrix) is not None
+    assert (spin_threads.multiply_vector(row, matrix) is None) == (spin_threads._blas() is None)
+    assert [library.num_threads for library in threads.blas_libraries()] == before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

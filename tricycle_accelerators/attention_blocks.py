@@ -11,9 +11,7 @@ from tricycle.kernels.ranges import visible_keys
 from tricycle_accelerators import chunks, threads
 
 QUERY_BLOCK, KEY_BLOCK = 128, 1024  # queries of a head, and keys
-LONG_SEQUENCE = (
-    1024  # queries, and keys seen, from which on blocks of twice as many queries are quicker, though more is hidden
-)
+LONG_SEQUENCE = 1024  # keys seen, from which on blocks of twice as many queries are quicker, though more is hidden
 MAX_STACKED_ROWS = 512  # of a product, where several heads share their keys: their scores stay in a core's cache
 
 
@@ -69,7 +67,7 @@ class AttentionPlan(NamedTuple):
     Attributes:
         groups: what one call of a thread's work does.
         blocks: the queries of each group, with their keys.
-        in_parts: whether the query heads of one key head lie in several groups.
+        splits_key_heads: whether the query heads of one key head lie in several groups.
     """
 
     groups: list[HeadGroup]
@@ -78,13 +76,7 @@ class AttentionPlan(NamedTuple):
 
 
 def make_head_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[HeadGroup], bool]:
-    """Return head groups of q (B, T, H, D), k (B, S, K, D) for threads, and whether heads of one key head are split.
-
-    Args: as of `plan_attention`.
-
-    Returns:
-        these, and whether the query heads of one key head lie in several.
-    """
+    """Return head groups of q (B, T, H, D), k (B, S, K, D) for threads, and whether heads of one key head are split."""
     n_items, _, n_heads, _ = q.shape
     n_key_heads = k.shape[2]
     workers = 1 if threads.in_worker() else threads.n_threads()
@@ -96,11 +88,7 @@ def make_head_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[HeadGroup], boo
 
 
 def plan_attention(q: np.ndarray, k: np.ndarray, score_options: ScoreOptions) -> AttentionPlan:
-    """Plan attention of q (B, T, H, D), k (B, S, K, D): head groups, query blocks; assumes each query sees a key.
-
-    Args:
-        q: (B, T, H, D), of queries that each see a key. k: (B, S, K, D).
-    """
+    """Plan attention of q (B, T, H, D), k (B, S, K, D): head groups, query blocks; assumes each query sees a key."""
     n_items, n_queries, n_heads, _ = q.shape
     n_keys, n_key_heads = k.shape[1:3]
     n_sharing = n_heads // n_key_heads
@@ -129,38 +117,20 @@ def _query_block_size(n_stacked: int, n_seen: int) -> int:
 
 def _whole_groups(n_items: int, n_key_heads: int, n_sharing: int, step: int) -> list[HeadGroup]:
     """So many key heads each, with all of their query heads."""
-    groups = []
-    for item in range(n_items):
-        for start in range(0, n_key_heads, step):
-            stop = min(start + step, n_key_heads)
-            groups.append(HeadGroup(item, slice(start * n_sharing, stop * n_sharing), slice(start, stop)))
-    return groups
+    parts = [slice(start, min(start + step, n_key_heads)) for start in range(0, n_key_heads, step)]
+    heads = [slice(part.start * n_sharing, part.stop * n_sharing) for part in parts]
+    return [HeadGroup(item, *pair) for item in range(n_items) for pair in zip(heads, parts)]
 
 
 def _split_groups(n_items: int, n_key_heads: int, n_sharing: int, step: int) -> list[HeadGroup]:
     """So many query heads of one key head each."""
-    groups = []
-    for item in range(n_items):
-        for key_head in range(n_key_heads):
-            first, last = key_head * n_sharing, (key_head + 1) * n_sharing
-            for start in range(first, last, step):
-                groups.append(HeadGroup(item, slice(start, min(start + step, last)), slice(key_head, key_head + 1)))
-    return groups
+    return [
+        HeadGroup(item, slice(start, min(start + step, (key_head + 1) * n_sharing)), slice(key_head, key_head + 1))
+        for item, key_head in np.ndindex(n_items, n_key_heads)
+        for start in range(key_head * n_sharing, (key_head + 1) * n_sharing, step)
+    ]
 
 
-# -------------------------------------------------------------------- layouts
 def head_major(x: np.ndarray, item: int, heads: slice) -> np.ndarray:
     """Return a view (H, T, D) of some heads of one batch item of an array (B, T, H, D)."""
     return x[item, :, heads].transpose(1, 0, 2)
-
-
-def stack_query_heads(rows: np.ndarray, n_key_heads: int) -> np.ndarray:
-    """Reshape (H, T, D) to (K, H/K * T, D), K = `n_key_heads`: join the rows of query heads that share a key head."""
-    n_heads, n_rows, size = rows.shape
-    return rows.reshape(n_key_heads, n_heads // n_key_heads * n_rows, size)
-
-
-def unstack_query_heads(rows: np.ndarray, n_heads: int) -> np.ndarray:
-    """Reshape (K, H/K * T, D) back to (H, T, D), H = `n_heads`: the inverse of `stack_query_heads`."""
-    n_key_heads, n_rows, size = rows.shape
-    return rows.reshape(n_heads, n_rows * n_key_heads // n_heads, size)

@@ -60,11 +60,7 @@ def _mkl() -> _Mkl | str:
 
 
 def load_mkl(path: str) -> _Mkl:
-    """Load MKL for one thread, reproducible; return its (sgemm, gemm_bf16); OSError or AttributeError if it fails.
-
-    Raises:
-        OSError, AttributeError: no such library, or one without these functions.
-    """
+    """Load MKL for one thread, reproducible; return its (sgemm, gemm_bf16); OSError or AttributeError if it fails."""
     library = ctypes.CDLL(path)
     library.MKL_Set_Interface_Layer(LP64)
     library.MKL_Set_Threading_Layer(SEQUENTIAL)

@@ -14,9 +14,7 @@ import numpy as np
 
 from tricycle_accelerators import threads
 
-CHUNK_SIZE = (
-    262_144  # elements: a few such arrays stay in a third-level cache, and threads seldom meet at Python's lock
-)
+CHUNK_SIZE = 262_144  # elements: a few such arrays stay in a third-level cache, and threads seldom meet at a lock
 UNSHARED_SIZE = 4096  # elements: BLAS computes the product of such a small matrix with a vector in one thread
 SAFE_EXPONENT = 50.0  # e^50 and e^-50, and sums of a hundred million such, are far from the ends of float32
 MAX_EXP = math.exp(SAFE_EXPONENT)
@@ -35,8 +33,7 @@ def row_chunks(n_rows: int, row_size: int = 1) -> list[slice]:
 def flatten_alike(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -> list[np.ndarray] | None:
     """Flatten [weights, grad, *moments] in one order (views; `grad` may be copied); None if the others' layouts differ.
 
-    Weights that were loaded lie column by column, and what is made like them does so too; gradients seldom do. None
-    where weights and moments do not lie alike.
+    Weights that were loaded lie column by column, and what is made like them does so too; gradients seldom do.
     """
     changed = [weights, *moments]
     if all(a.flags.f_contiguous for a in changed):

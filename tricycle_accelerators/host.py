@@ -1,7 +1,4 @@
-"""Settings of the host process that make training faster; programs call `tune_host` once when they start.
-
-The library leaves the process as it is. The programs own theirs and call `tune_host()` when they start.
-"""
+"""Settings of the host process that make training faster; programs, not the library, call `tune_host` at the start."""
 
 from __future__ import annotations
 
@@ -18,15 +15,10 @@ SWITCH = "TRICYCLE_TUNE_HOST"
 
 
 class Tuning(NamedTuple):
-    """The process settings that `tune_host` changed.
+    """The process settings that `tune_host` changed."""
 
-    Attributes:
-        keeps_memory: malloc keeps freed memory.
-        holds_blas: NumPy's BLAS computes in one thread, for threads share its work already.
-    """
-
-    keeps_memory: bool = False
-    holds_blas: bool = False
+    keeps_memory: bool = False  # malloc keeps freed memory
+    holds_blas: bool = False  # NumPy's BLAS computes in one thread, for threads share its work already
 
 
 def tune_host() -> Tuning:
@@ -63,9 +55,7 @@ def _keep_memory() -> bool:
     Otherwise large arrays go back to the system when they are freed, and it clears every page that it hands out to
     the next step; and with pages of 4 kB the processor spends time on address translation. Most large arrays are
     results of kernels, which are in memory that `buffers.py` keeps; with the others it is 0 to 3% of a training step.
-
-    Returns:
-        Whether it is so now.
+    Returns whether it is so now.
     """
     if sys.platform != "linux":
         return False

@@ -9,11 +9,7 @@ from pathlib import Path
 
 
 def find_distribution_file(distribution: str, name: str) -> Path | None:
-    """Return a package's first existing file that starts with `name`, or None; PackageNotFoundError if absent.
-
-    Raises:
-        PackageNotFoundError: the distribution is not installed.
-    """
+    """Return a package's first existing file that starts with `name`, or None; PackageNotFoundError if absent."""
     files = metadata.files(distribution) or []
     paths = (Path(str(file.locate())).resolve() for file in files if file.name.startswith(name))
     return next((path for path in paths if path.exists()), None)

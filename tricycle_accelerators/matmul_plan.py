@@ -20,12 +20,8 @@ MIN_TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
 MIN_TILED_WORK = 2**24  # multiplications
 MIN_FEW_ROWS_WORK = MIN_SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
 NO_TILED_MATMUL = "OpenBLAS and AVX-512 on a processor not of Intel's: elsewhere BLAS is as fast"
-MAX_INNER_SPLIT_ROWS = (
-    4  # the most rows for which threads share the terms: each reads its part of the right matrix in one piece
-)
-MAX_COLUMN_CHUNK_ROWS = (
-    16  # the most rows for which a right matrix by columns is multiplied in pieces that stay in a cache
-)
+MAX_INNER_SPLIT_ROWS = 4  # for which threads share the terms: each reads its part of the right matrix in one piece
+MAX_COLUMN_CHUNK_ROWS = 16  # for which a right matrix by columns is multiplied in pieces that stay in a cache
 
 
 class Machine(NamedTuple):
@@ -101,10 +97,10 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
         share = "rows and columns"
     elif provider == "onednn" and product.dtype == "float32":
         share = "columns"
+    elif provider == "onednn" and upcasts_bfloat16(machine):
+        share = inner_or_longer_axis(shape)
     else:
-        share = (
-            inner_or_longer_axis(shape) if provider == "onednn" and upcasts_bfloat16(machine) else longer_axis(shape)
-        )
+        share = longer_axis(shape)
     return MatmulPlan(provider, share if n_threads > 1 else "nothing")
 
 
@@ -195,10 +191,8 @@ def blas_partition(shape: Shape, right: str, has_out: bool = False) -> str:
         return longer_axis(shape)
     if n_rows <= MAX_INNER_SPLIT_ROWS and right == "rows":
         return "terms"
-    if n_rows == 1 and right == "columns":
+    if right == "columns" and n_rows == 1:
         return "columns"
-    return (
-        "pieces of columns"
-        if n_rows <= MAX_COLUMN_CHUNK_ROWS < n_columns and right == "columns"
-        else inner_or_longer_axis(shape)
-    )
+    if right == "columns" and n_rows <= MAX_COLUMN_CHUNK_ROWS < n_columns:
+        return "pieces of columns"
+    return inner_or_longer_axis(shape)

@@ -24,11 +24,7 @@ NAMES = ("numba", "mkl", "onednn", "numpy", "cuda")
 
 
 def exclusion_reason(name: str) -> str | None:
-    """Return why TRICYCLE_KERNELS excludes a provider, by "-name" or by others alone, or None; ValueError if unknown.
-
-    Raises:
-        ValueError: it names a provider that there is not.
-    """
+    """Return why TRICYCLE_KERNELS excludes a provider ("-name", or only others); None if not; ValueError if unknown."""
     said = os.environ.get(VARIABLE, "")
     words = [word.strip() for word in said.split(",") if word.strip()]
     if any(word.removeprefix("-") not in (*NAMES, PLAIN) for word in words):

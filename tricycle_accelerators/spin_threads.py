@@ -10,6 +10,7 @@ same.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable
 from functools import cache
@@ -20,10 +21,7 @@ import numpy as np
 
 from tricycle_accelerators import threads
 
-LATE_SECONDS, LATE_BYTES_PER_SECOND = (
-    0.0004,
-    2e9,
-)  # seconds, and bytes a second of a matrix: a product that takes longer than both together is late
+LATE_SECONDS, LATE_BYTES_PER_SECOND = 0.0004, 2e9  # a product of a matrix that takes longer than both together is late
 MIN_SHARED_BYTES = 2**17  # bytes of a matrix from which on it takes longer to read than to share
 LATE_DECAY = 0.995  # of late products, with each that is not: one in each token of a small model is too many
 MIN_REST_SECONDS, MAX_REST_SECONDS = 0.1, 2.0  # seconds
@@ -72,11 +70,7 @@ spin_policy = SpinPolicy()
 def disable_after_fork() -> None:
     """Register a fork hook that disables spinning threads in child processes, where OpenMP's threads are gone."""
     if hasattr(os, "register_at_fork"):  # not on Windows
-        os.register_at_fork(after_in_child=_never_again)
-
-
-def _never_again() -> None:
-    spin_policy.until = float("inf")
+        os.register_at_fork(after_in_child=lambda: setattr(spin_policy, "until", math.inf))
 
 
 # -------------------------------------------------------------------- BLAS
@@ -107,9 +101,6 @@ def multiply_vector(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
     """Return row @ b (K, M) by OpenBLAS's threads; None if b is small, BLAS other or limited, or spinning rests.
 
     BLAS adds up the terms of each column in the same order, whatever its threads.
-
-    Returns:
-        None where ours are to do it.
     """
     blas = _blas()
     if blas is None or b.nbytes < MIN_SHARED_BYTES or not spin_policy:

@@ -15,10 +15,7 @@ import numpy as np
 
 from tricycle.kernels.dispatch import Kernel
 
-MAX_STEPS, HIGH_STEP = (
-    32512.0,
-    256.0,
-)  # a number is a whole number of steps of a row's largest / MAX_STEPS, at most 127 * 256
+MAX_STEPS, HIGH_STEP = 32512.0, 256.0  # a number is a whole number of steps, a row's largest / (127 * 256) each
 OFFSET = 128 * HIGH_STEP + 128 + 0.5  # makes the steps positive, so that cutting off the fraction rounds to nearest
 MIN_MAX_ABS = 1e-30  # of a row's largest: numbers of rows below it become zeros
 

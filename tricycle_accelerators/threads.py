@@ -46,11 +46,7 @@ def blas_libraries() -> tuple[Any, ...]:
 
 
 def requested_threads() -> int | None:
-    """Return TRICYCLE_NUM_THREADS as an integer; None if it is not set; ValueError unless it is a number above 0.
-
-    Raises:
-        ValueError: it is no whole number above 0.
-    """
+    """Return TRICYCLE_NUM_THREADS as an integer; None if it is not set; ValueError unless it is a number above 0."""
     said = os.environ.get("TRICYCLE_NUM_THREADS", "")
     if not said:
         return None
@@ -99,14 +95,9 @@ def _count_threads() -> tuple[int, bool]:
     omp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if omp.isdecimal() and int(omp) > 0:
         return int(omp), True
-    most = max(blas_limit.unlimited_threads(library) for library in blas_libraries())
-    return min(most, _n_processors()), most >= _most_blas_threads()
-
-
-def _most_blas_threads() -> int:
-    """Return how many threads BLAS begins with."""
-    asked_for = [os.environ.get(name, "") for name in BLAS_VARIABLES]
-    return min([_n_processors(), *(int(number) for number in asked_for if number.isdecimal() and int(number) > 0)])
+    now = max(blas_limit.unlimited_threads(library) for library in blas_libraries())
+    limits = [int(limit) for name in BLAS_VARIABLES if (limit := os.environ.get(name, "")).isdecimal() and int(limit)]
+    return min(now, _n_processors()), now >= min([_n_processors(), *limits])  # as many as BLAS begins with
 
 
 def _n_processors() -> int:
@@ -118,18 +109,12 @@ def _n_processors() -> int:
 
 # -------------------------------------------------------------------- what a thread knows of itself
 class _ThreadState(threading.local):
-    """State of the calling thread.
-
-    Attributes:
-        at_work: whether it is in a call of `parallel_for`.
-        n_holds: how many of those who hold BLAS to one thread are in this thread.
-        usual: what they changed of BLAS in this thread alone.
-    """
+    """State of the calling thread."""
 
     def __init__(self) -> None:
-        self.in_worker = False
-        self.n_holds = 0
-        self.usual: list[tuple[Any, int]] = []
+        self.in_worker = False  # whether it is in a call of `parallel_for`
+        self.n_holds = 0  # calls of `acquire_limit` in this thread that are not undone yet
+        self.usual: list[tuple[Any, int]] = []  # what these calls changed of BLAS in this thread alone
 
 
 _thread_state = _ThreadState()
@@ -229,12 +214,10 @@ blas_limit = _BlasLimit()
 def limit_blas_until_exit() -> bool:
     """Limit BLAS to one thread until the process ends; return False if there is no BLAS to limit, or it uses OpenMP.
 
-    Returns:
-        Whether it is so now; not where every thread has a number of its own.
+    With OpenMP every thread has a number of its own.
     """
-    libraries = blas_libraries()
-    of_each_thread = any(getattr(library, "threading_layer", "") == "openmp" for library in libraries)
-    if not libraries or of_each_thread:
+    layers = [getattr(library, "threading_layer", "") for library in blas_libraries()]
+    if not layers or "openmp" in layers:
         return False
     blas_limit.acquire_limit()
     blas_limit.is_permanent = True
@@ -243,10 +226,7 @@ def limit_blas_until_exit() -> bool:
 
 @contextmanager
 def single_blas_thread() -> Iterator[None]:
-    """Limit BLAS to one thread within a `with` block, then restore it; do nothing where it is limited already.
-
-    Costs some microseconds. Inside `parallel_for` it is so anyway.
-    """
+    """Limit BLAS to one thread within a `with` block, then restore it; do nothing where it is limited already."""
     if in_worker() or blas_limit.is_permanent:
         yield
         return
@@ -337,7 +317,7 @@ _stop_serving: Callable[[bool], None] | None = None
 def start_serving(serve: Callable[[int], None], stop: Callable[[bool], None]) -> None:
     """Start `serve(1)`, `serve(2)`, ... in idle workers until `stop(True)` is called; the caller holds `pool_lock`.
 
-    It is called when other work comes. The caller holds `pool_lock`.
+    It is called when other work comes.
     """
     global _stop_serving
     if _stop_serving != stop:
@@ -397,18 +377,14 @@ def parallel_for(work: Callable[[Any], None], items: Iterable[Any]) -> None:
     with single_blas_thread():
         _thread_state.in_worker = True
         try:
-            _run_items(work, items)
+            if n_threads() > 1 and len(items) > 1:
+                with pool_lock:
+                    _run_shared(work, items)
+            else:
+                for item in items:
+                    work(item)
         finally:
             _thread_state.in_worker = False
-
-
-def _run_items(work: Callable[[Any], None], items: list[Any]) -> None:
-    if n_threads() == 1 or len(items) < 2:
-        for item in items:
-            work(item)
-        return
-    with pool_lock:
-        _run_shared(work, items)
 
 
 def _run_shared(work: Callable[[Any], None], items: list[Any]) -> None:

@@ -45,7 +45,7 @@ from tricycle_accelerators.compiled.registers import (
 )
 
 ROWS, VECTORS = INSTRUCTION_SET.tile_rows, INSTRUCTION_SET.tile_vectors  # of a tile; a vector is a register of columns
-HAS_PAIRS = HAS_BFLOAT and not processor.has_slow_bfloat16()
+HAS_PAIRS = HAS_BFLOAT and not processor.is_intel()
 LINE = 16  # float32 in a line of a cache
 
 

@@ -3,13 +3,12 @@
 The query heads that share a key head stand in the rows of one product, so that no key is copied and the gradients of
 keys and values are summed inside the products. Keys that no query sees are not read: a block of queries takes the keys
 from its first query's window to its last query's offset, and only at the two edges of that band something is hidden.
-Exponentials are not shifted by each row's maximum where one look at a whole block says that nothing can overflow or
-vanish.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,14 +20,8 @@ from tricycle.kernels.dispatch import upcast, upcasting
 from tricycle.kernels.in_place import upcasting_in_place
 from tricycle.kernels.ranges import block_score_options, queries_with_keys, visible_keys
 from tricycle.kernels.reference.attention import RowSoftmaxBackwardFn, RowSoftmaxFn
-from tricycle_accelerators import attention_blocks, buffers, chunks, threads
-from tricycle_accelerators.attention_blocks import (
-    HeadGroup,
-    QueryBlock,
-    head_major,
-    stack_query_heads,
-    unstack_query_heads,
-)
+from tricycle_accelerators import buffers, chunks, threads
+from tricycle_accelerators.attention_blocks import AttentionPlan, HeadGroup, QueryBlock, head_major, plan_attention
 from tricycle_accelerators.providers import decline_when
 
 MAX_BATCHED_SCORES = 1600  # scores of a head: with fewer, calls for each item cost more than going through memory again
@@ -47,24 +40,6 @@ class _Inputs(NamedTuple):
     def of_items(self, items: slice) -> _Inputs:
         mask = self.mask if self.mask is None or len(self.mask) == 1 else self.mask[items]
         return self._replace(q=self.q[items], k=self.k[items], v=self.v[items], mask=mask)
-
-    def run_small(self, work: Callable[[slice, _Inputs], None]) -> bool:
-        """Call `work` once for few scores, or in threads for batches of short items; return False if neither applies.
-
-        Returns:
-            Whether it was called.
-        """
-        (n_items, n_queries, n_heads, _), n_keys = self.q.shape, self.k.shape[1]
-        if n_queries < 16 and n_items * n_heads * n_queries * n_keys < chunks.CHUNK_SIZE // 8:
-            with threads.single_blas_thread():
-                work(slice(None), self)
-        elif n_queries * n_keys <= MAX_BATCHED_SCORES:
-            step = max(1, min(chunks.CHUNK_SIZE // (n_heads * n_queries * n_keys), -(-n_items // threads.n_threads())))
-            some = [slice(i, i + step) for i in range(0, n_items, step)]
-            threads.parallel_for(lambda items: work(items, self.of_items(items)), some)
-        else:
-            return False
-        return True
 
 
 def _trim_hidden(
@@ -129,10 +104,12 @@ class _Heads(NamedTuple):
     masks: _CausalMasks
 
     def stack(self, rows: np.ndarray) -> np.ndarray:
-        return stack_query_heads(rows, len(self.keys))
+        """Reshape (H, T, D) to (K, H/K * T, D): join the rows of query heads that share a key head."""
+        return _regroup(rows, len(self.keys))
 
     def unstack(self, rows: np.ndarray) -> np.ndarray:
-        return unstack_query_heads(rows, len(self.queries))
+        """Reshape (K, H/K * T, D) back to (H, T, D)."""
+        return _regroup(rows, len(self.queries))
 
     def softcapped_scores(self, block: QueryBlock, seen: slice) -> np.ndarray:
         """Return the scaled and soft-capped scores (H, T, S) of a block's queries and some keys, without any mask."""
@@ -176,6 +153,10 @@ class _Heads(NamedTuple):
         return self.unstack(self.stack(weights) @ self.values[:, seen])
 
 
+def _regroup(rows: np.ndarray, n: int) -> np.ndarray:
+    return rows.reshape(n, rows.shape[0] * rows.shape[1] // n, rows.shape[2])
+
+
 def _heads(inputs: _Inputs, group: HeadGroup, triangles: _CausalMasks) -> _Heads:
     mask = inputs.mask
     if mask is not None:
@@ -188,6 +169,32 @@ def _heads(inputs: _Inputs, group: HeadGroup, triangles: _CausalMasks) -> _Heads
         inputs.score_options.softcap,
         triangles,
     )
+
+
+def _run(
+    inputs: _Inputs,
+    work_items: Callable[[slice, _Inputs], None],
+    work_group: Callable[[HeadGroup, _Heads, AttentionPlan], None],
+) -> AttentionPlan | None:
+    """Call `work_items` once for few scores, or in threads for batches of short items, else `work_group` in threads.
+
+    Returns:
+        The plan whose groups `work_group` was called for, if it was.
+    """
+    (n_items, n_queries, n_heads, _), n_keys = inputs.q.shape, inputs.k.shape[1]
+    if n_queries < 16 and n_items * n_heads * n_queries * n_keys < chunks.CHUNK_SIZE // 8:
+        with threads.single_blas_thread():
+            work_items(slice(None), inputs)
+        return None
+    if n_queries * n_keys <= MAX_BATCHED_SCORES:
+        step = max(1, min(chunks.CHUNK_SIZE // (n_heads * n_queries * n_keys), -(-n_items // threads.n_threads())))
+        some = [slice(i, i + step) for i in range(0, n_items, step)]
+        threads.parallel_for(lambda items: work_items(items, inputs.of_items(items)), some)
+        return None
+    plan = plan_attention(inputs.q, inputs.k, inputs.score_options)
+    masks = _causal_masks(plan.blocks, inputs.q.dtype)
+    threads.parallel_for(lambda group: work_group(group, _heads(inputs, group, masks), plan), plan.groups)
+    return plan
 
 
 # -------------------------------------------------------------------- softmax
@@ -209,22 +216,11 @@ def attention(
     seen_out = _fill_outside(out, queries, 0)
     seen_total = _fill_outside(logsumexp.transpose(0, 2, 1), queries, 0 if off_by_one else -np.inf).transpose(0, 2, 1)
 
-    def attend_items(items: slice, inputs: _Inputs) -> None:
-        q, k, v, score_options, mask = inputs
-        seen_out[items], seen_total[items] = kernels.attention.reference(q, k, v, score_options, off_by_one, mask)
+    def attend_items(items: slice, some: _Inputs) -> None:
+        seen_out[items], seen_total[items] = kernels.attention.reference(*some[:4], off_by_one, some.mask)
 
-    if inputs is not None and not inputs.run_small(attend_items):
-        _attend_by_blocks(inputs, off_by_one, seen_out, seen_total)
-    return out.astype(dtype, copy=False), logsumexp
-
-
-def _attend_by_blocks(inputs: _Inputs, off_by_one: bool, out: np.ndarray, logsumexp: np.ndarray) -> None:
-    plan = attention_blocks.plan_attention(inputs.q, inputs.k, inputs.score_options)
-    triangles = _causal_masks(plan.blocks, inputs.q.dtype)
-
-    def work(group: HeadGroup) -> None:
-        heads = _heads(inputs, group, triangles)
-        results = head_major(out, group.item, group.heads)
+    def attend_group(group: HeadGroup, heads: _Heads, plan: AttentionPlan) -> None:
+        results = head_major(seen_out, group.item, group.heads)
         for block in plan.blocks:
             mixed, total, shift = _exponentials(heads, block, off_by_one)
             if off_by_one:
@@ -232,9 +228,11 @@ def _attend_by_blocks(inputs: _Inputs, off_by_one: bool, out: np.ndarray, logsum
             empty = total == 0
             total = np.where(empty, 1, total)
             np.divide(mixed, total[..., None], out=results[:, block.queries])
-            logsumexp[group.item, group.heads, block.queries] = np.where(empty, -np.inf, np.log(total) + shift)
+            seen_total[group.item, group.heads, block.queries] = np.where(empty, -np.inf, np.log(total) + shift)
 
-    threads.parallel_for(work, plan.groups)
+    if inputs is not None:
+        _run(inputs, attend_items, attend_group)
+    return out.astype(dtype, copy=False), logsumexp
 
 
 def _exponentials(heads: _Heads, block: QueryBlock, off_by_one: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -282,46 +280,38 @@ def attention_backward(
 ) -> None:
     """Write the attention gradients into dq, dk and dv by NumPy, scores recomputed by blocks; threads divide heads."""
     queries, keys, inputs = _trim_hidden(q, k, v, score_options, mask)
-    gradients = _Gradients(_fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0))
-    upstream = _Upstream(grad[:, queries], out[:, queries], logsumexp[:, :, queries])
+    gradients = _fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0)
+    upstream = grad[:, queries], out[:, queries], logsumexp[:, :, queries]
 
-    def differentiate_items(items: slice, inputs: _Inputs) -> None:
-        q, k, v, score_options, mask = inputs
+    def differentiate_items(items: slice, some: _Inputs) -> None:
         grad, out, logsumexp = (array[items] for array in upstream)
         dq, dk, dv = (array[items] for array in gradients)
-        kernels.attention_backward.reference(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, mask)
+        kernels.attention_backward.reference(grad, *some[:3], out, logsumexp, some.score_options, dq, dk, dv, some.mask)
 
-    if inputs is not None and not inputs.run_small(differentiate_items):
-        _accumulate_gradients(inputs, gradients, lambda group, heads: _SoftmaxBackward(group, heads, upstream))
-
-
-class _Upstream(NamedTuple):
-    """What the backward of softmax is given beside the inputs: (B, T, H, E) twice, and (B, H, T)."""
-
-    grad: np.ndarray
-    out: np.ndarray
-    logsumexp: np.ndarray
+    if inputs is not None:
+        _differentiate(inputs, gradients, differentiate_items, partial(_softmax_backward, upstream))
 
 
-class _SoftmaxBackward:
-    """Backward pass of softmax attention for a group: recomputes scores and weights, and accumulates gradients."""
+def _softmax_backward(
+    upstream: tuple[np.ndarray, np.ndarray, np.ndarray], group: HeadGroup, heads: _Heads
+) -> _DifferentiateBlock:
+    """Return the backward pass of softmax attention for a group, which recomputes scores and weights.
 
-    def __init__(self, group: HeadGroup, heads: _Heads, upstream: _Upstream) -> None:
-        grad = upstream.grad[group.item, :, group.heads]
-        out = upstream.out[group.item, :, group.heads]
-        # One column more takes a subtraction into a product: [dy, -y.dy] [v, 1]^T = dy v^T - y.dy
-        self.values, self.grads = _append_column(heads.values), _append_column(grad.transpose(1, 0, 2))
-        self.values[..., -1] = 1
-        np.negative(np.vecdot(grad, out).T, out=self.grads[..., -1])
-        self.logsumexp = upstream.logsumexp[group.item, group.heads, :, None]
-        self.heads = heads
+    Args:
+        upstream: gradient and output (B, T, H, E), and logsumexp (B, H, T).
+    """
+    grad, out = (array[group.item, :, group.heads] for array in upstream[:2])
+    # One column more takes a subtraction into a product: [dy, -y.dy] [v, 1]^T = dy v^T - y.dy
+    values, slopes = _append_column(heads.values), _append_column(grad.transpose(1, 0, 2))
+    values[..., -1] = 1
+    np.negative(np.vecdot(grad, out).T, out=slopes[..., -1])
+    logs = upstream[2][group.item, group.heads, :, None]
 
-    def add(self, block: QueryBlock, sums: _KeyValueSums) -> np.ndarray:
-        """Return a block's gradient of scaled queries, add keys' and values' to `sums`; may overwrite self.grads."""
-        heads, logsumexp = self.heads, self.logsumexp[:, block.queries]
+    def differentiate(block: QueryBlock, dkeys: np.ndarray, dvalues: np.ndarray) -> np.ndarray:
+        logsumexp = logs[:, block.queries]
         logsumexp = np.where(np.isneginf(logsumexp), 0, logsumexp)
         safe = np.abs(logsumexp).max() < chunks.SAFE_EXPONENT
-        grads = self.grads[:, block.queries]
+        grads = slopes[:, block.queries]
         if safe:  # dividing the few gradients by the totals saves subtracting their logs from all scores
             grads *= np.exp(-logsumexp)
         grads, queries = heads.stack(grads), heads.stack(heads.queries[:, block.queries])
@@ -333,14 +323,16 @@ class _SoftmaxBackward:
             if not safe:
                 scores -= logsumexp
             weights = heads.stack(np.exp(scores, out=scores))
-            sums.values[:, seen] += weights.swapaxes(1, 2) @ grads[..., :-1]
-            dscores = grads @ self.values[:, seen].swapaxes(1, 2)
+            dvalues[:, seen] += weights.swapaxes(1, 2) @ grads[..., :-1]
+            dscores = grads @ values[:, seen].swapaxes(1, 2)
             dscores *= weights
             if slope is not None:
                 dscores *= heads.stack(slope)
-            sums.keys[:, seen] += dscores.swapaxes(1, 2) @ queries
+            dkeys[:, seen] += dscores.swapaxes(1, 2) @ queries
             query_sum = query_sum + dscores @ heads.keys[:, seen]
         return heads.unstack(query_sum)
+
+    return differentiate
 
 
 def _append_column(x: np.ndarray) -> np.ndarray:
@@ -365,27 +357,18 @@ def row_attention(
     queries, _, inputs = _trim_hidden(q, k, v, score_options, mask)
     seen_out = _fill_outside(out, queries, 0)
 
-    def attend_items(items: slice, inputs: _Inputs) -> None:
-        q, k, v, score_options, mask = inputs
-        seen_out[items] = row_kernels.row_attention.reference(q, k, v, score_options, row_softmax, mask)
+    def attend_items(items: slice, some: _Inputs) -> None:
+        seen_out[items] = row_kernels.row_attention.reference(*some[:4], row_softmax, some.mask)
 
-    if inputs is not None and not inputs.run_small(attend_items):
-        _row_attention_by_blocks(inputs, row_softmax, seen_out)
-    return out
-
-
-def _row_attention_by_blocks(inputs: _Inputs, row_softmax: RowSoftmaxFn, out: np.ndarray) -> None:
-    plan = attention_blocks.plan_attention(inputs.q, inputs.k, inputs.score_options)
-    triangles = _causal_masks(plan.blocks, inputs.q.dtype)
-
-    def work(group: HeadGroup) -> None:
-        heads = _heads(inputs, group, triangles)
-        results = head_major(out, group.item, group.heads)
+    def attend_group(group: HeadGroup, heads: _Heads, plan: AttentionPlan) -> None:
+        results = head_major(seen_out, group.item, group.heads)
         for block in plan.blocks:
             weights = row_softmax(heads.scores(block, block.visible))
             results[:, block.queries] = heads.apply_weights(weights, block.visible)
 
-    threads.parallel_for(work, plan.groups)
+    if inputs is not None:
+        _run(inputs, attend_items, attend_group)
+    return out
 
 
 @upcasting_in_place(7, 8, 9)
@@ -404,98 +387,75 @@ def row_attention_backward(
 ) -> None:
     """Write the gradients of attention with `row_softmax` in place of softmax into dq, dk and dv, heads in parallel."""
     queries, keys, inputs = _trim_hidden(q, k, v, score_options, mask)
-    gradients = _Gradients(_fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0))
+    gradients = _fill_outside(dq, queries, 0), _fill_outside(dk, keys, 0), _fill_outside(dv, keys, 0)
     grad = grad[:, queries]
+    functions = row_softmax, row_softmax_backward
 
-    def differentiate_items(items: slice, inputs: _Inputs) -> None:
-        q, k, v, score_options, mask = inputs
+    def differentiate_items(items: slice, some: _Inputs) -> None:
         dq, dk, dv = (array[items] for array in gradients)
-        row_kernels.row_attention_backward.reference(
-            grad[items], q, k, v, score_options, row_softmax, row_softmax_backward, dq, dk, dv, mask
-        )
+        row_kernels.row_attention_backward.reference(grad[items], *some[:4], *functions, dq, dk, dv, some.mask)
 
-    def backward_of(group: HeadGroup, heads: _Heads) -> _RowSoftmaxBackward:
-        return _RowSoftmaxBackward(heads, head_major(grad, group.item, group.heads), row_softmax, row_softmax_backward)
+    def backward_of(group: HeadGroup, heads: _Heads) -> _DifferentiateBlock:
+        return partial(_row_softmax_backward, heads, head_major(grad, group.item, group.heads), *functions)
 
-    if inputs is not None and not inputs.run_small(differentiate_items):
-        _accumulate_gradients(inputs, gradients, backward_of)
+    if inputs is not None:
+        _differentiate(inputs, gradients, differentiate_items, backward_of)
 
 
-class _RowSoftmaxBackward(NamedTuple):
-    """The gradients of a group's blocks, for weights that are any function of rows of scores; grads: (H, T, E)."""
-
-    heads: _Heads
-    grads: np.ndarray
-    row_softmax: RowSoftmaxFn
-    row_softmax_backward: RowSoftmaxBackwardFn
-
-    def add(self, block: QueryBlock, sums: _KeyValueSums) -> np.ndarray:
-        """Return the scaled queries' gradient for a block (H, T, D), and add those of keys and values to `sums`."""
-        heads, seen = self.heads, block.visible
-        scores = heads.softcapped_scores(block, seen)
-        slope = heads.softcap_derivative(scores)
-        heads.mask_scores(scores, block, seen)
-        weights = self.row_softmax(scores)
-        grads = heads.stack(self.grads[:, block.queries])
-        sums.values[:, seen] += heads.stack(weights).swapaxes(1, 2) @ grads
-        dweights = heads.unstack(grads @ heads.values[:, seen].swapaxes(1, 2))
-        dscores = self.row_softmax_backward(dweights, scores, weights)
-        dproducts = heads.stack(dscores if slope is None else dscores * slope)
-        sums.keys[:, seen] += dproducts.swapaxes(1, 2) @ heads.stack(heads.queries[:, block.queries])
-        return heads.unstack(dproducts @ heads.keys[:, seen])
+def _row_softmax_backward(
+    heads: _Heads,
+    grad: np.ndarray,
+    row_softmax: RowSoftmaxFn,
+    row_softmax_backward: RowSoftmaxBackwardFn,
+    block: QueryBlock,
+    dkeys: np.ndarray,
+    dvalues: np.ndarray,
+) -> np.ndarray:
+    """Differentiate a block of a group for any function of rows of scores; grad: (H, T, E)."""
+    seen = block.visible
+    scores = heads.softcapped_scores(block, seen)
+    slope = heads.softcap_derivative(scores)
+    heads.mask_scores(scores, block, seen)
+    weights = row_softmax(scores)
+    grads = heads.stack(grad[:, block.queries])
+    dvalues[:, seen] += heads.stack(weights).swapaxes(1, 2) @ grads
+    dweights = heads.unstack(grads @ heads.values[:, seen].swapaxes(1, 2))
+    dscores = row_softmax_backward(dweights, scores, weights)
+    dproducts = heads.stack(dscores if slope is None else dscores * slope)
+    dkeys[:, seen] += dproducts.swapaxes(1, 2) @ heads.stack(heads.queries[:, block.queries])
+    return heads.unstack(dproducts @ heads.keys[:, seen])
 
 
 # -------------------------------------------------------------------- sums of gradients
-class _Gradients(NamedTuple):
-    """Where the gradients of queries, keys and values go: (B, T, H, D), (B, S, K, D) and (B, S, K, E)."""
-
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
+# Returns the scaled queries' gradient of a block (H, T, D), and adds those of keys (K, S, D) and values (K, S, E).
+_DifferentiateBlock = Callable[[QueryBlock, np.ndarray, np.ndarray], np.ndarray]
 
 
-class _KeyValueSums(NamedTuple):
-    """Over the queries of a group, for keys (K, S, D) and values (K, S, E)."""
-
-    keys: np.ndarray
-    values: np.ndarray
-
-
-def _accumulate_gradients(
+def _differentiate(
     inputs: _Inputs,
-    gradients: _Gradients,
-    backward_of: Callable[[HeadGroup, _Heads], _SoftmaxBackward | _RowSoftmaxBackward],
+    gradients: tuple[np.ndarray, np.ndarray, np.ndarray],
+    work_items: Callable[[slice, _Inputs], None],
+    backward_of: Callable[[HeadGroup, _Heads], _DifferentiateBlock],
 ) -> None:
-    """Compute the gradients of all groups and add up, in order, those that share a key head."""
-    plan = attention_blocks.plan_attention(inputs.q, inputs.k, inputs.score_options)
-    triangles = _causal_masks(plan.blocks, inputs.q.dtype)
+    """Write dq (B, T, H, D), dk (B, S, K, D) and dv (B, S, K, E); add up, in order, groups that share a key head."""
     scale = inputs.q.dtype.type(inputs.score_options.scale)
-    parts: list[_KeyValueSums | None] = [None] * len(plan.groups)
+    sums: dict[tuple[int, int], list[np.ndarray]] = {}  # by item and first head
 
-    def work(i: int) -> None:
-        group = plan.groups[i]
-        heads = _heads(inputs, group, triangles)
-        backward = backward_of(group, heads)
-        sums = _KeyValueSums(
-            np.zeros(heads.keys.shape, heads.keys.dtype), np.zeros(heads.values.shape, heads.values.dtype)
-        )
-        dq = head_major(gradients.dq, group.item, group.heads)
+    def work_group(group: HeadGroup, heads: _Heads, plan: AttentionPlan) -> None:
+        differentiate = backward_of(group, heads)
+        totals = [np.zeros(x.shape, x.dtype) for x in (heads.keys, heads.values)]
+        dq = head_major(gradients[0], group.item, group.heads)
         for block in plan.blocks:
-            np.multiply(backward.add(block, sums), scale, out=dq[:, block.queries])
+            np.multiply(differentiate(block, *totals), scale, out=dq[:, block.queries])
         if plan.splits_key_heads:
-            parts[i] = sums
+            sums[group.item, group.heads.start] = totals
         else:
-            head_major(gradients.dk, group.item, group.key_heads)[...] = sums.keys
-            head_major(gradients.dv, group.item, group.key_heads)[...] = sums.values
+            for place, total in zip(gradients[1:], totals):
+                head_major(place, group.item, group.key_heads)[...] = total
 
-    threads.parallel_for(work, range(len(plan.groups)))
-    if plan.splits_key_heads:
-        _sum_groups(plan.groups, [sums for sums in parts if sums is not None], gradients)
-
-
-def _sum_groups(groups: list[HeadGroup], parts: list[_KeyValueSums], gradients: _Gradients) -> None:
-    gradients.dk[...] = 0
-    gradients.dv[...] = 0
-    for group, sums in zip(groups, parts):
-        head_major(gradients.dk, group.item, group.key_heads)[...] += sums.keys
-        head_major(gradients.dv, group.item, group.key_heads)[...] += sums.values
+    plan = _run(inputs, work_items, work_group)
+    if plan is not None and plan.splits_key_heads:
+        for i, place in enumerate(gradients[1:]):
+            place[...] = 0
+            for group in plan.groups:
+                head_major(place, group.item, group.key_heads)[...] += sums[group.item, group.heads.start][i]

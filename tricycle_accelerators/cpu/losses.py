@@ -37,11 +37,7 @@ def cross_entropy(
 def _cross_entropy(
     rows: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float, slope: np.ndarray | None
 ) -> np.ndarray:
-    """Return the loss of some rows, and overwrite the exponentials with the gradient.
-
-    Exponentials are not shifted by each row's maximum where one look at all of them says that nothing can overflow or
-    vanish.
-    """
+    """Return the loss of some rows, and overwrite the exponentials with the gradient."""
     shift: Any = 0
     ones = chunks.ones_vector(rows.shape[1], rows)
     exponentials = slope

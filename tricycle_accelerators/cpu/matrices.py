@@ -16,9 +16,7 @@ from tricycle.kernels.explanation import UNAVAILABLE
 from tricycle_accelerators import blas, buffers, chunks, matmul_plan, parallel_matmul, spin_threads, threads
 from tricycle_accelerators.providers import decline_when
 
-MAX_UNCOPIED_WORK = (
-    2**19
-)  # multiplications up to which OpenBLAS (on processors with AVX-512) reads matrices as they lie
+MAX_UNCOPIED_WORK = 2**19  # multiplications up to which OpenBLAS (with AVX-512) reads matrices as they lie
 UPCAST_SIZE = 2**20  # numbers of 16 bits that are made 32 at once for a product, so that they stay in the cache
 
 
@@ -68,18 +66,19 @@ def matmul(
     if share == "nothing" or not threads.blas_libraries() or threads.in_worker():
         with _single_thread_if_large(n_rows, n_inner, n_columns):
             return kernels.matmul.reference(a, b, bias, out, dtype)
-    if share == "terms":
-        by_terms = (
-            _multiply_few_rows
-            if n_rows <= matmul_plan.MAX_INNER_SPLIT_ROWS and right == "rows"
-            else _multiply_by_inner_slices
-        )
-        product = by_terms(a, b, bias)
+    if share == "terms" and n_rows <= matmul_plan.MAX_INNER_SPLIT_ROWS and right == "rows":
+        product = _multiply_few_rows(a, b)
+    elif share == "terms":
+        terms = chunks.thread_slices(n_inner, n_inner)  # one part per thread, because each part needs a separate sum
+        product = chunks.sum_over_chunks(lambda part: blas.multiply(a[:, part], b[part]), terms)
     elif share == "pieces of columns":
-        product = _multiply_column_chunks(a, b, bias)
+        product = _multiply_column_chunks(a, b)
     else:
         product = buffers.empty((n_rows, n_columns), np.result_type(a, b)) if out is None else out
         parallel_matmul.multiply_in_parallel(_multiply, a, b, bias, product)
+        bias = None
+    if bias is not None:
+        product += bias
     return product if dtype is None else product.astype(dtype, copy=False)
 
 
@@ -97,16 +96,7 @@ def _multiply_upcast(
     return product if dtype is None else product.astype(dtype, copy=False)
 
 
-def _multiply_by_inner_slices(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    n_inner = a.shape[1]
-    terms = chunks.thread_slices(n_inner, n_inner)  # one part per thread, because each part needs a separate sum
-    product: np.ndarray = chunks.sum_over_chunks(lambda part: blas.multiply(a[:, part], b[part]), terms)
-    if bias is not None:
-        product += bias
-    return product
-
-
-def _multiply_few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+def _multiply_few_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Divide the inner dimension among threads, so that each thread reads a contiguous part of b."""
     n_inner = len(b)
     n_parts = min(threads.n_threads(), n_inner)
@@ -118,18 +108,14 @@ def _multiply_few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) ->
 
     threads.parallel_for(work, range(n_parts))
     product: np.ndarray = np.add.reduce(sums) if n_parts > 1 else sums[0]
-    if bias is not None:
-        product += bias
     return product
 
 
-def _multiply_column_chunks(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+def _multiply_column_chunks(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Multiply by small column chunks of a transposed b, such as a tied embedding table."""
     n_columns = b.shape[1]
-    step = max(
-        matmul_plan.MAX_COLUMN_CHUNK_ROWS,
-        MAX_UNCOPIED_WORK // max(1, a.size) // matmul_plan.MAX_COLUMN_CHUNK_ROWS * matmul_plan.MAX_COLUMN_CHUNK_ROWS,
-    )
+    least = matmul_plan.MAX_COLUMN_CHUNK_ROWS
+    step = max(least, MAX_UNCOPIED_WORK // max(1, a.size) // least * least)
     product = buffers.empty((len(a), n_columns), np.result_type(a, b))
 
     def work(part: slice) -> None:
@@ -138,8 +124,6 @@ def _multiply_column_chunks(a: np.ndarray, b: np.ndarray, bias: np.ndarray | Non
             np.matmul(a, b[:, columns], out=product[:, columns])
 
     threads.parallel_for(work, chunks.thread_slices(n_columns, 16 * step))
-    if bias is not None:
-        product += bias
     return product
 
 

@@ -174,10 +174,6 @@ def _create(function: str, *arguments: Any) -> c_void_p:
     return handle
 
 
-def _engine() -> c_void_p:
-    return _library().engine
-
-
 # -------------------------------------------------------------------- primitives
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and size of an element, in bytes
 Descriptors = dict[int, c_void_p]  # of the memory in each place
@@ -208,7 +204,7 @@ def _packed_descriptor(shape: tuple[int, ...], size: int) -> c_void_p:
         rows = _descriptor(((1, n_inner), (n_inner * size, size), size))
         result = _descriptor(((1, n_columns), (4 * n_columns, 4), 4))
         anyhow = _create("dnnl_memory_desc_create_with_tag", 2, (c_int64 * 2)(*shape), KINDS[size], ANY_LAYOUT)
-        description = _create("dnnl_matmul_primitive_desc_create", _engine(), rows, anyhow, None, result, None)
+        description = _create("dnnl_matmul_primitive_desc_create", _library().engine, rows, anyhow, None, result, None)
     finally:
         held.omp_set_num_threads(1)
     borrowed = _library().free.dnnl_primitive_desc_query_md(description, WEIGHTS_LAYOUT, 0)
@@ -220,7 +216,8 @@ def _packed_descriptor(shape: tuple[int, ...], size: int) -> c_void_p:
 
 
 def _reorder(of: Descriptors) -> c_void_p:
-    return _create("dnnl_reorder_primitive_desc_create", of[SOURCE], _engine(), of[RESULT], _engine(), None)
+    engine = _library().engine
+    return _create("dnnl_reorder_primitive_desc_create", of[SOURCE], engine, of[RESULT], engine, None)
 
 
 def _matmul(of: Descriptors, *then: str) -> c_void_p:
@@ -234,7 +231,7 @@ def _matmul(of: Descriptors, *then: str) -> c_void_p:
             _call("dnnl_post_ops_append_binary", post, MULTIPLY, of[FACTOR * (i + 1) + 2])
     _call("dnnl_primitive_attr_set_post_ops", attributes, post)
     operands = of[SOURCE], of[WEIGHTS], of.get(BIAS), of[RESULT]
-    description = _create("dnnl_matmul_primitive_desc_create", _engine(), *operands, attributes)
+    description = _create("dnnl_matmul_primitive_desc_create", _library().engine, *operands, attributes)
     _call("dnnl_post_ops_destroy", post)
     _call("dnnl_primitive_attr_destroy", attributes)
     return description
@@ -259,14 +256,14 @@ class _Primitive:
     ) -> None:
         # before the number of threads is told, for what oneDNN likes best depends on it
         descriptors = {place: _descriptor(layout) for place, layout in zip(places, layouts)}
-        self.free, self.held, _ = _library()
+        self.free, self.held, engine = _library()
         self.held.omp_set_num_threads(n_threads)
         try:
             description = describe(descriptors, *options)
             self.handle = _create("dnnl_primitive_create", description)
         finally:
             self.held.omp_set_num_threads(1)
-        self.memories = [_create("dnnl_memory_create", descriptors[place], _engine(), None) for place in places]
+        self.memories = [_create("dnnl_memory_create", descriptors[place], engine, None) for place in places]
         self.arguments = (_Argument * len(places))(*map(_Argument, places, self.memories))
         for descriptor in descriptors.values():
             _call("dnnl_memory_desc_destroy", descriptor)
@@ -297,7 +294,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         _library().held.omp_set_num_threads(1)  # for the calls that this thread will make
-        self.stream = _create("dnnl_stream_create", _engine(), IN_ORDER)
+        self.stream = _create("dnnl_stream_create", _library().engine, IN_ORDER)
         # Cache: keyed by layouts, what is done then and the number of threads; the least recently used go
         self.primitive = lru_cache(N_PRIMITIVES)(_Primitive)
 
@@ -324,7 +321,7 @@ def _run(
 def matmul_openmp(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """Write a @ b into `out` by oneDNN in OpenMP threads and time it for `spin_policy`, which the caller has checked.
 
-    The caller has checked `spin_threads.spin_policy`. Arguments are those of `matmul`.
+    Arguments are those of `matmul`.
     """
     spin_threads.disable_after_fork()
     thread = _this_thread()
@@ -360,10 +357,8 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | Non
         out: (..., N, M), float32 or bfloat16; its last axis lies in one piece.
         bias: (1, M).
     """
-    if bias is None:
-        _run(_matmul, (), (SOURCE, WEIGHTS, RESULT), (a, b, out))
-    else:
-        _run(_matmul, (), (SOURCE, WEIGHTS, RESULT, BIAS), (a, b, out, bias))
+    arrays = (a, b, out) if bias is None else (a, b, out, bias)
+    _run(_matmul, (), (SOURCE, WEIGHTS, RESULT, BIAS)[: len(arrays)], arrays)
 
 
 class PackedMatrix:

@@ -26,11 +26,8 @@ def matmul_operand(x: np.ndarray, precision: str) -> np.ndarray:
     if precision != "bfloat16" or x.dtype != np.float32:
         return x
     if x.ndim == 2 and x.flags.f_contiguous and not x.flags.c_contiguous:  # a transposed matrix stays one
-        return _to_bfloat16(x.T).T
-    return _to_bfloat16(np.ascontiguousarray(x))
-
-
-def _to_bfloat16(x: np.ndarray) -> np.ndarray:
+        return matmul_operand(x.T, precision).T
+    x = np.ascontiguousarray(x)
     out = buffers.empty(x.shape, library.bfloat16())
     flat = x.reshape(-1)
     flat_out = out.reshape(-1)
@@ -48,10 +45,8 @@ def rounding_decline_reason(x: np.ndarray, precision: str = "float32") -> str | 
 
 
 def _operand_and_sums_decline_reason(x: np.ndarray, precision: str) -> str | None:
-    decline_reason = rounding_decline_reason(x, precision)
-    if decline_reason is None and not (x.ndim == 2 and x.flags.c_contiguous):
-        return "a matrix in one piece"
-    return decline_reason
+    in_one_piece = x.ndim == 2 and x.flags.c_contiguous
+    return rounding_decline_reason(x, precision) or (None if in_one_piece else "a matrix in one piece")
 
 
 @decline_when(_operand_and_sums_decline_reason)
@@ -152,29 +147,23 @@ def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.
 def _multiply_upcast(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
     """Compute a bfloat16 product in float32, upcasting each thread's part."""
 
-    def rows(part: slice) -> None:
-        _write(blas.multiply(_to_float32(a[part]), whole), bias, result[part])
-
-    def columns(part: slice) -> None:
-        _write(blas.multiply(whole, _to_float32(b[:, part])), None if bias is None else bias[part], result[:, part])
+    def multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
+        _write(blas.multiply(_to_float32(a), _to_float32(b)), bias, out)
 
     def some_terms(part: slice) -> np.ndarray:
         cuts = [*range(part.start, min(part.stop, n_inner), UPCAST_TERMS), min(part.stop, n_inner)]
         parts = (blas.multiply(_to_float32(a[:, i:j]), _to_float32(b[i:j])) for i, j in pairwise(cuts))
         return reduce(lambda total, product: np.add(total, product, out=total), parts)
 
-    n_rows, n_inner = a.shape
-    n_columns = b.shape[1]
-    share = matmul_plan.inner_or_longer_axis((n_rows, n_inner, n_columns))
+    n_inner = len(b)
+    share = matmul_plan.inner_or_longer_axis((*a.shape, b.shape[1]))
     if share == "terms":  # one part per thread, because each part needs a separate sum
         terms = chunks.thread_slices(n_inner, n_inner)
         _write(chunks.sum_over_chunks(some_terms, terms), bias, result)
     elif share == "rows":
-        whole = _to_float32(b)
-        threads.parallel_for(rows, chunks.thread_slices(n_rows, 512))
+        parallel_matmul.multiply_by_rows(multiply, a, _to_float32(b), bias, result)
     else:
-        whole = _to_float32(a)
-        threads.parallel_for(columns, chunks.thread_slices(n_columns, 512))
+        parallel_matmul.multiply_by_columns(multiply, _to_float32(a), b, bias, result)
 
 
 def _write(product: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
@@ -184,7 +173,9 @@ def _write(product: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> 
 
 
 def _to_float32(x: np.ndarray) -> np.ndarray:
-    """Convert a matrix to float32 in the same layout."""
+    """Convert a matrix of bfloat16 to float32 in the same layout; return one of float32 itself."""
+    if x.dtype == np.float32:
+        return x
     if x.strides[0] == x.itemsize and x.strides[1] != x.itemsize:
         return _to_float32(x.T).T
     out = buffers.empty(x.shape, np.float32)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from types import NotImplementedType
 from typing import Any
 
@@ -73,20 +72,18 @@ def _multiply_int8(x: np.ndarray, matrix: library.PackedMatrix) -> np.ndarray | 
     if largest is None:
         return None
     product = np.empty((n_rows, matrix.shape[1]), np.float32)
-    _share_rows(partial(_multiply_int8_rows, x, largest, matrix, product), n_rows)
+
+    def work(rows: slice) -> None:
+        rest, large = parts = np.empty((2, *x[rows].shape), np.int8)
+        split_precision.split_int8(x[rows], largest[rows], parts)
+        out = product[rows]
+        matrix.product(large, out)
+        out *= split_precision.HIGH_STEP
+        matrix.product(rest, out, add=True)
+        out *= largest[rows] * (1 / split_precision.MAX_STEPS)
+
+    _share_rows(work, n_rows)
     return product
-
-
-def _multiply_int8_rows(
-    x: np.ndarray, largest: np.ndarray, matrix: library.PackedMatrix, product: np.ndarray, rows: slice
-) -> None:
-    rest, large = parts = np.empty((2, *x[rows].shape), np.int8)
-    split_precision.split_int8(x[rows], largest[rows], parts)
-    out = product[rows]
-    matrix.product(large, out)
-    out *= split_precision.HIGH_STEP
-    matrix.product(rest, out, add=True)
-    out *= largest[rows] * (1 / split_precision.MAX_STEPS)
 
 
 # -------------------------------------------------------------------- bfloat16
@@ -103,13 +100,13 @@ def _multiply_bfloat16(x: np.ndarray, matrix: library.PackedMatrix, exact: bool)
     if exact:
         halves[1] = x - halves[0].astype(np.float32)
     product = buffers.empty((n_rows, matrix.shape[1]), np.float32)
-    _share_rows(partial(_multiply_bfloat16_rows, halves, matrix, product), n_rows)
+
+    def work(rows: slice) -> None:
+        for i, half in enumerate(halves):
+            matrix.product(half[rows], product[rows], add=i > 0)
+
+    _share_rows(work, n_rows)
     return product
-
-
-def _multiply_bfloat16_rows(halves: np.ndarray, matrix: library.PackedMatrix, product: np.ndarray, rows: slice) -> None:
-    for i, half in enumerate(halves):
-        matrix.product(half[rows], product[rows], add=i > 0)
 
 
 # -------------------------------------------------------------------- threads
