@@ -1,4 +1,4 @@
-"""Autoencoders: shapes, what they learn, PyTorch's opinion on the whole, the variational loss by hand, bad input."""
+"""Autoencoders: shapes, what they learn, gradients, the variational loss by hand, bad input."""
 
 import numpy as np
 import pytest
@@ -82,37 +82,6 @@ def test_sampled_codes_have_the_posterior_moments():
     np.testing.assert_allclose(mean.grad.array, 1)
     np.testing.assert_allclose(log_variance.grad.array, (drawn.array - 3) / 2, 1e-4, 1e-6)
     assert model.eval().sample_code(mean, log_variance) is mean
-
-
-def test_convolutional_autoencoder_matches_pytorch(rng):
-    torch = pytest.importorskip("torch")
-    autoencoder = Autoencoder.convolutional((5, 4, 1), (3,), 2, generator=0)
-    nn = torch.nn
-    encoder = nn.Sequential(nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.ReLU())
-    to_code, from_code = nn.Linear(18, 2), nn.Linear(2, 18)
-    back = nn.ConvTranspose2d(3, 1, 3, stride=2, padding=1, output_padding=(0, 1))
-    conv, _, _, dense = autoencoder.encoder.steps
-    undense, _, _, unconv = autoencoder.decoder.steps
-    with torch.no_grad():
-        for torch_dense, tricycle_dense in [(to_code, dense), (from_code, undense)]:
-            torch_dense.weight.copy_(torch.tensor(tricycle_dense.weights.array.T))
-            torch_dense.bias.copy_(torch.tensor(tricycle_dense.bias.array))
-        encoder[0].weight.copy_(torch.tensor(conv.weights.array.reshape(3, 3, 1, 3).transpose(3, 2, 0, 1)))
-        encoder[0].bias.copy_(torch.tensor(conv.bias.array))
-        back.weight.copy_(torch.tensor(unconv.weights.array.reshape(3, 3, 3, 1).transpose(0, 3, 1, 2)))
-        back.bias.copy_(torch.tensor(unconv.bias.array))
-    x = rng.standard_normal((2, 5, 4, 1)).astype(np.float32)
-    torch_x = torch.tensor(x.transpose(0, 3, 1, 2))
-    flat = encoder(torch_x).permute(0, 2, 3, 1).reshape(2, -1)  # Tricycle's channels are last
-    grid = from_code(to_code(flat)).reshape(2, 3, 2, 3).permute(0, 3, 1, 2)
-    expected = back(grid.relu())
-    np.testing.assert_allclose(autoencoder(x).array, expected.permute(0, 2, 3, 1).detach().numpy(), 1e-4, 1e-5)
-    loss = autoencoder.loss(x)
-    torch_loss = nn.functional.mse_loss(expected, torch_x)
-    loss.backward()
-    torch_loss.backward()
-    assert loss.close_to(torch_loss.item(), 1e-5)
-    np.testing.assert_allclose(dense.weights.grad.array, to_code.weight.grad.numpy().T, 1e-3, 1e-6)
 
 
 def test_steps_beyond_the_sequence_length_are_ignored(rng):

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from tricycle import checkpoint as checkpoint_module
-from tricycle.checkpoint import load_checkpoint, save_checkpoint
+from tricycle.checkpoint import NonFiniteCheckpointError, load_checkpoint, save_checkpoint
 from tricycle.configs import DebugConfig, ShakespeareConfig
 from tricycle.dataset import CausalLMDataset
 from tricycle.layers import Dense
@@ -142,10 +142,9 @@ def test_checkpoint_with_only_a_model(tmp_path, trained):
         checkpoint.restore(*new_parts())
 
 
-def test_equal_states_give_equal_files(tmp_path, trained, tokeniser):
-    for name in "ab":
-        save_checkpoint(tmp_path / name, trained[0], tokeniser, trained[1], trained[2], PROGRESS)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+def test_equal_states_give_equal_files(tmp_path, saved, trained, tokeniser):
+    save_checkpoint(tmp_path / "again", trained[0], tokeniser, trained[1], trained[2], PROGRESS)
+    assert (tmp_path / "again").read_bytes() == saved.read_bytes()
 
 
 # -------------------------------------------------------------------- accidents while writing
@@ -169,42 +168,31 @@ save_checkpoint(sys.argv[1], GPT(DebugConfig()))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["token_embedding.weights", "norm.bias"])
-def test_saving_rejects_non_finite_weights(saved, bad, name):
-    before = saved.read_bytes()
-    model = GPT(CONFIG)
-    dict(model.named_parameters())[name].array[..., -1] = bad
-    for path in (saved, saved.parent / "new"):
-        with pytest.raises(ValueError, match=f"model.{name}.*NaN"):
-            save_checkpoint(path, model)
-    assert saved.read_bytes() == before
-    assert list(saved.parent.iterdir()) == [saved]
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("moment", ["first", "second"])
-def test_saving_rejects_non_finite_optimizer_state(saved, trained, bad, moment):
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("model", "token_embedding.weights"),
+        ("model", "norm.bias"),
+        ("optimiser.first", "norm.bias"),
+        ("optimiser.second", "norm.bias"),
+    ],
+)
+def test_non_finite_numbers_are_neither_saved_nor_loaded(saved, trained, part, name, bad):
     before = saved.read_bytes()
     model, optimiser, dataset = copy.deepcopy(trained)
-    optimiser.state_of(model.norm.bias)[1][moment][0] = bad
-    with pytest.raises(ValueError, match=rf"save_checkpoint: .*finite.*optimiser\.{moment}\.norm\.bias.*NaN"):
-        save_checkpoint(saved, model, None, optimiser, dataset, PROGRESS)
+    parameter = dict(model.named_parameters())[name]
+    arrays = {"model": parameter.array, **optimiser.state_of(parameter)[1]}
+    arrays[part.removeprefix("optimiser.")][..., -1] = bad
+    for path in (saved, saved.parent / "new"):
+        with pytest.raises(NonFiniteCheckpointError, match=f"save_checkpoint: .*finite.*{part}.{name}.*NaN"):
+            save_checkpoint(path, model, None, optimiser, dataset, PROGRESS)
     assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+    rewrite(saved, f"tensors['{part}.{name}'].flat[-1] = {float(bad)!r}")
+    assert re.search(f"finite.*{part.removeprefix('model')}.*{name}.*NaN", refused(saved))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_loading_rejects_non_finite_optimizer_state(saved, bad):
-    def spoil(about, tensors):
-        tensors["optimiser.second.norm.bias"] = np.full(CONFIG.embedding_dim, bad, np.float32)
-
-    rewrite(saved, spoil)
-    assert re.search(r"finite.*optimiser\.second\.norm\.bias.*NaN", refused(saved))
-
-
-FAULTS_OF_THE_MACHINE = [MemoryError("no room"), OSError(errno.ENOMEM, "no room"), OSError(errno.EIO, "no room")]
-
-
-@pytest.mark.parametrize("error", FAULTS_OF_THE_MACHINE, ids=["MemoryError", "ENOMEM", "EIO"])
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError(errno.EIO, "no room")], ids=["MemoryError", "EIO"])
 @pytest.mark.parametrize("where", ["read_header", "_read", "GPT"])
 def test_machine_errors_are_not_reported_as_file_errors(saved, monkeypatch, error, where):
     def fail(*given, **options):
@@ -261,15 +249,8 @@ def test_every_bit_flip_is_detected(saved):
         changed = bytearray(content)
         changed[place] ^= 1 << int(generator.integers(8))
         saved.write_bytes(changed)
-        refused(saved)
-    saved.write_bytes(content)
-    assert use(saved) == PROGRESS
-
-
-def test_wrong_checksum_is_reported(saved):
-    content = saved.read_bytes()
-    saved.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "changed" in refused(saved)
+        message = refused(saved)
+        assert place < header or "changed" in message
     start = content.index(b'"crc32": "') + 10
     saved.write_bytes(content[:start] + b"00000000" + content[start + 8 :])
     assert "00000000" in refused(saved)
@@ -310,134 +291,80 @@ def test_missing_file_is_reported(tmp_path, load, name):
 def test_truncated_files_are_rejected(saved):
     content = saved.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")  # where the header ends and the tensors begin
-    lengths = {0, 1, 7, 8, 9, 100, start // 2, start - 1, start, start + 1, (start + len(content)) // 2}
-    lengths.add(len(content) - 1)
-    path = saved.parent / "cut"
-    for length in sorted(lengths):
-        path.write_bytes(content[:length])
-        assert "complete checkpoint" in refused(path), length
-    path.write_bytes(content + b"more")
-    refused(path)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_random_bytes_are_rejected(tmp_path, seed):
-    generator = np.random.default_rng(seed)
-    path = tmp_path / "random"
-    path.write_bytes(generator.bytes(int(generator.integers(1, 5000))))
-    refused(path)
-    refused(path, load_pickled_model)
+    middle = (start + len(content)) // 2
+    for length in (0, 1, 7, 8, 9, 100, start // 2, start - 1, start, start + 1, middle, len(content) - 1):
+        saved.write_bytes(content[:length])
+        assert "complete checkpoint" in refused(saved), length
+    saved.write_bytes(content + b"more")
+    refused(saved)
 
 
 def test_foreign_safetensors_are_rejected(tmp_path):
-    save_file({"weight": np.ones(3, np.float32)}, tmp_path / "plain")
-    assert "without Tricycle's metadata" in refused(tmp_path / "plain")
-    save_file({"weight": np.ones(3, np.float32)}, tmp_path / "other", {"format": "pt"})
-    assert "without Tricycle's metadata" in refused(tmp_path / "other")
+    path = tmp_path / "other"
+    for metadata in (None, {"format": "pt"}):
+        save_file({"weight": np.ones(3, np.float32)}, path, metadata)
+        assert "without Tricycle's metadata" in refused(path)
     header = json.dumps({"model.x": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}).encode()
-    (tmp_path / "float8").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
-    refused(tmp_path / "float8")
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    refused(path)
 
 
-def rewrite(path: Path, change) -> None:
-    """Save a checkpoint again after changing its tensors and its JSON."""
+def rewrite(path: Path, change: str = "") -> None:
+    """Save a checkpoint again after a statement has changed its tensors or its JSON (`about`, as object or text)."""
     with safe_open(path, framework="numpy") as file:
-        about = json.loads(file.metadata()["tricycle"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    changed = change(about, tensors)
-    text = changed if isinstance(changed, str) else json.dumps(about if changed is None else changed)
-    save_file(tensors, path, {"tricycle": text})
+        scope = {"about": json.loads(file.metadata()["tricycle"]), "tensors": tensors, "np": np, "inf": np.inf}
+    exec(change, {**scope, "nan": np.nan}, scope)
+    about = scope["about"]
+    save_file(scope["tensors"], path, {"tricycle": about if isinstance(about, str) else json.dumps(about)})
 
 
-def put(*keys, value):
-    """A change: about[keys[0]][keys[1]]... = value."""
-
-    def change(about, tensors):
-        for key in keys[:-1]:
-            about = about[key]
-        about[keys[-1]] = value
-
-    return change
-
-
-def drop(*keys):
-    def change(about, tensors):
-        for key in keys[:-1]:
-            about = about[key]
-        del about[keys[-1]]
-
-    return change
-
-
-def take(name):
-    def change(about, tensors):
-        del tensors[name]
-
-    return change
-
-
-TOKENS, MOMENT = "model.token_embedding.weights", "optimiser.first.norm.gain"
+TOKENS, MOMENT = "tensors['model.token_embedding.weights']", "tensors['optimiser.first.norm.gain']"
 CRAFTED = {
-    "not JSON": (lambda about, tensors: "{", "Expecting"),
-    "empty": (lambda about, tensors: "", "Expecting value"),
-    "a list": (lambda about, tensors: [], ""),
-    "null": (lambda about, tensors: "null", ""),
-    "nested": (lambda about, tensors: "[" * 100_000, ""),
-    "no format": (drop("format"), "lacks 'format'"),
-    "format 2": (put("format", value=2), "format 1.*got 2"),
-    "no config": (drop("config"), "lacks 'config'"),
-    "config null": (put("config", value=None), ""),
-    "unknown field": (put("config", "colour", value=1), "known fields.*colour"),
-    "unknown field of two lines": (put("config", "a\nb", value=1), "known fields.*a b"),
-    "field of a wrong type": (put("config", "n_layers", value="many"), "n_layers.*whole number"),
-    "negative field": (put("config", "n_layers", value=-1), "n_layers.*got -1"),
-    "many layers": (put("config", "n_layers", value=10**12), "at least"),
-    "wide MLP": (put("config", "expansion_ratio", value=1e300), "at least"),
-    "huge integer": (put("config", "vocab_size", value=10**400), ""),
-    "NaN": (put("config", "dropout", value=float("nan")), "dropout.*finite"),
-    "another width": (put("config", "vocab_size", value=259), r"token_embedding\.weights: .*\(259, 8\)"),
-    "a weight is missing": (take(TOKENS), "at least"),
-    "a gain is missing": (take("model.norm.gain"), "missing norm.gain"),
-    "a weight too many": (lambda about, tensors: tensors.update({"model.x": np.ones(1)}), "unexpected x"),
-    "a complex weight": (
-        lambda about, tensors: tensors.update({TOKENS: np.ones((260, 8), np.complex64)}),
-        "types F64",
-    ),
-    "no generator": (drop("generator"), "lacks 'generator'"),
-    "generator of another kind": (put("generator", "bit_generator", value="MT19937"), ""),
-    "generator null": (put("generator", value=None), ""),
-    "generator huge": (put("generator", "state", "state", value=10**400), ""),
-    "generator lacks": (drop("generator", "state", "inc"), "lacks 'inc'"),
-    "tokeniser number": (put("tokeniser", value=5), "BPETokeniser"),
-    "tokeniser tokens": (put("tokeniser", "tokens", value=["a"] * 300), "BPETokeniser"),
-    "tokeniser huge": (put("tokeniser", "vocab_size", value=10**400), "BPETokeniser"),
-    "no optimiser": (drop("optimiser"), "lacks 'optimiser'"),
-    "optimiser list": (put("optimiser", value=[]), ""),
-    "optimiser steps": (put("optimiser", "n_steps", value="x"), ""),
-    "optimiser updates": (drop("optimiser", "n_updates", "norm.gain"), "lacks 'norm.gain'"),
-    "no moment": (take(MOMENT), f"lacks '{MOMENT}'"),
-    "moment of another shape": (
-        lambda about, tensors: tensors.update({MOMENT: np.ones(9, np.float32)}),
-        r"state first.*\(8,\)",
-    ),
-    "no dataset": (drop("dataset"), "lacks 'dataset'"),
-    "dataset of another size": (put("dataset", "n_items", value=7), "n_items"),
-    "dataset position": (put("dataset", "position", value=float("inf")), "position"),
-    "dataset null": (put("dataset", value=None), ""),
-    "no progress": (drop("progress"), "lacks 'progress'"),
-    "progress number": (put("progress", value=3), ""),
+    "not JSON": ("about = '{'", "Expecting"),
+    "empty": ("about = ''", "Expecting value"),
+    "null": ("about = None", ""),
+    "nested": ("about = '[' * 100_000", ""),
+    "no format": ("del about['format']", "lacks 'format'"),
+    "format 2": ("about['format'] = 2", "format 1.*got 2"),
+    "no config": ("del about['config']", "lacks 'config'"),
+    "unknown field": ("about['config']['colour'] = 1", "known fields.*colour"),
+    "unknown field of two lines": ("about['config']['a\\nb'] = 1", "known fields.*a b"),
+    "field of a wrong type": ("about['config']['n_layers'] = 'many'", "n_layers.*whole number"),
+    "negative field": ("about['config']['n_layers'] = -1", "n_layers.*got -1"),
+    "many layers": ("about['config']['n_layers'] = 10**12", "at least"),
+    "wide MLP": ("about['config']['expansion_ratio'] = 1e300", "at least"),
+    "huge integer": ("about['config']['vocab_size'] = 10**400", ""),
+    "NaN": ("about['config']['dropout'] = nan", "dropout.*finite"),
+    "another width": ("about['config']['vocab_size'] = 259", r"token_embedding\.weights: .*\(259, 8\)"),
+    "a weight is missing": (f"del {TOKENS}", "at least"),
+    "a gain is missing": ("del tensors['model.norm.gain']", "missing norm.gain"),
+    "a weight too many": ("tensors['model.x'] = np.ones(1)", "unexpected x"),
+    "a complex weight": (f"{TOKENS} = np.ones((260, 8), np.complex64)", "types F64"),
+    "no generator": ("del about['generator']", "lacks 'generator'"),
+    "generator of another kind": ("about['generator']['bit_generator'] = 'MT19937'", ""),
+    "generator lacks": ("del about['generator']['state']['inc']", "lacks 'inc'"),
+    "tokeniser number": ("about['tokeniser'] = 5", "BPETokeniser"),
+    "tokeniser tokens": ("about['tokeniser']['tokens'] = ['a'] * 300", "BPETokeniser"),
+    "no optimiser": ("del about['optimiser']", "lacks 'optimiser'"),
+    "optimiser steps": ("about['optimiser']['n_steps'] = 'x'", ""),
+    "optimiser updates": ("del about['optimiser']['n_updates']['norm.gain']", "lacks 'norm.gain'"),
+    "no moment": (f"del {MOMENT}", "lacks 'optimiser.first.norm.gain'"),
+    "moment of another shape": (f"{MOMENT} = np.ones(9, np.float32)", r"state first.*\(8,\)"),
+    "no dataset": ("del about['dataset']", "lacks 'dataset'"),
+    "dataset of another size": ("about['dataset']['n_items'] = 7", "n_items"),
+    "dataset position": ("about['dataset']['position'] = inf", "position"),
+    "no progress": ("del about['progress']", "lacks 'progress'"),
+    "progress number": ("about['progress'] = 3", ""),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), CRAFTED.values(), ids=CRAFTED)
 def test_crafted_metadata_is_rejected(saved, change, message):
+    rewrite(saved)
+    assert use(saved) == PROGRESS
     rewrite(saved, change)
     assert re.search(message, refused(saved))
-
-
-def test_rewritten_checkpoint_loads(saved):
-    rewrite(saved, lambda about, tensors: None)
-    assert use(saved) == PROGRESS
 
 
 # -------------------------------------------------------------------- pickles
@@ -454,9 +381,10 @@ def test_rewritten_checkpoint_loads(saved):
 )
 def test_pickled_model_round_trips(tmp_path, protocol, config):
     model = GPT(config)
-    path = tmp_path / "model.pkl"
+    path, ops = tmp_path / "model.pkl", dict(OPS)
     path.write_bytes(pickle.dumps(model, protocol))
     again = load_pickled_model(path)
+    assert ops == OPS
     assert again.config.to_dict() == config.to_dict()
     for (name, a), (_, b) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert a.array.tobytes() == b.array.tobytes(), name
@@ -484,15 +412,17 @@ def named(module: str, name: str) -> bytes:
 def test_malicious_pickles_are_rejected_before_running(tmp_path, protocol, attack, inside):
     marker = tmp_path / "marker"
     code = f"open({str(marker)!r}, 'w').close()"
-    call = {
-        "os.system": lambda: Call(os.system, f"echo > {marker}"),
-        "eval": lambda: Call(eval, code),
-        "exec": lambda: Call(exec, code),
-        "runstring": lambda: Call(np.testing.runstring, code, {}),
-        "subprocess": lambda: Call(subprocess.call, [sys.executable, "-c", code]),
-        "Path": lambda: Call(Path.touch, marker),
-        "open": lambda: Call(builtins.open, str(marker), "w"),
-    }[attack]()
+    call = Call(
+        *{
+            "os.system": (os.system, f"echo > {marker}"),
+            "eval": (eval, code),
+            "exec": (exec, code),
+            "runstring": (np.testing.runstring, code, {}),
+            "subprocess": (subprocess.call, [sys.executable, "-c", code]),
+            "Path": (Path.touch, marker),
+            "open": (builtins.open, str(marker), "w"),
+        }[attack]
+    )
     content = call
     if inside:
         content = GPT(CONFIG)
@@ -507,36 +437,26 @@ def test_malicious_pickles_are_rejected_before_running(tmp_path, protocol, attac
         assert marker.exists()
 
 
+# Modules and functions of Tricycle's modules are below.
+NAMES = {
+    "tricycle.checkpoint": "os.system Path Checkpoint pickle",
+    "tricycle.models": "GPT.to_gpu",
+    "tricycle.dataset": "CausalLMDataset",
+    "tricycle.nothing": "GPT",
+    "tricycle": "Tensor",
+    "tricycle_datasets.text": "TextFiles",
+    "numpy": "load fromfile ndarray.tofile memmap",
+    "numpy.testing": "runstring",
+    "numpy.f2py": "compile",
+    "builtins": "eval getattr",
+    "posix": "system",
+    "train_smol_gpt": "main",
+    "__main__": "GPT",
+}
+
+
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("tricycle.checkpoint", "os"),
-        ("tricycle.checkpoint", "sys"),
-        ("tricycle.checkpoint", "pickle"),
-        ("tricycle.checkpoint", "load_checkpoint"),
-        ("tricycle.checkpoint", "os.system"),
-        ("tricycle.checkpoint", "Path"),
-        ("tricycle.checkpoint", "Checkpoint"),
-        ("tricycle.models", "GPT.to_gpu"),
-        ("tricycle.models", "np"),
-        ("tricycle.system.files", "atomic_write"),
-        ("tricycle.dataset", "CausalLMDataset"),
-        ("tricycle.nothing", "GPT"),
-        ("tricycle", "Tensor"),
-        ("tricycle_datasets.text", "TextFiles"),
-        ("numpy", "load"),
-        ("numpy", "fromfile"),
-        ("numpy", "ndarray.tofile"),
-        ("numpy", "memmap"),
-        ("numpy.testing", "runstring"),
-        ("numpy.f2py", "compile"),
-        ("builtins", "eval"),
-        ("builtins", "getattr"),
-        ("posix", "system"),
-        ("train_smol_gpt", "main"),
-        ("", ""),
-        ("__main__", "GPT"),
-    ],
+    ("module", "name"), [("", ""), *((module, name) for module in NAMES for name in NAMES[module].split())]
 )
 def test_pickled_names_outside_the_allow_list_are_rejected(tmp_path, module, name):
     path = tmp_path / "model.pkl"
@@ -576,35 +496,29 @@ def test_damaged_pickles_are_rejected(tmp_path):
     for length in (0, 1, 2, 10, 100, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
         refused(path, load_pickled_model)
-    path.write_bytes(b"\x80\x04" + b"(" * 1000 + b".")
-    refused(path, load_pickled_model)
+    for content in (b"\x80\x04" + b"(" * 1000 + b".", np.random.default_rng(0).bytes(999)):
+        path.write_bytes(content)
+        refused(path, load_pickled_model)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda model: setattr(model, "config", None),
-        lambda model: setattr(model, "config", {"vocab_size": 3}),
-        lambda model: setattr(model, "blocks", []),
-        lambda model: setattr(model, "blocks", model),
-        lambda model: setattr(model, "norm", Dense(8, 8)),
-        lambda model: setattr(model.norm.gain, "array", np.ones(9, np.float32)),
-        lambda model: setattr(model.norm.gain, "array", np.array([None] * 8)),
-        lambda model: object.__setattr__(model.config, "n_layers", 10**12),
-        lambda model: object.__setattr__(model.config, "n_heads", 3),
-        lambda model: delattr(model, "config"),
-    ],
-)
+DAMAGE = [
+    "model.config = None",
+    "model.config = {'vocab_size': 3}",
+    "model.blocks = []",
+    "model.blocks = model",
+    "model.norm = Dense(8, 8)",
+    "model.norm.gain.array = np.ones(9, np.float32)",
+    "model.norm.gain.array = np.array([None] * 8)",
+    "object.__setattr__(model.config, 'n_layers', 10**12)",
+    "object.__setattr__(model.config, 'n_heads', 3)",
+    "del model.config",
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_inconsistent_pickled_models_are_rejected(tmp_path, damage):
     model = GPT(replace(CONFIG))
-    damage(model)
+    exec(damage, {"model": model, "Dense": Dense, "np": np})
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps(model))
     refused(path, load_pickled_model)
-
-
-def test_loading_a_pickle_keeps_the_op_registry(tmp_path):
-    before = dict(OPS)
-    (tmp_path / "model.pkl").write_bytes(pickle.dumps(GPT(CONFIG)))
-    load_pickled_model(tmp_path / "model.pkl")
-    assert before == OPS

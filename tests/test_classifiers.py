@@ -14,24 +14,20 @@ from tricycle.tensor import Tensor, to_tensor
 V, N_CLASSES = 9, 3
 
 
+def classifier(encoder, pooling) -> Classifier:
+    return Classifier(encoder, pooling, 6, N_CLASSES, generator=2)
+
+
 def recurrent(**options) -> Classifier:
-    return Classifier(
-        RecurrentEncoder(V, 4, 3, generator=0, **options), AttentionPooling(6, generator=1), 6, N_CLASSES, generator=2
-    )
+    return classifier(RecurrentEncoder(V, 4, 3, generator=0, **options), AttentionPooling(6, generator=1))
 
 
 MAKERS = {
     "recurrent": recurrent,
     "two LSTM layers": lambda: recurrent(cell="lstm", n_layers=2),
-    "convolution": lambda: Classifier(
-        ConvolutionalEncoder(V, 4, 3, (2, 3), generator=0), MaxPooling(), 6, N_CLASSES, generator=2
-    ),
-    "Transformer": lambda: Classifier(
-        TransformerEncoder(V, 6, 2, 2, 12, dropout=0.0, generator=0),
-        AttentionPooling(6, 4, generator=1),
-        6,
-        N_CLASSES,
-        generator=2,
+    "convolution": lambda: classifier(ConvolutionalEncoder(V, 4, 3, (2, 3), generator=0), MaxPooling()),
+    "Transformer": lambda: classifier(
+        TransformerEncoder(V, 6, 2, 2, 12, dropout=0.0, generator=0), AttentionPooling(6, 4, generator=1)
     ),
 }
 each_model = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -75,16 +71,12 @@ def test_all_parameters_learn(make, batch):
     assert losses[0] > 0.5 > 0.1 > losses[-1]
 
 
-def in_float64(model: Classifier) -> Classifier:
-    for p in model.parameters():
-        p.array = p.array.astype(np.float64)
-    return model
-
-
 @pytest.mark.slow_except(2)
 @each_model
 def test_gradients_match_finite_differences(make, batch):
-    model, (tokens, lengths) = in_float64(make()).eval(), batch
+    model, (tokens, lengths) = make().eval(), batch
+    for p in model.parameters():
+        p.array = p.array.astype(np.float64)
     gradcheck(lambda *_: model(tokens, lengths), *model.parameters())
 
 

@@ -41,6 +41,12 @@ def folders(tmp_path, monkeypatch):
     return SimpleNamespace(data=tmp_path / "data", cache=tmp_path / "cache")
 
 
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
 # downloads
 
 
@@ -76,80 +82,68 @@ def server():
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         state.url = f"http://127.0.0.1:{http.server_address[1]}/file"
+        state.fetch = lambda: fetch("file.bin", state.url, SHA256, "things")
         yield state
         http.shutdown()
         thread.join()
 
 
 def test_file_is_downloaded_once_and_cached(server, folders):
-    path = fetch("file.bin", server.url, SHA256, "things")
+    path = server.fetch()
     assert path == folders.cache / "things" / "file.bin"
     assert path.read_bytes() == CONTENT
-    assert fetch("file.bin", server.url, SHA256, "things") == path
+    assert server.fetch() == path
     assert len(server.ranges) == 1
     assert [file.name for file in path.parent.iterdir()] == ["file.bin"]
 
 
 def test_files_under_tricycle_data_take_precedence_and_are_verified(server, folders):
-    path = folders.data / "things" / "file.bin"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(CONTENT)
-    assert fetch("file.bin", server.url, SHA256, "things") == path
+    path = write(folders.data / "things" / "file.bin", CONTENT)
+    assert server.fetch() == path
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match=f"file.bin: .*{SHA256}.*{'[0-9a-f]' * 64}"):
-        fetch("file.bin", server.url, SHA256, "things")
+        server.fetch()
     assert server.ranges == []
 
 
-def test_a_dropped_connection_is_resumed(server):
-    server.drop_after = [100_000, 50_000]
-    assert fetch("file.bin", server.url, SHA256, "things").read_bytes() == CONTENT
+@pytest.mark.parametrize("takes_ranges", [True, False])
+def test_a_dropped_connection_is_resumed(server, takes_ranges):
+    server.drop_after, server.takes_ranges = [100_000, 50_000], takes_ranges
+    assert server.fetch().read_bytes() == CONTENT
     assert server.ranges[0] is None
     positions = [int(header.removeprefix("bytes=").removesuffix("-")) for header in server.ranges[1:]]
-    assert len(positions) == 2 and 0 < positions[0] <= 100_000 and positions[0] < positions[1] <= 150_000
+    assert len(positions) == 2 and 0 < positions[0] <= 100_000
+    assert positions[0] < positions[1] <= 150_000 or not takes_ranges
 
 
 def test_an_interrupted_download_is_resumed_later(server, folders):
     server.drop_after = [100_000, 0, 0]
     with pytest.raises(DownloadError):
-        fetch("file.bin", server.url, SHA256, "things")
+        server.fetch()
     (left,) = (folders.cache / "things").iterdir()
     assert left.name == "file.bin.part" and CONTENT.startswith(left.read_bytes())
     server.ranges.clear()
-    assert fetch("file.bin", server.url, SHA256, "things").read_bytes() == CONTENT
+    assert server.fetch().read_bytes() == CONTENT
     assert server.ranges[0] not in (None, "bytes=0-")
     assert [file.name for file in (folders.cache / "things").iterdir()] == ["file.bin"]
 
 
-def test_download_resumes_without_range_requests(server):
-    server.takes_ranges = False
-    server.drop_after = [100_000]
-    assert fetch("file.bin", server.url, SHA256, "things").read_bytes() == CONTENT
-
-
-@pytest.mark.parametrize("part", [CONTENT, CONTENT + b"more", b"of another file", b""])
-def test_complete_and_damaged_partial_files_give_the_content(server, folders, part):
-    path = folders.cache / "things" / "file.bin.part"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(part)
-    assert fetch("file.bin", server.url, SHA256, "things").read_bytes() == CONTENT
+@pytest.mark.parametrize("content", [CONTENT, CONTENT[:-1], CONTENT + b"more", b"of another file", b""])
+@pytest.mark.parametrize("name", ["file.bin", "file.bin.part"])
+def test_complete_partial_and_damaged_files_in_the_cache_give_the_content(server, folders, name, content):
+    path = write(folders.cache / "things" / name, content)
+    assert server.fetch().read_bytes() == CONTENT
     assert [file.name for file in path.parent.iterdir()] == ["file.bin"]
-
-
-def test_a_damaged_file_in_the_cache_is_replaced(server):
-    path = fetch("file.bin", server.url, SHA256, "things")
-    path.write_bytes(CONTENT[:-1])
-    assert fetch("file.bin", server.url, SHA256, "things").read_bytes() == CONTENT
 
 
 def test_wrong_content_is_never_stored(server, folders):
     server.content = b"not what was published"
     with pytest.raises(DownloadError, match=SHA256):
-        fetch("file.bin", server.url, SHA256, "things")
+        server.fetch()
     assert list((folders.cache / "things").iterdir()) == []
 
 
-def test_offline_error_names_the_paths(server, folders):
+def test_offline_error_names_the_paths(server, folders, monkeypatch):
     for url in (server.url + "/absent", "http://127.0.0.1:9/file"):
         with pytest.raises(OSError) as error:
             fetch("file.bin", url, SHA256, "things")
@@ -157,12 +151,9 @@ def test_offline_error_names_the_paths(server, folders):
         for expected in (url, str(folders.data / "things" / "file.bin"), str(folders.cache / "things" / "file.bin")):
             assert expected in message
         assert "\n" not in message
-
-
-def test_offline_error_names_tricycle_data_when_unset(monkeypatch):
     monkeypatch.delenv("TRICYCLE_DATA")
     with pytest.raises(DownloadError, match=r"\$TRICYCLE_DATA.things.file.bin"):
-        fetch("file.bin", "http://127.0.0.1:9/file", SHA256, "things")
+        fetch("file.bin", url, SHA256, "things")
 
 
 # what corpora share
@@ -199,12 +190,6 @@ def test_a_corpus_is_a_sequence_of_training_tokens():
     assert corpus[2:9].tolist() == np.asarray(corpus)[2:9].tolist() == np.array(corpus, dtype=np.int64)[2:9].tolist()
     with pytest.raises(ValueError, match="read-only"):
         corpus.train[0] = 1
-
-
-def test_tokeniser_is_trained_on_training_text_only():
-    held_out = [(b"zyzzyva " * 50, True), (b"plain words, plain words", False)]
-    corpus = make(held_out)
-    assert corpus.tokeniser == BPETokeniser(300).train(b"plain words, plain words", progress=False)
 
 
 def test_empty_documents_are_ignored():
@@ -269,12 +254,8 @@ def test_a_damaged_cache_is_rebuilt(folders, name, damage):
 
 
 def test_a_failed_build_leaves_no_valid_cache(folders):
-    def failing():
-        yield from DOCUMENTS
-        raise OSError("the disk went away")
-
-    with pytest.raises(OSError, match="the disk went away"):
-        Corpus("test", failing, 300, fingerprint="given", progress=False)
+    with pytest.raises(TypeError, match="int"):
+        make([*DOCUMENTS, 3], fingerprint="given")
     assert not list((folders.cache / "corpora").iterdir())
     assert len(make(fingerprint="given")) == len(make())
 
@@ -320,7 +301,8 @@ def test_corpus_without_training_or_held_out_text_is_rejected(documents, message
             make(documents, tokeniser=BPETokeniser(300))
 
 
-def test_tokeniser_is_trained_on_a_sample_of_a_large_corpus(monkeypatch):
+def test_tokeniser_is_trained_on_training_text_and_a_sample_of_a_large_corpus(monkeypatch):
+    assert make().tokeniser == BPETokeniser(300).train([text for text, out in DOCUMENTS if not out], progress=False)
     monkeypatch.setattr(corpus_module, "SAMPLE_BYTES", 1000)
     monkeypatch.setattr(corpus_module, "_BLOCK", 50)
     read = []
@@ -333,10 +315,6 @@ def test_tokeniser_is_trained_on_a_sample_of_a_large_corpus(monkeypatch):
     read.clear()
     make(documents, fingerprint="nobody counted the bytes")
     assert b"".join(read) == documents[0][0] + documents[1][0]
-
-
-def test_tokeniser_is_trained_on_all_of_a_small_corpus():
-    assert make().tokeniser == BPETokeniser(300).train([text for text, out in DOCUMENTS if not out], progress=False)
 
 
 # the corpora
@@ -361,9 +339,7 @@ def test_shakespeare_holds_out_the_last_tenth(shakespeare_text):
 
 
 def test_gpt2_file_with_wrong_hash_is_rejected(folders):
-    path = folders.data / "gpt2" / "vocab.bpe"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"#version: 0.2\n")
+    write(folders.data / "gpt2" / "vocab.bpe", b"#version: 0.2\n")
     with pytest.raises(ValueError, match=r"vocab\.bpe: .*SHA-256"):
         gpt2_tokeniser()
 
@@ -381,12 +357,6 @@ def library(tmp_path, monkeypatch) -> Path:
     get_path = sysconfig.get_path
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(root) if name == "stdlib" else get_path(name))
     return root
-
-
-def write(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
 
 
 def test_python_code_excludes_tests_and_installed_packages(library):
@@ -507,16 +477,12 @@ def test_importing_datasets_imports_no_heavy_modules():
 
 
 def test_held_out_text_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRICYCLE_CACHE", str(tmp_path / "cache"))
     for module in (corpus_module, text_module):
         monkeypatch.setattr(module, "HELD_OUT_BYTES", 1000)
-    single = tmp_path / "single.txt"
-    single.write_text("some words and more\n" * 2000, encoding="utf-8")
+    single = write(tmp_path / "single.txt", b"some words and more\n" * 2000)
     assert len(TextFiles([single], 300, progress=False).validation_bytes) == 1000
-    many = tmp_path / "many"
-    many.mkdir()
     for i in range(100):
-        (many / f"{i}.txt").write_text(f"file {i} has some words\n" * 20, encoding="utf-8")
-    corpus = TextFiles([many], 300, progress=False)
+        write(tmp_path / "many" / f"{i}.txt", f"file {i} has some words\n".encode() * 20)
+    corpus = TextFiles([tmp_path / "many"], 300, progress=False)
     assert 0 < len(corpus.validation_bytes) <= 1000
     assert len(corpus.validation_bytes) < sum(is_held_out(f"{i}.txt") for i in range(100)) * 400

@@ -56,14 +56,14 @@ def made_up(tmp_path, monkeypatch, rng):
     """A little MNIST in the place of the real one, some of it packed."""
     arrays, folder = {}, tmp_path / "mnist"
     folder.mkdir()
-    for name in mnist.SHA256:
+    for name in [name for name in mnist.SHA256 if not name.endswith(".gz")]:
         n = 50 if name.startswith("train") else 12
         shape, above = ((n,), 10) if "labels" in name else ((n, 28, 28), 256)
         arrays[name] = rng.integers(0, above, shape, np.uint8)
         content = idx(arrays[name])
         path = folder / (name if name.startswith("train") else f"{name}.gz")
         path.write_bytes(content if name.startswith("train") else gzip.compress(content))
-        monkeypatch.setitem(mnist.SHA256, name, (file_sha256(path), file_sha256(path)))
+        monkeypatch.setitem(mnist.SHA256, path.name, file_sha256(path))
     monkeypatch.setenv("TRICYCLE_DATA", str(tmp_path))
     return arrays, folder
 

@@ -1,18 +1,13 @@
-"""Atomic writes and appends, also on disk errors and kills."""
+"""Atomic writes and appends, also on disk errors; test_checkpoint.py kills a process that writes."""
 
 import errno
 import os
-import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tricycle.system.files import append_lines, atomic_write, is_disk_full
-
-POSIX_ONLY = pytest.mark.skipif(os.name != "posix", reason="POSIX signals and permissions")
 
 
 def names(folder) -> list[str]:
@@ -39,14 +34,16 @@ def test_old_file_is_readable_until_the_block_ends(tmp_path):
     assert names(tmp_path) == ["file"]
 
 
-def test_fsync_precedes_the_rename(tmp_path, monkeypatch):
-    order = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (order.append("fsync"), fsync(handle)))
-    monkeypatch.setattr(os, "replace", lambda a, b: (order.append("replace"), replace(a, b)))
-    with atomic_write(tmp_path / "file") as file:
-        file.write(b"x")
-    assert order[:2] == ["fsync", "replace"]
+def test_file_is_synced_before_the_rename_and_new_folders_after_it(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b)))
+    path = tmp_path / "a" / "b" / "file"
+    with atomic_write(path) as file:
+        file.write(b"new")
+    inode, a, b = (place.stat().st_ino for place in (path, tmp_path / "a", tmp_path / "a" / "b"))
+    assert calls[-3:] == [inode, "replace", b]
+    assert {tmp_path.stat().st_ino, a} <= set(calls)
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
@@ -55,15 +52,23 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch,
     path = tmp_path / "file"
     if existed:
         path.write_bytes(b"old")
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, function, full)
-    with pytest.raises(OSError, match="No space left"), atomic_write(path) as file:
+    monkeypatch.setattr(os, function, fail)
+    with pytest.raises(OSError, match="No space left") as caught, atomic_write(path) as file:
         file.write(b"new")
+    assert caught.value.filename == str(path)
     assert names(tmp_path) == (["file"] if existed else [])
     assert not existed or path.read_bytes() == b"old"
+
+
+def test_an_error_of_the_folder_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(OSError, match="No space left") as caught, atomic_write(tmp_path / "file") as file:
+        file.write(b"new")
+    assert caught.value.filename == str(tmp_path)
+
+
+def fail(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -84,26 +89,7 @@ def test_atomic_write_to_a_folder_raises(tmp_path):
     assert names(tmp_path) == ["folder"]
 
 
-@POSIX_ONLY
-def test_kill_in_the_middle_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    program = """
-import os, signal, sys
-from tricycle.system.files import append_lines, atomic_write, is_disk_full
-with atomic_write(sys.argv[1]) as file:
-    file.write(b"new" * 100_000)
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", program, str(path)]).returncode == -signal.SIGKILL
-    assert path.read_bytes() == b"old"
-    with atomic_write(path) as file:
-        file.write(b"newer")
-    assert path.read_bytes() == b"newer"
-
-
-@POSIX_ONLY
+@pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_permissions_follow_the_umask(tmp_path, umask, mode):
     before = os.umask(umask)
@@ -188,20 +174,6 @@ def test_append_lines_is_atomic_on_disk_errors(tmp_path, monkeypatch, n_bytes, n
 
 
 # -------------------------------------------------------------------- disk errors
-@pytest.mark.parametrize("function", ["fsync", "replace", "open"])
-def test_errors_name_the_file(tmp_path, monkeypatch, function):
-    path = tmp_path / "folder" / "file"
-    (tmp_path / "folder").mkdir()
-
-    def fail(*args, **kwargs):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, function, fail)
-    with pytest.raises(OSError, match="Input/output error") as caught, atomic_write(path) as file:
-        file.write(b"new")
-    assert caught.value.filename == str(path.parent if function == "open" else path)
-
-
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EACCES])
 def test_folder_sync_errors_are_ignored(tmp_path, monkeypatch, number):
     """Some file systems cannot sync folders, and some folders are writable but not readable."""
@@ -216,13 +188,3 @@ def test_folder_sync_errors_are_ignored(tmp_path, monkeypatch, number):
     with atomic_write(tmp_path / "file") as file:
         file.write(b"new")
     assert (tmp_path / "file").read_bytes() == b"new"
-
-
-def test_folders_with_new_entries_are_synced(tmp_path, monkeypatch):
-    synced, usual = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), usual(handle)))
-    with atomic_write(tmp_path / "a" / "b" / "file") as file:
-        file.write(b"new")
-    folders = [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
-    assert {folder.stat().st_ino for folder in folders} < set(synced)
-    assert synced[-1] == folders[-1].stat().st_ino

@@ -67,13 +67,6 @@ def test_16_bit_outputs_and_gradients_are_near_float32(precision):
     np.testing.assert_allclose(x_tensor.grad.numpy(), ones @ weights.T, rtol=0.05, atol=0.1)
 
 
-def test_delta_weights_equal_the_low_rank_update():
-    layer = small_layer(dtype=np.float32)
-    x = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
-    expected = x @ (layer.weights.array + layer.low_rank.delta_weights()) + layer.bias.array
-    np.testing.assert_allclose(layer(x).numpy(), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_dora_magnitudes_scale_target_columns(dropout):
     """A new DoRA layer does not change the output; its magnitudes then scale the columns of its targets."""

@@ -58,18 +58,17 @@ def test_free_memory_is_read_from_meminfo(system):
 
 def test_cgroup_v2_limits(system):
     (system / "cgroup").write_text("0::/a/b\n")
-    group = system / "groups" / "a"
     assert free_memory() == 4000 * 1024  # without any limit
-    (group / "b" / "memory.max").write_text("max\n")
-    (group / "b" / "memory.current").write_text("500\n")
-    assert free_memory() == 4000 * 1024
-    (group / "memory.max").write_text("100000\n")
-    (group / "memory.current").write_text("90000\n")
-    assert free_memory() == 10_000
-    (group / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
-    assert free_memory() == 60_000
-    (group / "memory.current").write_text("900000\n")
-    assert free_memory() == 0
+    for file, text, free in (
+        ("b/memory.max", "max", 4000 * 1024),
+        ("b/memory.current", "500", 4000 * 1024),
+        ("memory.max", "100000", 4000 * 1024),
+        ("memory.current", "90000", 10_000),
+        ("memory.stat", "anon 1\ninactive_file 50000", 60_000),
+        ("memory.current", "900000", 0),
+    ):
+        (system / "groups" / "a" / file).write_text(text + "\n")
+        assert free_memory() == free
 
 
 def test_cgroup_v1_limits(system):
@@ -106,12 +105,8 @@ def test_check_memory_raises_when_too_little_is_free(monkeypatch):
         check_memory(2_500_000_000, "it", "buy some")
     monkeypatch.setattr(memory, "free_memory", lambda: None)
     check_memory(10**30, "it")
-    assert [format_gigabytes(n) for n in (10**6, 36 * 10**6, 12 * 10**9, 10**15)] == [
-        "0.001 GB",
-        "0.036 GB",
-        "12.0 GB",
-        "1,000,000 GB",
-    ]
+    formatted = [format_gigabytes(n) for n in (10**6, 36 * 10**6, 12 * 10**9, 10**15)]
+    assert formatted == ["0.001 GB", "0.036 GB", "12.0 GB", "1,000,000 GB"]
 
 
 # -------------------------------------------------------------------- models
@@ -126,9 +121,8 @@ def test_memory_error_suggests_a_dtype_that_fits(folder, monkeypatch):
     """It has 57,504 numbers: 230 kB in float32, 115 in bfloat16; of int8 the largest matrix needs five bytes each."""
     monkeypatch.setenv(memory.MEMORY_VARIABLE, "0.00017")
     needs = r"llama: the model in --weights float32 needs at least 0\.000\d+ GB of memory, 0\.00017 GB are free: "
-    with pytest.raises(
-        MemoryError, match=needs + r"--weights bfloat16 \(0\.00011 GB\) or --weights int8 .* would fit$"
-    ):
+    fits = r"--weights bfloat16 \(0\.00011 GB\) or --weights int8 .* would fit$"
+    with pytest.raises(MemoryError, match=needs + fits):
         load(folder)
     load(folder, "bfloat16")
     load(folder, "int8")
@@ -189,11 +183,9 @@ def test_training_memory_is_at_least_the_estimate(changes):
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["--batch-size 1000000000", "--n-layers 100000000", "--vocab-size 1000000000000", "--accumulation-steps 10**9"],
+    "flags", [f"--batch-size {10**9}", f"--n-layers {10**8}", f"--vocab-size {10**12}", f"--accumulation-steps {10**9}"]
 )
 def test_excessive_sizes_are_rejected_before_allocation(flags, tmp_path):
-    flags = flags.replace("10**9", str(10**9))
     words = ["train", "--preset", "debug", "--device", "cpu", "--run-folder", str(tmp_path / "run"), *flags.split()]
     done = call(*words, gigabytes="")
     assert done.returncode == 1

@@ -5,11 +5,9 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,17 +15,11 @@ from chaos.runs import PROGRAM, write_text
 from imports import ROOT
 from test_packaging import EXTRAS
 
+from benchmarks.ranks import MPI_VARIABLES, mpiexec
 from tricycle.checkpoint import load_checkpoint
 from tricycle_mpi.launch import VARIABLES, LaunchInfo, launch_info
 
-MPIEXEC = next(
-    (
-        path
-        for path in (str(Path(sys.executable).parent / "mpiexec"), shutil.which("mpiexec"))
-        if path and Path(path).is_file()
-    ),
-    None,
-)
+MPIEXEC = mpiexec()
 needs_mpi = pytest.mark.skipif(
     MPIEXEC is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and mpiexec"
 )
@@ -46,33 +38,22 @@ def test_test_extras_install_mpi4py_and_open_mpi():
     assert MPIEXEC is not None and importlib.util.find_spec("mpi4py") is not None
 
 
-def mpi_environment(**more):
-    """Return an environment with one thread per rank that allows oversubscription and root."""
-    base = {
-        name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_", "SLURM_"))
-    }
-    allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-    allowed |= {
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-    }
-    threads = {"OMP_NUM_THREADS": "1", "TRICYCLE_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {**base, **allowed, **threads, "PYTHONPATH": str(ROOT), **more}
+def start(words, n=0, **variables):
+    """Run Python with n ranks of one thread, or without mpiexec for n = 0; return the completed process."""
+    outer = ("OMPI_", "PMI", "PRTE_", "SLURM_")  # of a launcher that started these tests
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    environment |= MPI_VARIABLES | {"OMP_NUM_THREADS": "1", "TRICYCLE_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
+    command = [*([MPIEXEC, "-n", str(n)] if n else []), sys.executable, *words]
+    pipes = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "timeout": TIMEOUT}
+    return subprocess.run(command, cwd=ROOT, env=environment, **pipes)
 
 
-def start(n, words, **more):
-    """Start a program with n ranks."""
-    command = [MPIEXEC, "-n", str(n), sys.executable, *words]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
-    return subprocess.Popen(command, cwd=ROOT, env=mpi_environment(**more), **pipes)
-
-
-def ranks(n, program, *words, **more):
+def ranks(n, program, *words):
     """Return the output of a program with n ranks."""
-    process = start(n, ["-W", "error", "-c", program, *words], **more)
-    out, err = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 0, out + err
-    return out
+    run = start(["-W", "error", "-c", program, *words], n)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
 
 
 TRAINING = """
@@ -147,8 +128,7 @@ def test_launcher_of_another_mpi_raises():
     """The launcher started two processes, but the MPI library sees one: each would train by itself."""
     joins = "try:\n    join_process_group()\nexcept RuntimeError as error:\n    print(error)"
     program = f"from tricycle_mpi.ranks import join_process_group\n{joins}"
-    environment = mpi_environment(PMI_RANK="0", PMI_SIZE="2")
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = start(["-c", program], PMI_RANK="0", PMI_SIZE="2")
     assert "2 processes" in run.stdout and "another MPI" in run.stdout
 
 
@@ -173,22 +153,11 @@ def test_launch_info_is_read_from_the_environment(monkeypatch):
 def test_a_single_process_does_not_import_mpi():
     program = "import sys, tricycle.training, tricycle_cli.train, tricycle_mpi.launch\n"
     program += "print([name for name in sys.modules if name.startswith(('mpi4py', 'tricycle_mpi.ranks'))])"
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
+    assert start(["-c", program]).stdout.strip() == "[]"
 
 
 # -------------------------------------------------------------------- the program
 WORDS = "--preset debug --steps 8 --eval-interval 4 --sample-interval 4 --dropout 0.1 --data text".split()
-
-
-def program(prelude=""):
-    """Return the training program after a prelude, in which `rank` is defined."""
-    return PROGRAM.format(
-        root=str(ROOT),
-        name="train_smol_gpt.py",
-        module="train",
-        prelude=f"from tricycle_mpi.launch import launch_info\nrank = launch_info().rank\n{prelude}",
-    )
 
 
 @pytest.fixture(scope="module")
@@ -198,16 +167,18 @@ def bench(tmp_path_factory):
     return folder
 
 
-def train(bench, n, name, *words, prelude="", **more):
-    """Run training with n ranks, or without mpiexec for n = 0. Return the exit status and all output."""
+def train(bench, n, name, *words, prelude="", **variables):
+    """Run training with n ranks, or without mpiexec for n = 0. Return the exit status and all output.
+
+    Args:
+        prelude: code before the program, in which `rank` is defined.
+    """
     if "--resume" not in words:
         words = [*WORDS, "--files", str(bench / "text.txt"), "--run-folder", str(bench / name), *words]
-    more = {"TRICYCLE_CACHE": str(bench / "cache"), "TRICYCLE_TUNE_HOST": "0", **more}
-    launcher = [MPIEXEC, "-n", str(n)] if n else []
-    command = [*launcher, sys.executable, "-c", program(prelude), *words]
-    run = subprocess.run(
-        command, cwd=ROOT, env=mpi_environment(**more), capture_output=True, encoding="utf-8", timeout=TIMEOUT
-    )
+    prelude = f"from tricycle_mpi.launch import launch_info\nrank = launch_info().rank\n{prelude}"
+    program = PROGRAM.format(root=str(ROOT), name="train_smol_gpt.py", module="train", prelude=prelude)
+    variables = {"TRICYCLE_CACHE": str(bench / "cache"), "TRICYCLE_TUNE_HOST": "0", **variables}
+    run = start(["-c", program, *words], n, **variables)
     return run.returncode, run.stdout + run.stderr
 
 
@@ -280,17 +251,15 @@ def test_resume_with_another_number_of_ranks_gives_equal_losses(bench):
     assert status and "at most 3 ranks" in output and "3 batches of 4" in output
 
 
-AT_STEP_6 = """
+SIGNAL = """
 from tricycle_cli import updates
 usual = updates.RunSession.batches
 def batches(session, source):
     if session.step == 5 and rank == 1:
-        import os, signal, time
-        {act}
+        os.kill(os.getpid(), signal.SIGTERM)
     return usual(session, source)
 updates.RunSession.batches = batches
 """
-
 
 NAN = """
 from tricycle import training
@@ -310,17 +279,19 @@ training.supervised_loss, updates.RunSession.batches = supervised_loss, batches
 
 @pytest.mark.slow
 @needs_mpi
-@pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.nightly), "rollback"])
-def test_nan_in_one_rank_applies_the_policy_to_all_ranks(bench, policy):
+@pytest.mark.parametrize(
+    ("policy", "announcement"),
+    [
+        ("stop", "the run stops"),
+        pytest.param("skip", "the update is skipped", marks=pytest.mark.nightly),
+        ("rollback", "checkpoint of step 4"),
+    ],
+)
+def test_nan_in_one_rank_applies_the_policy_to_all_ranks(bench, policy, announcement):
     status, output = train(bench, 2, f"nan-{policy}", "--on-nan", policy, prelude=NAN)
     assert re.search("step 6: rank 1: .*nan", output)
     assert (status != 0) == (policy == "stop"), output
-    announcements = {
-        "stop": "the run stops",
-        "skip": "the update is skipped",
-        "rollback": "checkpoint of step 4",
-    }
-    assert announcements[policy] in output
+    assert announcement in output
     if policy == "stop":
         assert output.count("train_smol_gpt.py: ") == 1 and "rank 0 of 2" not in output
     else:
@@ -353,8 +324,7 @@ def test_a_signal_during_initialization_stops_all_ranks(bench, rank):
 @pytest.mark.slow
 @needs_mpi
 def test_a_signal_in_one_rank_stops_all_ranks(bench):
-    act = "os.kill(os.getpid(), signal.SIGTERM)"
-    status, output = train(bench, 2, "signal", prelude=AT_STEP_6.format(act=act))
+    status, output = train(bench, 2, "signal", prelude=SIGNAL)
     assert status == 0 and "stopped after step 6" in output, output
     assert load_checkpoint(bench / "signal" / "last.safetensors").about["progress"]["step"] == 6
 
@@ -441,14 +411,10 @@ def test_missing_mpi4py_is_reported_by_rank_0_only(bench):
 def test_finetune_with_several_processes_is_rejected(n):
     """Only rank 0 prints the message, with and without MPI."""
     program = "import sys\nfrom tricycle_cli.main import main\nsys.argv = ['tricycle', 'finetune', 'nothing']\nmain()"
-    launcher = [MPIEXEC, "-n", str(n)] if n else []
-    message = "finetune: expected one process"
     for rank in range(1 if n else 2):
-        settings = {} if n else {"PMI_RANK": str(rank), "PMI_SIZE": "2"}
-        run = subprocess.run(
-            [*launcher, sys.executable, "-c", program], env=mpi_environment(**settings), capture_output=True, text=True
-        )
-        assert run.returncode == 1 and run.stderr.count(message) == (rank == 0), run.stderr
+        run = start(["-c", program], n, **({} if n else {"PMI_RANK": str(rank), "PMI_SIZE": "2"}))
+        assert run.returncode == 1, run.stderr
+        assert run.stderr.count("finetune: expected one process") == (rank == 0), run.stderr
         assert n or len(run.stderr.splitlines()) == (rank == 0)
 
 

@@ -56,7 +56,7 @@ def test_rows_contain_all_items_and_are_full():
     assert sorted(item for row in rows for item in row) == list(range(300))
     assert all(sum(lengths[item] for item in row) <= 60 for row in rows)
     assert len(rows) <= 1.05 * sum(lengths) / 60 + 1
-    assert pack_lengths([5, 5, 3, 2], 7) == [[0, 3], [1], [2]] or len(pack_lengths([5, 5, 3, 2], 7)) == 3
+    assert len(pack_lengths([5, 5, 3, 2], 7)) == 3
 
 
 def test_invalid_arguments():
@@ -76,13 +76,8 @@ def test_invalid_arguments():
 
 
 def test_document_positions():
-    np.testing.assert_array_equal(
-        document_positions(np.array([[0, 0, 1, 1, 1, -1], [3, 0, 0, 0, 0, 0]])),
-        [
-            [0, 1, 0, 1, 2, 0],
-            [0, 0, 1, 2, 3, 4],
-        ],
-    )
+    positions = document_positions(np.array([[0, 0, 1, 1, 1, -1], [3, 0, 0, 0, 0, 0]]))
+    assert positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4]]
 
 
 def test_batches_continue_after_load_state():

@@ -55,31 +55,29 @@ def sums(shards, loads):
     ]
 
 
+def balanced(size, **fields):
+    """Of a model with six layers: the parameters' costs, and work and numbers by rank."""
+    config = replace(CONFIG, n_layers=6, **fields)
+    model, optimiser = GPT(config), new_optimiser(config)
+    loads = {parameter: update_cost(optimiser, parameter) for parameter in model.parameters()}
+    return loads, zip(*sums(Shards(Several(size), model, partial(update_cost, optimiser)), loads))
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_muon_operations_are_balanced(size):
     """The embedding, which is large and soon updated, does not count as work."""
-    config = replace(CONFIG, optimiser="muon", n_layers=6, vocab_size=4000)
-    model, optimiser = GPT(config), new_optimiser(config)
-    shards = Shards(Several(size), model, partial(update_cost, optimiser))
-    loads = {parameter: update_cost(optimiser, parameter) for parameter in model.parameters()}
-    work = [work for work, _ in sums(shards, loads)]
-    assert sum(work) == 6 * 12 * config.embedding_dim**3 and max(work) <= 1.1 * sum(work) / size
+    loads, (work, _) = balanced(size, optimiser="muon", vocab_size=4000)
+    assert sum(work) == 6 * 12 * CONFIG.embedding_dim**3 and max(work) <= 1.1 * sum(work) / size
     assert all(bool(load.n_operations) == (role_of(parameter) == "matrix") for parameter, load in loads.items())
 
 
 def test_state_sizes_are_balanced():
-    config = replace(CONFIG, n_layers=6)
-    model, optimiser = GPT(config), new_optimiser(config)
-    shards = Shards(Several(3), model, partial(update_cost, optimiser))
-    loads = {parameter: update_cost(optimiser, parameter) for parameter in model.parameters()}
-    n_numbers = [n for _, n in sums(shards, loads)]
-    assert sum(n_numbers) == 2 * model.n_parameters and max(n_numbers) < 1.05 * sum(n_numbers) / 3
+    loads, (_, n_numbers) = balanced(3)
+    assert sum(n_numbers) == 2 * sum(p.size for p in loads) and max(n_numbers) < 1.05 * sum(n_numbers) / 3
 
 
 def test_ranks_with_many_operations_hold_less_other_state():
     layer = type("Model", (), {"parameters": lambda self: iter(loads)})()
-    loads = {
-        Tensor(np.zeros(1)): load
-        for load in (UpdateCost(9, 1), UpdateCost(5, 3), UpdateCost(4, 1), UpdateCost(0, 2), UpdateCost(0, 1))
-    }
+    costs = UpdateCost(9, 1), UpdateCost(5, 3), UpdateCost(4, 1), UpdateCost(0, 2), UpdateCost(0, 1)
+    loads = {Tensor(np.zeros(1)): cost for cost in costs}
     assert sums(Shards(Several(2), layer, loads.get), loads) == [(9, 4), (9, 4)]

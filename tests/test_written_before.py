@@ -30,16 +30,11 @@ def logits_of(model) -> np.ndarray:
         return model(LOOKED_AT)[0, -1, :6].numpy()
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_a_checkpoint_gives_the_same_logits(name):
-    model = load_checkpoint(FOLDER / f"{name}.safetensors").model()
-    np.testing.assert_allclose(logits_of(model), EXPECTED[name]["logits"], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["plain", "recipe"])
-def test_a_pickle_gives_the_same_logits(name):
-    model = load_pickled_model(FOLDER / f"{name}.pkl")
-    np.testing.assert_allclose(logits_of(model), EXPECTED[name]["logits"], rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("file", [*(f"{name}.safetensors" for name in EXPECTED), "plain.pkl", "recipe.pkl"])
+def test_a_checkpoint_or_pickle_gives_the_same_logits(file):
+    path = FOLDER / file
+    model = load_pickled_model(path) if path.suffix == ".pkl" else load_checkpoint(path).model()
+    np.testing.assert_allclose(logits_of(model), EXPECTED[path.stem]["logits"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", EXPECTED)

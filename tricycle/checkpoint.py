@@ -196,11 +196,7 @@ class Checkpoint:
 
 
 def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
-    """Make a GPT with copies of the weights, by parameter name; raise a ValueError if they do not fit the config.
-
-    Raises:
-        ValueError: the weights do not fit the config; their number is checked before memory is allocated.
-    """
+    """Make a GPT with copies of the weights, by parameter name; raise a ValueError if they do not fit the config."""
     whole = next((name for name, array in weights.items() if array.dtype.kind in "biu"), None)
     if whole is not None:
         raise ValueError(f"expected weights in floating point, {whole} has {weights[whole].dtype}")

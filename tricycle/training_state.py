@@ -215,10 +215,7 @@ def count_labels(labels: Any, ignore_index: int | None = None) -> Any:
 
 
 def training_bytes(config: GPTConfig) -> int:
-    """Return a lower bound of the bytes for training: weights, gradients, optimizer state, activations and tokens.
-
-    It includes weights, gradients, optimizer state, activations, and the tokens of an update.
-    """
+    """Return a lower bound of the bytes for training: weights, gradients, optimizer state, activations and tokens."""
     n_numbers = min_n_weights(config)
     n_state_arrays = OPTIMISERS[config.optimiser].n_state_arrays
     n_tokens = config.batch_size * config.context_window
@@ -296,9 +293,6 @@ def resume_state(
     Args:
         path: of the checkpoint, saved by any number of processes; only rank 0 reads it.
         shard_optimiser: see `new_state`.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or was made with other tokens.
     """
     checkpoint = _load(path, processes)
     state = new_state(checkpoint.config, tokens, on_gpu, checkpoint.model(), processes, shard_optimiser)

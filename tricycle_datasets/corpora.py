@@ -45,9 +45,6 @@ def load_corpus(
         files: text files or folders, for the corpus "text".
         model_vocab_size: the vocabulary size of the model, and of a tokenizer that is trained.
         split: the pre-tokenization rule of a tokenizer that is trained.
-
-    Raises:
-        ValueError: the tokenizer has more tokens than the model.
     """
     row = CORPORA[name]
     new_corpus = getattr(importlib.import_module(f"tricycle_datasets.{row.module}"), row.class_name)

@@ -53,10 +53,6 @@ def fetch(name: str, url: str, sha256: str, folder: str) -> Path:
     The file is searched in `$TRICYCLE_DATA/<folder>/<name>`, then in the cache, then downloaded from its URL. An
     interrupted download leaves `<name>.part` in the cache, and is resumed the next time. The file itself appears only
     when it is complete and has the right hash.
-
-    Raises:
-        ValueError: the file in TRICYCLE_DATA has another hash.
-        DownloadError: an OSError; the file is missing, and could not be downloaded completely.
     """
     data = os.environ.get("TRICYCLE_DATA")
     by_hand = Path(data or "$TRICYCLE_DATA", folder, name)

@@ -199,18 +199,24 @@ class ExampleEncoder:
             return list(self.split_windows(self.encode_text(record.value)))
         if record.kind in PREFERENCES:
             return self._preference(record)
-        example = self._pair(record) if record.kind == "pair" else self._conversation(record, record.value)
-        n_over = len(example.ids) - 1 - self.window
-        if n_over > 0:
-            # a pair loses the beginning of its prompt, which matters least; a conversation loses its end
-            cut = slice(n_over, None) if record.kind == "pair" and not self.cut_answers else slice(0, self.window + 1)
-            example = Example(example.ids[cut], example.loss_mask[cut].copy())
-            self.n_cut += 1
-            self.n_cut_tokens += n_over
+        is_pair = record.kind == "pair"
+        example = self._pair(record) if is_pair else self._conversation(record, record.value)
+        # a pair loses the beginning of its prompt, which matters least; a conversation loses its end
+        (example,) = self._cut([example], keep_start=self.cut_answers or not is_pair)
         if example.n_labels == 0:
             self.n_left_out += 1
             return []
         return [example]
+
+    def _cut(self, examples: list[Example], keep_start: bool) -> list[Example]:
+        """Return examples of at most `window` + 1 tokens, cut alike at the end or the beginning, and count them."""
+        n_over = max(len(example.ids) for example in examples) - 1 - self.window
+        if n_over <= 0:
+            return examples
+        cut = slice(0, self.window + 1) if keep_start else slice(n_over, None)
+        self.n_cut += 1
+        self.n_cut_tokens += sum(len(example.ids) - len(example.ids[cut]) for example in examples)
+        return [Example(example.ids[cut], example.loss_mask[cut].copy()) for example in examples]
 
     def encode_text(self, text: str) -> np.ndarray:
         """Return a text's ids (T,), int64: the start-of-text token (if any), its tokens, the end-of-text token."""
@@ -243,16 +249,11 @@ class ExampleEncoder:
             both = [self._conversation(record, [*prompt, *answer], len(prompt)) for answer in answers]
         else:
             both = [self._pair(record._replace(value=[prompt, answer])) for answer in answers]
-        n_over = max(len(example.ids) for example in both) - 1 - self.window
-        if n_over > 0 and (self.cut_answers or not is_chat):
-            cut = slice(0, self.window + 1) if self.cut_answers else slice(n_over, None)
-            n_tokens = sum(len(example.ids) for example in both)
-            both = [Example(example.ids[cut], example.loss_mask[cut].copy()) for example in both]
-            self.n_cut += 1
-            self.n_cut_tokens += n_tokens - sum(len(example.ids) for example in both)
-            n_over = 0
+        if self.cut_answers or not is_chat:
+            both = self._cut(both, keep_start=self.cut_answers)
+        is_long = any(len(example.ids) - 1 > self.window for example in both)
         same = np.array_equal(both[0].ids, both[1].ids)
-        if n_over > 0 or same or not all(example.n_labels for example in both):
+        if is_long or same or not all(example.n_labels for example in both):
             self.n_left_out += 1
             return []
         return both

@@ -61,10 +61,7 @@ class TextFiles(Corpus):
 
 
 def find_text_files(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield (path, POSIX name) of a text file, else ValueError, or of a folder's, sorted; skip hidden, empty, binary.
-
-    Hidden, empty and binary files of a folder are skipped; `root` itself must not be empty or binary.
-    """
+    """Yield (path, POSIX name) of a text file, else ValueError, or of a folder's, sorted, not hidden, empty, binary."""
     if root.is_file():
         if _is_binary(root):
             raise ValueError(f"TextFiles: expected a text file, got one with NUL bytes (binary, or UTF-16): {root}")

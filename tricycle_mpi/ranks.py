@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from tricycle.devices import Array, array_module
 from tricycle.distributed.processes import Pending, ProcessGroup
 from tricycle_mpi.launch import launch_info
-from tricycle_mpi.transports import HostTransport, Transport, select_gpu_transport
+from tricycle_mpi.transports import HostTransport, select_gpu_transport
 
 T = TypeVar("T")
 
@@ -58,11 +58,7 @@ def join_process_group(seconds: float | None = None) -> MPIProcessGroup:
 
 
 def timeout_from_environment() -> float:
-    """Return the timeout in seconds from TRICYCLE_MPI_TIMEOUT, by default 300; ValueError unless it is above 0.
-
-    Raises:
-        ValueError: the variable is not a number above 0.
-    """
+    """Return the timeout in seconds from TRICYCLE_MPI_TIMEOUT, by default 300; ValueError unless it is above 0."""
     value = os.environ.get(TIMEOUT, "")
     try:
         seconds = float(value or DEFAULT_TIMEOUT_SECONDS)
@@ -76,10 +72,15 @@ def timeout_from_environment() -> float:
 class MPIProcessGroup(ProcessGroup):
     """All ranks of MPI's world. Values, gradients and pings use separate communicators.
 
+    A rank that waits too long pings all others, and each waiting rank replies with its status. A rank that does not
+    reply is in an endless computation, stopped, or on a machine that is down.
+
     Attributes:
         seconds: the time that this rank waits for others before it pings them.
         status: a description of the current work, sent in reply to pings.
     """
+
+    PING, REPLY, FAILED = 1, 2, 3  # tags of messages
 
     def __init__(self, mpi: Any, seconds: float) -> None:
         super().__init__()
@@ -89,9 +90,10 @@ class MPIProcessGroup(ProcessGroup):
         self.status = "the start"
         self._values = mpi.COMM_WORLD.Dup()
         self._gradients = mpi.COMM_WORLD.Dup()
-        self._pings = PingService(mpi, self)
+        self._messages = mpi.COMM_WORLD.Dup()
+        self._last_probe = 0.0
         self._host = HostTransport(self, self._gradients)
-        self._gpus: Transport | None = None
+        self._gpus: HostTransport | None = None
 
     def broadcast(self, value: T) -> T:
         """Return on every rank the value that rank zero passed; all ranks must call it."""
@@ -117,7 +119,7 @@ class MPIProcessGroup(ProcessGroup):
         """Start to overwrite every rank's array with that of one rank; call `wait` of the result before using it."""
         return self._transport(array).start_broadcast(array, rank)
 
-    def _transport(self, array: Array) -> Transport:
+    def _transport(self, array: Array) -> HostTransport:
         """Return the transport for an array; all ranks choose the one for GPUs together, at the first GPU array."""
         if isinstance(array, np.ndarray):
             return self._host
@@ -127,7 +129,18 @@ class MPIProcessGroup(ProcessGroup):
 
     def answer_pings(self) -> None:
         """Reply to the pings of waiting ranks that have arrived; do nothing within 0.1 s of the last call."""
-        self._pings.answer()
+        if time.monotonic() - self._last_probe < 0.1:
+            return
+        self._last_probe = time.monotonic()
+        for source, _ in self._received(self.PING):
+            self._messages.isend(self.status, source, self.REPLY)
+
+    def _received(self, tag: int) -> Iterator[tuple[int, Any]]:
+        """Yield (rank, content) of the messages with a tag that have arrived."""
+        while self._messages.Iprobe(tag=tag):
+            status = self.mpi.Status()
+            content = self._messages.recv(tag=tag, status=status)
+            yield status.Get_source(), content
 
     def set_status(self, status: str) -> None:
         """Store a description of the current work, sent in reply to pings."""
@@ -150,8 +163,25 @@ class MPIProcessGroup(ProcessGroup):
                 self.answer_pings()
             time.sleep(nap)
             if now - pinged > self.seconds:
-                self._pings.ping_all(request, now - started)
+                self._ping_all(request, now - started)
                 pinged = time.monotonic()
+
+    def _ping_all(self, request: Any, waited: float) -> None:
+        """Ping the other ranks, wait up to 5 s for replies or `request`; UnresponsiveRankError if some stay silent."""
+        silent = set(range(self.size)) - {self.rank}
+        for rank in silent:
+            self._messages.isend("ping", rank, self.PING)
+        until = time.monotonic() + min(PING_TIMEOUT_SECONDS, self.seconds)
+        while silent and time.monotonic() < until and not request.Test():
+            self.answer_pings()
+            silent -= {source for source, _ in self._received(self.REPLY)}
+            time.sleep(LONGEST_NAP)
+        if silent and not request.Test():
+            who = ", ".join(f"rank {rank}" for rank in sorted(silent))
+            raise UnresponsiveRankError(
+                f"no answer from {who}: rank {self.rank} waited {waited:.0f} seconds in {self.status} "
+                f"({TIMEOUT} sets the timeout)"
+            )
 
     def collect_failures(self, own: str, seconds: float) -> dict[int, str]:
         """Return on rank zero other ranks' errors of `seconds`, by rank; elsewhere send `own`, sleep longer, return {}.
@@ -163,71 +193,16 @@ class MPIProcessGroup(ProcessGroup):
             seconds: the time that rank zero waits.
         """
         if not self.is_rank_zero:
-            self._pings.messages.isend(own, 0, PingService.FAILED)
+            self._messages.isend(own, 0, self.FAILED)
             time.sleep(seconds * (2 + min(self.rank, 8)))
             return {}
-        return self._pings.failures(seconds)
+        reasons: dict[int, str] = {}
+        until = time.monotonic() + seconds
+        while len(reasons) < self.size - 1 and time.monotonic() < until:
+            reasons.update(self._received(self.FAILED))
+            time.sleep(LONGEST_NAP)
+        return reasons
 
     def abort(self) -> None:
         """Terminate all ranks, this one too, immediately with exit status 1."""
         self.mpi.COMM_WORLD.Abort(1)
-
-
-class PingService:
-    """Pings between ranks: a rank that waits too long pings all others, and each waiting rank replies with its status.
-
-    A rank that does not reply is in an endless computation, stopped, or on a machine that is down.
-    """
-
-    PING, REPLY, FAILED = 1, 2, 3
-
-    def __init__(self, mpi: Any, ranks: MPIProcessGroup) -> None:
-        self.mpi, self.ranks = mpi, ranks
-        self.messages = mpi.COMM_WORLD.Dup()
-        self.last_probe = 0.0
-
-    def answer(self) -> None:
-        """Reply with this rank's status to pings that have arrived; do nothing within 0.1 s of the last call."""
-        if time.monotonic() - self.last_probe < 0.1:
-            return
-        self.last_probe = time.monotonic()
-        while self.messages.Iprobe(tag=self.PING):
-            status = self.mpi.Status()
-            self.messages.recv(tag=self.PING, status=status)
-            self.messages.isend(self.ranks.status, status.Get_source(), self.REPLY)
-
-    def failures(self, seconds: float) -> dict[int, str]:
-        """Return error messages that other ranks send within some seconds, by rank; earlier if all have sent one."""
-        reasons: dict[int, str] = {}
-        until = time.monotonic() + seconds
-        while len(reasons) < self.ranks.size - 1 and time.monotonic() < until:
-            while self.messages.Iprobe(tag=self.FAILED):
-                status = self.mpi.Status()
-                reason = self.messages.recv(tag=self.FAILED, status=status)
-                reasons[status.Get_source()] = reason
-            time.sleep(LONGEST_NAP)
-        return reasons
-
-    def ping_all(self, request: Any, waited: float) -> None:
-        """Ping all other ranks and wait up to 5 s for replies or `request`; UnresponsiveRankError if some stay silent.
-
-        Raises:
-            UnresponsiveRankError: ranks did not reply; the message names them.
-        """
-        others = {rank for rank in range(self.ranks.size) if rank != self.ranks.rank}
-        for rank in others:
-            self.messages.isend("ping", rank, self.PING)
-        silent, until = set(others), time.monotonic() + min(PING_TIMEOUT_SECONDS, self.ranks.seconds)
-        while silent and time.monotonic() < until and not request.Test():
-            self.answer()
-            while self.messages.Iprobe(tag=self.REPLY):
-                status = self.mpi.Status()
-                self.messages.recv(tag=self.REPLY, status=status)
-                silent.discard(status.Get_source())
-            time.sleep(LONGEST_NAP)
-        if silent and not request.Test():
-            who = ", ".join(f"rank {rank}" for rank in sorted(silent))
-            raise UnresponsiveRankError(
-                f"no answer from {who}: rank {self.ranks.rank} waited {waited:.0f} seconds in "
-                f"{self.ranks.status} ({TIMEOUT} sets the timeout)"
-            )

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from typing import Any, Literal, get_args
-
-import numpy as np
 
 from tricycle import devices
 from tricycle.devices import Array, array_module
@@ -20,8 +19,33 @@ Name = Literal["nccl", "mpi", "host"]
 NCCL_TYPES = {"float16": "NCCL_FLOAT16", "float32": "NCCL_FLOAT32", "float64": "NCCL_FLOAT64"}
 
 
-class Transport:
-    """The base class of transports.
+class Operation:
+    """An asynchronous operation on an array, or on its copy in host memory or in contiguous memory.
+
+    Args:
+        array: gets the result, if the operation changes a copy.
+        copy: the array that the operation changes.
+        complete: waits for the operation, or runs it.
+        poll: lets MPI make progress; None if another thread or processor runs the operation.
+    """
+
+    def __init__(self, array: Array, copy: Array, complete: Callable[[], Any], poll: Any = None) -> None:
+        self.array, self.copy, self.complete, self.poll = array, copy, complete, poll
+
+    def make_progress(self) -> None:
+        """Let MPI make progress, without blocking."""
+        if self.poll is not None:
+            self.poll()
+
+    def wait(self) -> None:
+        """Block until the operation is complete (on a CUDA stream: make the current one wait); copy the result back."""
+        self.complete()
+        if self.copy is not self.array:
+            self.array[...] = array_module(self.array).asarray(self.copy)
+
+
+class HostTransport:
+    """Transport by MPI through host memory; arrays on a GPU are copied to the host and back.
 
     Args:
         ranks: the process group.
@@ -32,50 +56,20 @@ class Transport:
         self.ranks, self.gradients = ranks, gradients
 
     def start_all_reduce(self, array: Array) -> Pending:
-        """Raise NotImplementedError; subclasses start to sum a contiguous array over ranks in place, until `wait`."""
-        raise NotImplementedError(f"{type(self).__name__} defines no start_all_reduce")
+        """Start to sum a contiguous array over all ranks, in place; call `wait` of the result before using it."""
+        host = devices.to_cpu(array)
+        return self._operation(array, host, self.gradients.Iallreduce(self.ranks.mpi.IN_PLACE, host))
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
-        """Raise NotImplementedError; subclasses start to overwrite all ranks' arrays with one rank's, until `wait`."""
-        raise NotImplementedError(f"{type(self).__name__} defines no start_broadcast")
+        """Start to overwrite every rank's array with that of one rank; call `wait` of the result before using it."""
+        host = _dense(devices.to_cpu(array))
+        return self._operation(array, host, self.gradients.Ibcast(_flat(host), rank))
+
+    def _operation(self, array: Array, host: Array, request: Any) -> Operation:
+        return Operation(array, host, lambda: self.ranks.wait(request), request.Test)
 
 
-# -------------------------------------------------------------------- the host
-class HostTransport(Transport):
-    """Transport by MPI through host memory; arrays on a GPU are copied to the host and back."""
-
-    def start_all_reduce(self, array: Array) -> Pending:
-        """Start to sum a contiguous array over all ranks, in place, GPU arrays by a host copy; `wait` completes it."""
-        host = array if isinstance(array, np.ndarray) else devices.to_cpu(array)
-        return HostRequest(self.ranks, self.gradients.Iallreduce(self.ranks.mpi.IN_PLACE, host), array, host)
-
-    def start_broadcast(self, array: Array, rank: int) -> Pending:
-        """Start to overwrite all ranks' arrays with one rank's, by a host copy if on a GPU; `wait` completes it."""
-        host = array if isinstance(array, np.ndarray) else devices.to_cpu(array)
-        if not _is_dense(host):
-            host = host.copy()
-        return HostRequest(self.ranks, self.gradients.Ibcast(_flat(host), rank), array, host)
-
-
-class HostRequest:
-    """A nonblocking MPI operation on an array, or on its copy in host memory."""
-
-    def __init__(self, ranks: Any, request: Any, array: Array, host: np.ndarray) -> None:
-        self.ranks, self.request, self.array, self.host = ranks, request, array, host
-
-    def make_progress(self) -> None:
-        """Let MPI make progress, without blocking."""
-        self.request.Test()
-
-    def wait(self) -> None:
-        """Block until the operation is complete; copy the result to the GPU if the array is there."""
-        self.ranks.wait(self.request)
-        if self.host is not self.array:
-            self.array[...] = array_module(self.array).asarray(self.host)
-
-
-# -------------------------------------------------------------------- addresses on a GPU
-class CUDAAwareTransport(Transport):
+class CUDAAwareTransport(HostTransport):
     """Transport by CUDA-aware MPI, which reads and writes GPU memory directly.
 
     The operations block: each starts when the caller waits for it, so none overlaps with the backward pass.
@@ -83,34 +77,25 @@ class CUDAAwareTransport(Transport):
 
     def start_all_reduce(self, array: Array) -> Pending:
         """Prepare the sum of a contiguous array over all ranks, in place; `wait` of the result computes it."""
-        return BlockingRequest(self, array, lambda part: self.gradients.Allreduce(self.ranks.mpi.IN_PLACE, part))
+        return self._blocking(array, lambda part: self.gradients.Allreduce(self.ranks.mpi.IN_PLACE, part))
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
         """Prepare to overwrite every rank's array with that of one rank; `wait` of the result does it."""
-        return BlockingRequest(self, array, lambda part: self.gradients.Bcast(part, rank))
+        return self._blocking(array, lambda part: self.gradients.Bcast(part, rank))
 
+    def _blocking(self, array: Array, call: Callable[[Array], Any]) -> Operation:
+        dense = _dense(array)
 
-class BlockingRequest:
-    """A blocking MPI call, made when the caller waits for its result."""
+        def complete() -> None:
+            array_module(dense).cuda.get_current_stream().synchronize()  # MPI does not synchronize with CUDA streams
+            self.ranks.wait(self.gradients.Ibarrier())  # this wait has a timeout; the call has none
+            call(_flat(dense))
 
-    def __init__(self, transport: Transport, array: Array, call: Any) -> None:
-        self.transport, self.array, self.call = transport, array, call
-
-    def make_progress(self) -> None:
-        """Do nothing: the operation runs in `wait`."""
-
-    def wait(self) -> None:
-        """Wait for all ranks (UnresponsiveRankError), then make the MPI call on the array, in place, and block."""
-        dense = self.array if _is_dense(self.array) else self.array.copy()
-        array_module(dense).cuda.get_current_stream().synchronize()  # MPI does not synchronize with CUDA streams
-        self.transport.ranks.wait(self.transport.gradients.Ibarrier())  # this wait has a timeout; the call has none
-        self.call(_flat(dense))
-        if dense is not self.array:
-            self.array[...] = dense
+        return Operation(array, dense, complete)
 
 
 # -------------------------------------------------------------------- NCCL
-class NCCLTransport(Transport):
+class NCCLTransport(HostTransport):
     """Transport by NCCL between GPUs, one GPU for each rank.
 
     The operations run on a separate CUDA stream and overlap with the backward pass. `wait` does not block the host: it
@@ -136,14 +121,15 @@ class NCCLTransport(Transport):
         """Start to overwrite every rank's array with that of one rank; call `wait` of the result before using it."""
         return self._start(array, lambda at, n, kind: self.all.broadcast(at, at, n, kind, rank, self.stream.ptr))
 
-    def _start(self, array: Array, call: Any) -> StreamRequest:
+    def _start(self, array: Array, call: Any) -> Operation:
         kind = NCCL_TYPES.get(array.dtype.name)
         if kind is None:
             raise TypeError(f"NCCL: expected an array of {', '.join(NCCL_TYPES)}, got {array.dtype}")
-        dense = array if _is_dense(array) else array.copy()
+        dense = _dense(array)
         self.stream.wait_event(self._record(self.cuda.get_current_stream()))  # the array must have been computed
         call(dense.data.ptr, dense.size, getattr(self.nccl, kind))
-        return StreamRequest(self.cuda, self._record(self.stream), array, dense)
+        done = self._record(self.stream)
+        return Operation(array, dense, lambda: self.cuda.get_current_stream().wait_event(done))
 
     def _record(self, stream: Any) -> Any:
         event = self.cuda.Event(disable_timing=True)
@@ -151,24 +137,8 @@ class NCCLTransport(Transport):
         return event
 
 
-class StreamRequest:
-    """An operation on a CUDA stream, on an array or its dense copy."""
-
-    def __init__(self, cuda: Any, done: Any, array: Array, dense: Array) -> None:
-        self.cuda, self.done, self.array, self.dense = cuda, done, array, dense
-
-    def make_progress(self) -> None:
-        """Do nothing: the GPU runs the operation."""
-
-    def wait(self) -> None:
-        """Make the current CUDA stream wait, and copy a dense copy back to the array, without blocking the host."""
-        self.cuda.get_current_stream().wait_event(self.done)
-        if self.dense is not self.array:
-            self.array[...] = self.dense
-
-
 # -------------------------------------------------------------------- selection
-def select_gpu_transport(ranks: ProcessGroup, gradients: Any, cuda: Any) -> Transport:
+def select_gpu_transport(ranks: ProcessGroup, gradients: Any, cuda: Any) -> HostTransport:
     """Return the GPU arrays' transport: TRICYCLE_MPI_GPU's (ValueError, RuntimeError), else NCCL if usable, else host.
 
     CUDA-aware MPI must be requested with TRICYCLE_MPI_GPU=mpi, because other MPI libraries crash.
@@ -206,8 +176,9 @@ def _problem_of_nccl(ranks: ProcessGroup, cuda: Any) -> str:
     return f"NCCL needs a GPU for each rank, and {', '.join(twice)} share one" if twice else ""
 
 
-def _is_dense(array: Array) -> bool:
-    return bool(array.flags.c_contiguous or array.flags.f_contiguous)
+def _dense(array: Array) -> Array:
+    """Return an array of contiguous memory, in the order of its axes or the reverse, else a contiguous copy."""
+    return array if array.flags.c_contiguous or array.flags.f_contiguous else array.copy()
 
 
 def _flat(array: Array) -> Array:

@@ -35,7 +35,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partialmethod
+from functools import cache, partial, partialmethod
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ EFFECTS = {
     "close": ("EIO", "ENOSPC"),
 }
 ALLOCATING_CALLS = ("create", "write", "mkdir")
+HANDLE_CALLS = ("write", "sync", "sync folder", "close")  # whose errors name no file
 N_PAUSED_CALLS = 3  # calls that fail before there is space again
 IMPORTED = (
     "matplotlib.backends.backend_agg matplotlib.figure tqdm tyro tricycle_cli.train tricycle_datasets.text".split()
@@ -116,14 +117,10 @@ class FaultInjector:
             setattr(os, name, getattr(self, f"_os_{name}"))
         sys.addaudithook(self._audit)
 
-    def log_event(self, *what: Any) -> None:
-        """Add an event to the log that is not a call."""
-        self.log.append(what)
-
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if self._inside or event not in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"):
             return
-        reads = event == "open" and not (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        reads = event == "open" and not (isinstance(args[2], int) and args[2] & WRITING)
         if not reads and isinstance(args[0], (str, os.PathLike)) and self._watches(args[0]):
             self.unintercepted.append(f"{event} {args[0]}\n{''.join(traceback.format_stack()[-6:])}")
 
@@ -145,12 +142,15 @@ class FaultInjector:
         """Count and log a call, and run it unless it must fail."""
         number = len(self.calls)
         self.calls.append((kind, os.path.relpath(path, self.folder)))
-        self._fail(kind, number, path)
+        if kind != "close":  # which closes a file even if it raises an error
+            self._fail(kind, number, path)
         before, self._inside = self._inside, True
         try:
             result = action()
         finally:
             self._inside = before
+        if kind == "close":
+            self._fail(kind, number, path)
         if self.record and event:
             self.log.append(event)
         return result
@@ -160,11 +160,10 @@ class FaultInjector:
         if fault is None or number < fault.call:
             return
         lasting = fault.effect == "full" or (fault.effect == "pause" and number < fault.call + N_PAUSED_CALLS)
-        if lasting and kind in ALLOCATING_CALLS:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *([path] if kind != "write" else []))
-        if number == fault.call and hasattr(errno, fault.effect) and kind != "close":
-            value = getattr(errno, fault.effect)
-            raise OSError(value, os.strerror(value), *([path] if kind not in ("write", "sync", "sync folder") else []))
+        name = "ENOSPC" if lasting and kind in ALLOCATING_CALLS else fault.effect if number == fault.call else ""
+        if hasattr(errno, name):
+            value = getattr(errno, name)
+            raise OSError(value, os.strerror(value), *([] if kind in HANDLE_CALLS else [path]))
 
     # ---------------------------------------------------------------- files
     def _io_open(self, file: Any, mode: str = "r", buffering: int = -1, *args: Any, **how: Any) -> Any:
@@ -196,31 +195,16 @@ class FaultInjector:
                 self._cut.add(inode)
         return int(self.call("write", path, lambda: action(data), "write", inode, offset, data))
 
-    def close_file(self, path: str, action: Callable[[], Any]) -> None:
-        """Close a file with `action`; it is closed even if the fault raises an error."""
-        number = len(self.calls)
-        self.call("close", path, action)
-        fault = self.fault
-        if fault is not None and number == fault.call and hasattr(errno, fault.effect):
-            value = getattr(errno, fault.effect)
-            raise OSError(value, os.strerror(value))
-
     # ---------------------------------------------------------------- system calls
-    def _open_fd(self, path: str, flags: int, action: Callable[[], int]) -> int:
-        kept: list[int] = []
-        mode = "w" if flags & os.O_TRUNC else "a"
-        inode = self.open_file(path, mode, lambda: kept.append(action()))
-        self._files[kept[0]] = inode
-        return kept[0]
-
     def _os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        def action() -> int:
-            return int(self._originals["open"](path, flags, mode, dir_fd=dir_fd))
-
-        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        if not writes or not self._watches(path, dir_fd):
-            return action()
-        return self._open_fd(self._path(path, dir_fd), flags, action)
+        kept: list[int] = []
+        action = lambda: kept.append(self._originals["open"](path, flags, mode, dir_fd=dir_fd))
+        if flags & WRITING and self._watches(path, dir_fd):
+            inode = self.open_file(self._path(path, dir_fd), "w" if flags & os.O_TRUNC else "a", action)
+            self._files[kept[0]] = inode
+        else:
+            action()
+        return kept[0]
 
     def _os_write(self, handle: int, data: bytes) -> int:
         original = self._originals["write"]
@@ -243,7 +227,7 @@ class FaultInjector:
             return original(handle)
         path = os.readlink(f"/proc/self/fd/{handle}")
         del self._files[handle]
-        return self.close_file(path, lambda: original(handle))
+        return self.call("close", path, lambda: original(handle))
 
     def _os_fsync(self, handle: int) -> None:
         original = self._originals["fsync"]
@@ -264,11 +248,11 @@ class FaultInjector:
     def _rename_with(self, name: str, src: Any, dst: Any) -> None:
         original = self._originals[name]
         if not self._watches(dst):
-            return original(src, dst)
+            original(src, dst)
+            return
         a, b = self._path(src), self._path(dst)
         self.call("rename", b, lambda: original(src, dst), "rename", a, b)
         self._inodes[b] = self._inodes.pop(a)
-        return None
 
     _os_replace = partialmethod(_rename_with, "replace")
     _os_rename = partialmethod(_rename_with, "rename")
@@ -276,13 +260,12 @@ class FaultInjector:
     def _remove_with(self, name: str, kind: str, path: Any, *, dir_fd: int | None = None) -> None:
         original = self._originals[name]
         if not self._watches(path, dir_fd):
-            return original(path, dir_fd=dir_fd)
+            original(path, dir_fd=dir_fd)
+            return
         place = self._path(path, dir_fd)
-        there = os.path.lexists(place)  # a missing file raises an error itself
-        event = (kind, place) if there else ()
+        event = (kind, place) if os.path.lexists(place) else ()  # a missing file raises an error itself
         self.call(kind, place, lambda: original(path, dir_fd=dir_fd), *event)
         self._inodes.pop(place, None)
-        return None
 
     _os_unlink = partialmethod(_remove_with, "unlink", "unlink")
     _os_remove = partialmethod(_remove_with, "remove", "unlink")
@@ -292,12 +275,13 @@ class FaultInjector:
         original = self._originals["mkdir"]
         if not self._watches(path, dir_fd):
             return original(path, mode, dir_fd=dir_fd)
-        if os.path.isdir(self._path(path, dir_fd)):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         place = self._path(path, dir_fd)
+        if os.path.isdir(place):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         return self.call("mkdir", place, lambda: original(path, mode, dir_fd=dir_fd), "mkdir", place)
 
 
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 OS_CALLS = "open write ftruncate close fsync truncate replace rename unlink remove rmdir mkdir".split()
 
 
@@ -321,7 +305,7 @@ class _Raw(io.FileIO):
 
     def close(self) -> None:
         if not self.closed:
-            self.disk.close_file(self.path, super().close)
+            self.disk.call("close", self.path, super().close)
 
 
 # -------------------------------------------------------------------- possible contents of a disk after a power cut
@@ -341,13 +325,9 @@ class FileSystem:
     """
 
     def __init__(self, start: Image) -> None:
-        self.names: dict[str, int] = {}
-        self.data: dict[int, bytes] = {}
-        files = sorted(path for path, content in start.items() if content is not None)
-        self.names = {path: -1 for path, content in start.items() if content is None}
-        for inode, path in enumerate(sorted(files, key=Path)):
-            self.names[path] = inode
-            self.data[inode] = start[path] or b""
+        files = sorted((path for path, content in start.items() if content is not None), key=Path)
+        self.names = dict.fromkeys(start, -1) | {path: inode for inode, path in enumerate(files)}
+        self.data = {inode: start[path] or b"" for inode, path in enumerate(files)}
         self.durable, self.synced = dict(self.names), dict(self.data)
         self.pending: list[tuple[Any, ...]] = []
         self.writes: dict[int, list[tuple[Any, ...]]] = {}
@@ -357,7 +337,7 @@ class FileSystem:
         """Apply an entry of the log, with paths relative to the folder."""
         if kind in ("write", "truncate"):
             inode = args[0]
-            self.data[inode] = _apply_write(self.data[inode], kind, *args[1:])
+            self.data[inode] = _apply_writes(self.data[inode], [(kind, *args[1:])])
             self.writes.setdefault(inode, []).append((kind, *args[1:]))
         elif kind == "sync":
             self.synced[args[0]] = self.data[args[0]]
@@ -377,15 +357,13 @@ class FileSystem:
 
     def images(self, generator: random.Random) -> Iterator[Image]:
         """Yield possible contents of the disk after a power cut now."""
-        halves = {
-            inode: _partially_applied(self.synced[inode], writes, generator, torn=True)
-            for inode, writes in self._open()
-        }
+        written = sorted(self.writes.items())
+        halves = {i: _torn(self.synced[i], writes, generator) for i, writes in written}
         holes = {
-            inode: _partially_applied(self.synced[inode], writes, generator, torn=False)
-            for inode, writes in self._open()
+            i: _apply_writes(self.synced[i], [write for write in writes if generator.random() < 0.5])
+            for i, writes in written
         }
-        zeros = {inode: self.synced[inode].ljust(len(self.data[inode]), b"\0") for inode, _ in self._open()}
+        zeros = {i: self.synced[i].ljust(len(self.data[i]), b"\0") for i, _ in written}
         yield _image(self.names, self.data)
         yield _image(self.durable, self.synced)
         yield _image(self.durable, self.data)
@@ -399,32 +377,25 @@ class FileSystem:
                     _rename(names, change)
             yield _image(names, generator.choice([self.synced, self.data, {**self.synced, **halves}]))
 
-    def _open(self) -> list[tuple[int, list[tuple[Any, ...]]]]:
-        return sorted(self.writes.items())
+
+Writes = Sequence[tuple[Any, ...]]
 
 
-def _apply_write(content: bytes, kind: str, *args: Any) -> bytes:
-    if kind == "truncate":
-        return content[: args[0]].ljust(args[0], b"\0")
-    offset, data = args
-    return content[:offset].ljust(offset, b"\0") + data + content[offset + len(data) :]
-
-
-def _partially_applied(
-    content: bytes, writes: Sequence[tuple[Any, ...]], generator: random.Random, torn: bool
-) -> bytes:
-    """Return the content of a file after some of its writes; if `torn`, after a prefix with a partial last write."""
-    if not torn:
-        writes = [write for write in writes if generator.random() < 0.5]
-    else:
-        writes = writes[: generator.randint(1, len(writes))]
-        *whole, (kind, *args) = writes
-        if kind == "write":
-            args[1] = args[1][: generator.randrange(len(args[1]) + 1)]
-        writes = [*whole, (kind, *args)]
-    for write in writes:
-        content = _apply_write(content, *write)
+def _apply_writes(content: bytes, writes: Writes) -> bytes:
+    for kind, first, *rest in writes:
+        if kind == "truncate":
+            content = content[:first].ljust(first, b"\0")
+        else:
+            content = content[:first].ljust(first, b"\0") + rest[0] + content[first + len(rest[0]) :]
     return content
+
+
+def _torn(content: bytes, writes: Writes, generator: random.Random) -> bytes:
+    """Return the content of a file after a prefix of its writes, of which the last is partial."""
+    *whole, (kind, *args) = writes[: generator.randint(1, len(writes))]
+    if kind == "write":
+        args[1] = args[1][: generator.randrange(len(args[1]) + 1)]
+    return _apply_writes(content, [*whole, (kind, *args)])
 
 
 def _folders_of(change: tuple[Any, ...]) -> set[str]:
@@ -438,11 +409,10 @@ def _rename(names: dict[str, int], change: tuple[Any, ...]) -> None:
         names[path] = rest[0]
     elif kind == "mkdir":
         names[path] = -1
-    elif kind == "rename":
-        names.pop(path, None)
-        names[rest[0]] = rest[1]
     else:
         names.pop(path, None)
+    if kind == "rename":
+        names[rest[0]] = rest[1]
 
 
 def _image(names: dict[str, int], data: dict[int, bytes]) -> Image:
@@ -484,15 +454,7 @@ def power_cut_images(
     """Return all distinct disk contents: the number of calls, the step of the last saved checkpoint, and the image."""
     generator = random.Random(seed)
     system = FileSystem(start)
-    hashes: dict[int, bytes] = {}
-    kept: list[bytes] = []  # keeps the objects alive, so that ids are unique
-
-    def hash_of(content: bytes) -> bytes:
-        if id(content) not in hashes:
-            kept.append(content)
-            hashes[id(content)] = hashlib.sha256(content).digest()
-        return hashes[id(content)]
-
+    hash_of = cache(lambda content: hashlib.sha256(content).digest())
     images: dict[bytes, tuple[int, int, Image]] = {}
     for number, event in enumerate([("saved", -1), *log]):
         system.apply(*_relative(event, os.path.realpath(folder)))
@@ -590,7 +552,7 @@ def _run(case: TrainingRun, words: Sequence[str], disk: FaultInjector | None) ->
         def save(state: TrainingState, path: Path, tokeniser: Any, *memory: Any) -> None:
             original(state, path, tokeniser, *memory)
             if path.name == "last.safetensors":
-                disk.log_event("saved", state.step)
+                disk.log.append(("saved", state.step))
 
         TrainingState.save = save  # type: ignore[method-assign]
         disk.install()
@@ -690,9 +652,8 @@ def record_calls(setup: Setup, resumed: bool, record: bool = False) -> tuple[Tra
     disk = FaultInjector(case.folder, record=record)
     done = train_in_child(case, case.resume_args if resumed else case.start_args, disk, keep)
     calls, log, unintercepted = pickle.loads(keep.read_bytes())
-    problems = (
-        [*unintercepted, *differences(case.run_folder, setup.reference.run_folder)] if done.status == 0 else [done.err]
-    )
+    found = differences(case.run_folder, setup.reference.run_folder)
+    problems = [*unintercepted, *found] if done.status == 0 else [done.err]
     case.remove()
     if problems:
         raise RuntimeError(f"the recorded run failed: {problems}")
@@ -730,14 +691,9 @@ def run_fault_trial(setup: Setup, fault: Fault, resumed: bool, policy: str) -> R
     result.problems += find_damage(case.run_folder)
     with contextlib.suppress(OSError):
         (case.run_folder / ".lock").unlink()  # of the exited process, which could not remove it
-    if (
-        done.status == 0
-        and (case.run_folder / "loss.png").exists()
-        and differences(case.run_folder, setup.reference.run_folder)
-    ):
-        result.problems += [
-            f"at once: {difference}" for difference in differences(case.run_folder, setup.reference.run_folder)
-        ]
+    if done.status == 0 and (case.run_folder / "loss.png").exists():
+        found = differences(case.run_folder, setup.reference.run_folder)
+        result.problems += [f"at once: {difference}" for difference in found]
     return resume_and_compare(setup, case, result)
 
 
@@ -787,14 +743,13 @@ def run_power_cut_trial(setup: Setup, number: int, step: int, image: Image, titl
     result = Result(f"{title}-{number}", "continued")
     case = setup.trial(f"{title}-{number}-{os.getpid()}")
     write_image(case.folder, image)
-    last = case.run_folder / "last.safetensors"
-    if last.exists():
-        try:
-            saved = load_checkpoint(last).about["progress"]["step"]
-        except ValueError as error:
-            saved, result.problems = -1, [str(error)]
-    else:
-        saved = -1
+    saved = -1
+    try:
+        saved = load_checkpoint(case.run_folder / "last.safetensors").about["progress"]["step"]
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        result.problems = [str(error)]
     if saved < step:
         result.problems.append(f"the checkpoint of step {step} was saved, there is one of {saved}")
     return resume_and_compare(setup, case, result)
@@ -803,9 +758,8 @@ def run_power_cut_trial(setup: Setup, number: int, step: int, image: Image, titl
 def all_faults(calls: Sequence[tuple[str, str]]) -> list[tuple[Fault, str]]:
     """Return each call with each of its faults, and each policy for full disks."""
     faults = [(Fault(i, effect), "stop") for i, (kind, _) in enumerate(calls) for effect in EFFECTS[kind]]
-    full = [(Fault(i, "full"), "stop") for i, (kind, _) in enumerate(calls) if kind in ALLOCATING_CALLS]
-    pause = [(Fault(i, "pause"), "wait") for i, (kind, _) in enumerate(calls) if kind in ALLOCATING_CALLS]
-    return faults + full + pause
+    allocating = [i for i, (kind, _) in enumerate(calls) if kind in ALLOCATING_CALLS]
+    return faults + [(Fault(i, e), policy) for e, policy in (("full", "stop"), ("pause", "wait")) for i in allocating]
 
 
 def main() -> int:
@@ -813,9 +767,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--short", action="store_true", help="a sample of the trials")
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
-    parser.add_argument("--only", choices=["faults", "cuts"])
     arguments = parser.parse_args()
-    import_dependencies()
+    for module in IMPORTED:  # that each forked process needs
+        importlib.import_module(module)
+    if importlib.util.find_spec("numba"):
+        importlib.import_module("tricycle_accelerators.compiled.loops")
     folder = Path(tempfile.mkdtemp(prefix="disks-"))
     n_bad = 0
     try:
@@ -825,35 +781,19 @@ def main() -> int:
             title = "resumed run" if resumed else "new run"
             case, start, calls, log = record_calls(setup, resumed, record=True)
             print(f"{title}: {len(calls)} writing calls ({_table(kind for kind, _ in calls)})", flush=True)
-            if arguments.only != "cuts":
-                faults = all_faults(calls)
-                if arguments.short:
-                    faults = generator.sample(faults, 3)
-                tasks = [_task(run_fault_trial, setup, fault, resumed, policy) for fault, policy in faults]
-                n_bad += _report("faults", tasks, arguments.jobs)
-            if arguments.only != "faults":
-                images = list(power_cut_images(start, log, case.folder, arguments.seed).values())
-                print(f"  power cuts: {len(log) + 1} prefixes, {len(images)} different disks")
-                if arguments.short:
-                    images = generator.sample(images, 3)
-                tasks = [_task(run_power_cut_trial, setup, *image, f"cut-{resumed}") for image in images]
-                n_bad += _report("power cuts", tasks, arguments.jobs)
+            faults = all_faults(calls)
+            images = list(power_cut_images(start, log, case.folder, arguments.seed).values())
+            print(f"  power cuts: {len(log) + 1} prefixes, {len(images)} different disks")
+            if arguments.short:
+                faults, images = generator.sample(faults, 3), generator.sample(images, 3)
+            tasks = [partial(run_fault_trial, setup, fault, resumed, policy) for fault, policy in faults]
+            n_bad += _report("faults", tasks, arguments.jobs)
+            tasks = [partial(run_power_cut_trial, setup, *image, f"cut-{resumed}") for image in images]
+            n_bad += _report("power cuts", tasks, arguments.jobs)
     finally:
         if not n_bad:
             shutil.rmtree(folder, ignore_errors=True)
     return 1 if n_bad else 0
-
-
-def import_dependencies() -> None:
-    """Import the modules that each forked process needs, and compile Numba's loops if Numba is installed."""
-    for module in IMPORTED:
-        importlib.import_module(module)
-    if importlib.util.find_spec("numba"):
-        importlib.import_module("tricycle_accelerators.compiled.loops")
-
-
-def _task(trial: Callable[..., Result], *args: Any) -> Callable[[], Result]:
-    return lambda: trial(*args)
 
 
 def _report(title: str, tasks: Sequence[Callable[[], Any]], n_jobs: int) -> int:
@@ -869,10 +809,8 @@ def _report(title: str, tasks: Sequence[Callable[[], Any]], n_jobs: int) -> int:
     bad = [result for result in results if result.problems]
     ends = _table(result.end for result in results)
     n_new = sum(result.new for result in results)
-    seconds = time.monotonic() - begun
-    print(
-        f"  {title}: {len(results)} trials ({ends}), {n_new} different folders, {len(bad)} failed, in {seconds:.0f} s"
-    )
+    summary = f"{len(results)} trials ({ends}), {n_new} different folders, {len(bad)} failed"
+    print(f"  {title}: {summary}, in {time.monotonic() - begun:.0f} s")
     for result in bad:
         print(f"    {result.name}: {'; '.join(result.problems)}")
     return len(bad)

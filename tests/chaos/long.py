@@ -12,10 +12,10 @@ import argparse
 import gc
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +62,11 @@ class ResourceUsage:
         first = len(self.at) // 5
         return float(np.polyfit(self.at[first:], values[first:], 1)[0]) * 1000
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether neither memory nor, after the first fifth, the number of open files grows."""
+        return self.slope(self.memory) < MAX_SLOPE and len(set(self.files[len(self.files) // 5 :])) == 1
+
 
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes."""
@@ -73,10 +78,8 @@ def folder_bytes(folder: Path) -> int:
     """Return the total size of the files in a folder in bytes; files may be removed meanwhile."""
     total = 0
     for entry in os.scandir(folder):
-        try:
+        with suppress(FileNotFoundError):
             total += entry.stat().st_size
-        except FileNotFoundError:
-            continue
     return total
 
 
@@ -97,21 +100,18 @@ def record_training(path: str, every: int) -> None:
             Path(path).write_text(json.dumps([vars(usage), largest[0]]), encoding="utf-8")
 
     def save(state: TrainingState, place: Path, tokeniser: object, *memory: object) -> None:
+        def fsync(handle: int) -> None:
+            sync(handle)
+            largest[0] = max(largest[0], folder_bytes(place.parent))
+
         folder[:] = [place.parent]
-        sync, os.fsync = (
-            os.fsync,
-            lambda handle: (sync(handle), largest.__setitem__(0, _max_folder_bytes(largest[0], folder[0]))),
-        )
+        sync, os.fsync = os.fsync, fsync
         try:
             usual_save(state, place, tokeniser, *memory)  # type: ignore[arg-type]
         finally:
             os.fsync = sync
 
     updates.RunSession.log, TrainingState.save = log, save  # type: ignore[assignment, method-assign]
-
-
-def _max_folder_bytes(size: int, folder: Path) -> int:
-    return max(size, folder_bytes(folder))
 
 
 def train_long(case: TrainingRun, n_steps: int) -> tuple[ResourceUsage, float]:
@@ -138,18 +138,14 @@ def generate_long(case: TrainingRun, n: int) -> ResourceUsage:
     from tricycle.generate import generate
     from tricycle.sampling import SamplingParams
 
-    checkpoint = load_checkpoint(case.run_folder / "best.safetensors")
-    model = checkpoint.model()
+    model = load_checkpoint(case.run_folder / "best.safetensors").model()
     usage = ResourceUsage()
     generator = np.random.default_rng(0)
+    sampled = lambda seed: SamplingParams(temperature=0.8, seed=seed)
     writers: list[Callable[[list[int], int], object]] = [
         lambda prompt, seed: list(generate(model, prompt, 40, temperature=0)),
-        lambda prompt, seed: list(
-            generate_prompt_lookup(model, prompt, 40, SamplingParams(temperature=0.8, seed=seed))
-        ),
-        lambda prompt, seed: generate_batch(
-            model, [prompt, prompt[:1]], 20, SamplingParams(temperature=1.0, seed=seed)
-        ),
+        lambda prompt, seed: list(generate_prompt_lookup(model, prompt, 40, sampled(seed))),
+        lambda prompt, seed: generate_batch(model, [prompt, prompt[:1]], 20, sampled(seed)),
     ]
     for i in range(n):
         prompt = generator.integers(0, 250, int(generator.integers(1, 30))).tolist()
@@ -159,13 +155,11 @@ def generate_long(case: TrainingRun, n: int) -> ResourceUsage:
     return usage
 
 
-def print_report(title: str, usage: ResourceUsage) -> bool:
-    """Print the measurements, and return whether neither memory nor the number of open files grows."""
+def print_report(title: str, usage: ResourceUsage) -> None:
     memory, objects = usage.slope(usage.memory), usage.slope(usage.objects)
     files = sorted(set(usage.files[len(usage.files) // 5 :]))
     print(f"{title}: {usage.memory[0]:.1f} MB at the beginning, {usage.memory[-1]:.1f} MB at the end;", end=" ")
     print(f"{memory:+.3f} MB and {objects:+.0f} objects per thousand; {files} open files", flush=True)
-    return memory < MAX_SLOPE and len(files) == 1
 
 
 def main() -> int:
@@ -173,19 +167,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--generations", type=int, default=1200)
     arguments = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="long-"))
-    try:
-        case = Workspace(folder).new_run("long")
+    with tempfile.TemporaryDirectory(prefix="long-") as folder:
+        case = Workspace(Path(folder)).new_run("long")
         usage, largest = train_long(case, arguments.steps)
-        is_flat = print_report(f"{arguments.steps} steps", usage)
+        print_report(f"{arguments.steps} steps", usage)
         checkpoint = (case.run_folder / "last.safetensors").stat().st_size / 1e6
         sizes = {name: (case.run_folder / name).stat().st_size for name in ("metrics.jsonl", "samples.txt")}
         print(f"run folder: at most {largest:.2f} MB, with checkpoints of {checkpoint:.2f} MB; {sizes} bytes")
-        is_flat = (
-            print_report(f"{arguments.generations} generations", generate_long(case, arguments.generations)) and is_flat
-        )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        generated = generate_long(case, arguments.generations)
+        print_report(f"{arguments.generations} generations", generated)
+    is_flat = usage.is_flat and generated.is_flat
     print("flat" if is_flat else "NOT FLAT")
     return 0 if is_flat else 1
 

@@ -49,8 +49,11 @@ os.write(handle, f"rank {{rank}} is {{os.getpid()}}\\n".encode())
 
 def with_ranks(case: TrainingRun, n: int) -> TrainingRun:
     """Return the same run with n ranks; a single process for 1."""
-    program = mpiexec()
-    return replace(case, launcher=(program or "mpiexec", "-n", str(n)) if n > 1 else ())
+    return replace(case, launcher=(mpiexec() or "mpiexec", "-n", str(n)) if n > 1 else ())
+
+
+def resume(case: TrainingRun, words: Sequence[str]) -> Outcome:
+    return finish(case.start(words, env={**case.environment(), **MPI_VARIABLES}))
 
 
 class MonitoredRanks(MonitoredProcess):
@@ -87,10 +90,6 @@ class MonitoredRanks(MonitoredProcess):
             self._over = True
             self._changed.notify_all()
 
-    def phase_start(self, phase: str) -> float:
-        """Return the time of the first start of a phase."""
-        return self._begun[phase][0]
-
     def finish_within(self, seconds: float) -> tuple[Outcome, float]:
         """Wait for all processes, kill those that do not exit in time, and return the outcome and the last exit's time.
 
@@ -100,12 +99,10 @@ class MonitoredRanks(MonitoredProcess):
         reader = threading.Thread(target=lambda: outcomes.append(finish(self.process, seconds + 30)))
         outcomes: list[Outcome] = []
         reader.start()
-        start = time.monotonic()
-        until = start + seconds
+        start = now = time.monotonic()
         ended: dict[str, float] = {}
-        now = start
         standstill = 0.0
-        while len(ended) < len(self.pids) and now < until + standstill:
+        while len(ended) < len(self.pids) and now < start + seconds + standstill:
             for name, pid in self.pids.items():
                 if name not in ended and not is_running(pid):
                     ended[name] = now - standstill
@@ -150,9 +147,7 @@ def run_trial(trial: RankTrial, case: TrainingRun, reference: Path, n: int = 2) 
     for moment in trial.moments:
         send_signal_at(trial, with_ranks(case, n), moment)
     after = with_ranks(case, trial.n_after)
-    done = finish(
-        after.start(adjusted_resume_args(after, n, trial.n_after), env={**after.environment(), **MPI_VARIABLES})
-    )
+    done = resume(after, adjusted_resume_args(after, n, trial.n_after))
     if done.status != 0 or "Traceback" in done.err:
         trial.problems.append(f"the resumed run ended with status {done.status}: {' '.join(done.error_lines)[-400:]}")
     elif trial.n_after == n:
@@ -280,6 +275,7 @@ def supervised_loss(model, loss_fn):
 updates.RunSession.batches, training.supervised_loss = batches, supervised_loss
 """
 SILENT_SECONDS = 2.0  # TRICYCLE_MPI_TIMEOUT of the runs below
+SILENT = r"^train_smol_gpt.py: rank {other} of 2 on \S+: no answer from rank {rank}: rank {other} waited 2 seconds"
 # By name: the code that fails, and a pattern of the error message; {rank} and {other} are rank numbers.
 FAILURES = {
     "raises an error": ("raise ValueError('odd')", r"^train_smol_gpt.py: rank {rank} of 2 on \S+: odd$"),
@@ -287,14 +283,8 @@ FAILURES = {
     "is killed (kill -9)": ("os.kill(os.getpid(), signal.SIGKILL)", KILLED),
     "leaves (os._exit)": ("os._exit(3)", EXITED),
     "meets NaN (--on-nan stop)": ("pass", r"^train_smol_gpt.py: step {step}: rank {rank}: the loss is nan; "),
-    "is stopped (kill -STOP), timeout 2 s": (
-        "os.kill(os.getpid(), signal.SIGSTOP)",
-        r"^train_smol_gpt.py: rank {other} of 2 on \S+: no answer from rank {rank}: rank {other} waited 2 seconds",
-    ),
-    "hangs, timeout 2 s": (
-        "time.sleep(100)",
-        r"^train_smol_gpt.py: rank {other} of 2 on \S+: no answer from rank {rank}: rank {other} waited 2 seconds",
-    ),
+    "is stopped (kill -STOP), timeout 2 s": ("os.kill(os.getpid(), signal.SIGSTOP)", SILENT),
+    "hangs, timeout 2 s": ("time.sleep(100)", SILENT),
 }
 
 
@@ -322,7 +312,7 @@ def run_failure(name: str, case: TrainingRun, reference: Path | None, rank: int,
     if not program.wait_for_phase("failing", 1):
         return Failure(name, float("nan"), [f"the rank did not fail: {program.finish().error_lines}"])
     outcome, ended = program.finish_within(60)
-    failure = Failure(name, ended - program.phase_start("failing"), [])
+    failure = Failure(name, ended - program._begun["failing"][0], [])
     pattern = pattern.format(rank=rank, other=1 - rank, step=step)
     by_program = pattern.startswith("^")  # in one line; otherwise the launcher prints several lines
     output = "\n".join(outcome.error_lines) if by_program else " ".join([*outcome.error_lines, *outcome.out.split()])
@@ -334,10 +324,9 @@ def run_failure(name: str, case: TrainingRun, reference: Path | None, rank: int,
     if failure.seconds > MAX_SECONDS:
         failure.problems.append(f"{program.late} had not ended after {MAX_SECONDS:.0f} s")
     if reference is not None:
-        done = finish(case.start(case.resume_args, env={**case.environment(), **MPI_VARIABLES}))
-        failure.problems += [
-            each for each in differences(case.run_folder, reference) if not each.startswith("data.json")
-        ]
+        done = resume(case, case.resume_args)
+        found = differences(case.run_folder, reference)
+        failure.problems += [each for each in found if not each.startswith("data.json")]
         failure.problems += [f"the resumed run ended with {done.status}: {done.error_lines}"] if done.status else []
     if not failure.problems:
         case.remove()
@@ -367,21 +356,15 @@ def main() -> int:
     generator = random.Random(arguments.seed)
     started = time.monotonic()
     with temporary_workspace(arguments.folder) as workspace:
-        reference = workspace.new_run("reference")
-        phase_times = measure_phases(reference)
+        run = workspace.new_run
+        reference = run("reference")
+        phase_times, folder = measure_phases(reference), reference.run_folder
         trials = new_trials(generator, phase_times, arguments.n, arguments.phases, [signal.SIGKILL, *SIGNALS])
         cases = [(kind, i % 2, generator.randint(1, 12)) for kind in FAILURES for i in range(arguments.failures)]
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            jobs = [
-                pool.submit(run_trial, each, workspace.new_run(f"trial-{i}"), reference.run_folder)
-                for i, each in enumerate(trials)
-            ]
-            tried = [job.result() for job in jobs]
-            ends = [
-                pool.submit(run_failure, kind, workspace.new_run(f"failure-{i}"), reference.run_folder, rank, step)
-                for i, (kind, rank, step) in enumerate(cases)
-            ]
-            failures = [end.result() for end in ends]
+            tried = list(pool.map(lambda i: run_trial(trials[i], run(f"trial-{i}"), folder), range(len(trials))))
+            fail = lambda i: run_failure(cases[i][0], run(f"failure-{i}"), folder, *cases[i][1:])
+            failures = list(pool.map(fail, range(len(cases))))
     print(table(tried))
     print(failure_table(failures))
     wrong = [f"{trial.name} at {trial.moments}: {'; '.join(trial.problems)}" for trial in tried if trial.problems]

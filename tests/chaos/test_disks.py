@@ -8,13 +8,14 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tricycle.system.files import append_lines, atomic_write
 
-from .disks import Fault, FaultInjector, FileSystem, fork_task, power_cut_images, wait_for_result, write_image
+from .disks import EFFECTS, Fault, FaultInjector, FileSystem, fork_task, power_cut_images, wait_for_result, write_image
 from .runs import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
@@ -89,8 +90,7 @@ def test_all_calls_are_intercepted_without_side_effects(tmp_path):
     assert (outcome, unintercepted) == ("done", [])
     assert {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir()} == CONTENT
     kinds = {kind for kind, _ in calls}
-    names = "create open write truncate sync close rename mkdir unlink rmdir"
-    assert kinds == {*names.split(), "sync folder"}
+    assert kinds == set(EFFECTS)
     images = power_cut_images({}, log, tmp_path, seed=0)
     expected = {"folder": None, **{f"folder/{name}": content for name, content in CONTENT.items()}}
     assert expected in [image for _, _, image in images.values()]
@@ -109,9 +109,7 @@ def test_error_is_injected_into_every_call(tmp_path, effect):
     for number, (kind, _) in enumerate(calls):
         folder = tmp_path / f"{effect}-{number}"
         folder.mkdir()
-        outcome, _, _, _ = watched_call(
-            folder, lambda folder=folder: write_all(folder / "folder"), Fault(number, effect)
-        )
+        outcome = watched_call(folder, partial(write_all, folder / "folder"), Fault(number, effect))[0]
         assert outcome == effect, (number, kind)
 
 
@@ -144,28 +142,31 @@ NEW = [("create", "part", 0), ("write", 0, 0, b"new")]
 OLD = [("create", "name", 9), ("write", 9, 0, b"old"), ("sync", 9), ("sync folder", "")]
 
 
-def test_unsynced_data_may_exist_or_not():
-    assert contents(NEW, "part") >= {None, b"", b"new", b"n", b"\0\0\0"}
+RENAME, SYNC = ("rename", "part", "name"), ("sync folder", "")
+FOLDER = [
+    ("mkdir", "folder"),
+    ("create", "folder/file", 0),
+    ("write", 0, 0, b"x"),
+    ("sync", 0),
+    ("sync folder", "folder"),
+]
 
 
-def test_rename_may_precede_content():
-    assert contents([*OLD, *NEW, ("rename", "part", "name")], "name") >= {b"old", b"", b"new"}
-
-
-def test_sync_before_rename_gives_old_or_new_content():
-    events = [*OLD, *NEW, ("sync", 0), ("rename", "part", "name")]
-    assert contents(events, "name") == {b"old", b"new"}
-    assert contents([*events, ("sync folder", "")], "name") == {b"new"}
-
-
-def test_unsynced_folder_may_be_missing():
-    events = [("mkdir", "folder"), ("create", "folder/file", 0), ("write", 0, 0, b"x"), ("sync", 0)]
-    assert contents([*events, ("sync folder", "folder")], "folder/file") >= {None, b"x"}
-    assert contents([*events, ("sync folder", "folder"), ("sync folder", "")], "folder/file") == {b"x"}
-
-
-def test_truncation_may_be_delayed():
-    assert contents([*OLD, ("truncate", 9, 1)], "name") == {b"old", b"o"}
+@pytest.mark.parametrize(
+    ("events", "path", "some", "all_"),
+    [
+        pytest.param(NEW, "part", {None, b"", b"new", b"n", b"\0\0\0"}, None, id="unsynced data"),
+        pytest.param([*OLD, *NEW, RENAME], "name", {b"old", b"", b"new"}, None, id="rename before content"),
+        pytest.param([*OLD, *NEW, ("sync", 0), RENAME], "name", None, {b"old", b"new"}, id="sync before rename"),
+        pytest.param([*OLD, *NEW, ("sync", 0), RENAME, SYNC], "name", None, {b"new"}, id="all synced"),
+        pytest.param(FOLDER, "folder/file", {None, b"x"}, None, id="unsynced folder"),
+        pytest.param([*FOLDER, SYNC], "folder/file", None, {b"x"}, id="synced folder"),
+        pytest.param([*OLD, ("truncate", 9, 1)], "name", None, {b"old", b"o"}, id="delayed truncation"),
+    ],
+)
+def test_contents_after_a_power_cut(events, path, some, all_):
+    found = contents(events, path)
+    assert found >= (some or set()) and all_ in (None, found)
 
 
 def test_write_image_creates_folders_and_files(tmp_path):

@@ -5,18 +5,13 @@ import sys
 
 import pytest
 
-from .long import MAX_SLOPE, ResourceUsage, generate_long, train_long
+from .long import ResourceUsage, generate_long, train_long
 from .runs import Workspace
 
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(sys.platform != "linux", reason="memory and open files known by /proc"),
 ]
-
-
-def is_flat(usage: ResourceUsage) -> bool:
-    first = len(usage.at) // 5
-    return usage.slope(usage.memory) < MAX_SLOPE and len(set(usage.files[first:])) == 1
 
 
 @pytest.mark.slow
@@ -37,13 +32,13 @@ def test_run_of_150_steps_leaves_no_files_open(tmp_path):
 def test_memory_and_open_files_stay_constant_in_a_long_run(tmp_path):
     case = Workspace(tmp_path).new_run("long")
     usage, _ = train_long(case, 5000)
-    assert is_flat(usage)
-    assert is_flat(generate_long(case, 1200))
+    assert usage.is_flat
+    assert generate_long(case, 1200).is_flat
 
 
 def test_growing_memory_and_open_files_are_detected():
     usage = ResourceUsage(list(range(0, 1000, 10)), [50 + step / 500 for step in range(0, 1000, 10)], [5] * 100)
     assert usage.slope(usage.memory) == pytest.approx(2)
-    assert not is_flat(usage)
-    assert is_flat(ResourceUsage(usage.at, [50.0] * 100, [5] * 100))
-    assert not is_flat(ResourceUsage(usage.at, [50.0] * 100, [*[5] * 99, 6]))
+    assert not usage.is_flat
+    assert ResourceUsage(usage.at, [50.0] * 100, [5] * 100).is_flat
+    assert not ResourceUsage(usage.at, [50.0] * 100, [*[5] * 99, 6]).is_flat

@@ -211,9 +211,6 @@ class GradientReducer:
         Args:
             loss: the part of the mean loss that this process computed.
             problem: a description of values that were not finite in this process; "" if there were none.
-
-        Returns:
-            the loss summed over processes, and the problems of all processes; if there are any, no gradient is set.
         """
         for parameter in self.parameters:
             if parameter in self.bucket_of[parameter].missing and parameter.grad is not None:
@@ -274,11 +271,7 @@ class GeneratorAdvance(NamedTuple):
 
     @classmethod
     def from_states(cls, before: Any, after: Any) -> GeneratorAdvance:
-        """Return the number of draws between two PCG64 `bit_generator.state` dicts; ValueError for other generators.
-
-        Raises:
-            ValueError: another kind of generator.
-        """
+        """Return the number of draws between two PCG64 `bit_generator.state` dicts; ValueError for other generators."""
         kind = before["bit_generator"]
         if kind != "PCG64":
             raise ValueError(f"dropout over several processes: expected a PCG64 generator, got {kind}")

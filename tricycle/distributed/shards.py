@@ -117,12 +117,7 @@ class ShardedOptimiser(Optimiser):
 
 
 def gather_state(optimiser: Optimiser, model: Layer) -> dict[Tensor, tuple[int, State]] | None:
-    """Return {parameter: (n_updates, state)} on rank zero, {} on others (all must call this); None if not sharded.
-
-    Returns:
-        on rank zero the number of updates and the state of each parameter, on other ranks an empty dict; None if the
-        state is not sharded.
-    """
+    """Return {parameter: (n_updates, state)} on rank zero, {} on others (all must call this); None if not sharded."""
     if not isinstance(optimiser, ShardedOptimiser):
         return None
     shards = optimiser.shards

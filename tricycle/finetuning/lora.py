@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,14 +178,9 @@ class AdaptedDense(Dense):
     """
 
     def __init__(self, base: Dense, low_rank: LowRankUpdate) -> None:
-        self.from_size = base.from_size
-        self.to_size = base.to_size
-        self.weights = base.weights
-        self.bias = base.bias
+        _share_weights(base, self)
         self.low_rank = low_rank
         self._squares: tuple[Any, int, Array] | None = None
-        self.precision = base.precision
-        self.training = base.training
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_squares": None}
@@ -197,9 +193,8 @@ class AdaptedDense(Dense):
         """
         x = as_tensor(x, self.weights)
         if self.weights.requires_grad or (self.bias is not None and self.bias.requires_grad):
-            raise ValueError(
-                "AdaptedDense: expected frozen weights, got trainable ones; freeze() them, or merge() the adapter"
-            )
+            advice = "freeze() them, or merge() the adapter"
+            raise ValueError(f"AdaptedDense: expected frozen weights, got trainable ones; {advice}")
         low_rank = self.low_rank
         bias = None if low_rank.magnitudes else self.bias
         if low_rank.training and low_rank.dropout.probability:
@@ -339,13 +334,6 @@ def _base_operand(base: Dense, precision: str) -> Array:
 
 
 # -------------------------------------------------------------------- the adapter of a model
-class _ModelReference:
-    """A reference to a model that does not make it a sublayer of the layer that stores the reference."""
-
-    def __init__(self, model: Layer) -> None:
-        self.model = model
-
-
 class Adapter(Layer):
     """The low-rank updates of a model: a layer whose only parameters are the trainable matrices.
 
@@ -373,7 +361,7 @@ class Adapter(Layer):
         self.base_name = base_name
         self.is_attached = False
         self._is_merged = False
-        self._model_reference = _ModelReference(model)
+        self._model_reference = SimpleNamespace(model=model)  # not a layer of this one
         layers = dict(model.named_layers())
         for name in self.low_ranks:
             if not isinstance(layers.get(name), Dense):
@@ -385,11 +373,7 @@ class Adapter(Layer):
         return self._model_reference.model
 
     def attach(self) -> Adapter:
-        """Adapt layers, freeze all parameters but the adapter's, return self; ValueError if merged or another is there.
-
-        Raises:
-            ValueError: another adapter is attached, or this one has been merged.
-        """
+        """Adapt layers, freeze all other parameters, return self; ValueError if merged, or another is attached."""
         if self._is_merged:
             raise ValueError("Adapter.attach: expected an adapter that is not merged, got a merged one; load it again")
         if self.is_attached:
@@ -413,7 +397,7 @@ class Adapter(Layer):
         """Make the model compute without the adapter, and return self; the model's parameters remain frozen."""
         layers = dict(self.model.named_layers())
         for name in self.low_ranks if self.is_attached else ():
-            _replace_layer(layers, name, _base_layer(layers[name]))
+            _replace_layer(layers, name, _share_weights(layers[name], Dense.__new__(Dense)))
         self.is_attached = False
         return self
 
@@ -446,9 +430,8 @@ def _replace_layer(layers: Mapping[str, Layer], name: str, layer: Layer) -> None
     setattr(layers[parent], attribute, layer)
 
 
-def _base_layer(adapted: Any) -> Dense:
-    """Return a Dense layer with the weights and settings of an adapted layer, without the update."""
-    plain = Dense.__new__(Dense)
+def _share_weights(layer: Dense, other: Dense) -> Dense:
+    """Give another layer the weights and settings of a dense layer, without an update, and return it."""
     for name in ("from_size", "to_size", "weights", "bias", "precision", "training"):
-        setattr(plain, name, getattr(adapted, name))
-    return plain
+        setattr(other, name, getattr(layer, name))
+    return other

@@ -53,9 +53,6 @@ class Autoencoder(Layer):
 
         Args:
             sizes: the widths from the input to the code, such as (64, 32, 2); the decoder has them in reverse.
-
-        Raises:
-            ValueError: fewer than two sizes.
         """
         if len(sizes) < 2:
             raise ValueError(f"{cls.__name__}.dense: expected sizes from the input's to the code's, got {sizes!r}")
@@ -162,10 +159,7 @@ class VariationalAutoencoder(Autoencoder):
         return self.decode(self.sample_code(*self.posterior(x)))
 
     def loss(self, x: Operand, target: Operand | None = None) -> Tensor:
-        """Return the negative ELBO without a constant, in nats per item: squared error / (2 std^2) + KL to N(0, I).
-
-        It is -log p(x | code) plus the KL divergence of the code's distribution from the standard normal.
-        """
+        """Return the negative ELBO without a constant, in nats per item: squared error / (2 std^2) + KL to N(0, I)."""
         x = as_tensor(x)
         mean, log_variance = self.posterior(x)
         decoded = self.decode(self.sample_code(mean, log_variance))

@@ -36,9 +36,6 @@ def beam_search(
         length_penalty: finished targets are compared by log probability / length^penalty; 0 favors short ones
             (Wu et al. 2016, section 7, without their constant).
 
-    Returns:
-        the tokens of each target, without begin and end.
-
     Raises:
         ValueError: beam_size or max_length is below 1.
     """
@@ -84,9 +81,6 @@ def run_beam_search(
         first: (N,), the first token of each text, which is not returned.
         ends: tokens that end a text.
         others: see `beam_search`.
-
-    Returns:
-        for each text 1 to `max_length` tokens, including the end token if one was generated.
     """
     n_items = len(first)
     top = np.arange(n_items)[:, None] * beam_size  # the row of each item's first beam

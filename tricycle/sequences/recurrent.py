@@ -81,9 +81,6 @@ def recurrence(
         biases: none, or two of (n_gates * H,), for the input and for the previous output.
         cell: a name in CELLS.
         active: booleans (T, B, 1); where False, the states do not change.
-
-    Returns:
-        (S, T + 1, B, H): the states before the first step and after each.
     """
     kind = CELLS[cell]
     check_device(kind.name, x.array, initial.array, input_weights.array, hidden_weights.array)
@@ -357,11 +354,7 @@ class LSTM(Recurrent):
 
 
 def new_recurrent(cell: str, *arguments: Any, **options: Any) -> Recurrent:
-    """Return a new RNN, GRU or LSTM by its lower-case name, with the other arguments; ValueError for other names.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Return a new RNN, GRU or LSTM by its lower-case name, with the other arguments; ValueError for other names."""
     kinds: dict[str, type[Recurrent]] = {"rnn": RNN, "gru": GRU, "lstm": LSTM}
     if cell not in kinds:
         raise ValueError(f"expected cell to be one of {', '.join(kinds)}, got {cell!r}")

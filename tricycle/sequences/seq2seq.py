@@ -225,14 +225,7 @@ class SinusoidalPositions(Layer):
         self.context_window, self.size = context_window, size
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Return x (B, T, C) plus sinusoidal encodings of positions `offset` on; ValueError beyond the context window.
-
-        Args:
-            offset: the position of the first token.
-
-        Raises:
-            ValueError: a position exceeds the context window.
-        """
+        """Return x (B, T, C) plus the encodings of positions from `offset` on; ValueError beyond the context window."""
         stop = offset + x.shape[1]
         if stop > self.context_window:
             title = f"{type(self).__name__}(context_window={self.context_window})"

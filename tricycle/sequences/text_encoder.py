@@ -86,11 +86,10 @@ class TextEncoder(BlockStack):
             first = self.config.position_offset
             x = x + self.position_embedding.weights[first : first + tokens.shape[1]]
         if self.type_embedding is not None:
-            x = x + (
-                self.type_embedding.weights[0]
-                if token_type_ids is None
-                else self.type_embedding(_types(token_type_ids, tokens))
-            )
+            types = None if token_type_ids is None else as_tensor(token_type_ids)
+            if types is not None and types.shape != tokens.shape:
+                raise ValueError(f"TextEncoder: expected token_type_ids of shape {tokens.shape}, got {types.shape}")
+            x = x + (self.type_embedding.weights[0] if types is None else self.type_embedding(types))
         elif token_type_ids is not None:
             raise ValueError("TextEncoder(token_types=0): expected no token_type_ids, got some")
         return x if self.embedding_norm is None else self.embedding_norm(x)
@@ -109,13 +108,6 @@ def _checked(mask: Any, tokens: Tensor) -> Array | None:
         got = f"{array.dtype} of {array.shape}"
         raise ValueError(f"TextEncoder: expected a mask of booleans of shape {tokens.shape}, got {got}")
     return tokens.xp.asarray(array)
-
-
-def _types(token_type_ids: Operand, tokens: Tensor) -> Tensor:
-    token_type_ids = as_tensor(token_type_ids)
-    if token_type_ids.shape != tokens.shape:
-        raise ValueError(f"TextEncoder: expected token_type_ids of shape {tokens.shape}, got {token_type_ids.shape}")
-    return token_type_ids
 
 
 class SentencePooling(Layer):

@@ -129,32 +129,21 @@ class TranslatorConfig(ValidatedConfig):
 def new_translator(config: TranslatorConfig, generator: np.random.Generator) -> EncoderDecoder:
     """Return the configured Transformer or GRU Seq2Seq (Bahdanau, Luong or no attention), with a shared embedding."""
     n_vocab, width, dropout = config.vocab_size, config.width, config.dropout
+    more: dict[str, Any] = {"dropout": dropout, "generator": generator}
     if config.name == "transformer":
-        return Transformer(
-            n_vocab,
-            n_vocab,
-            width,
-            config.n_heads,
-            config.n_layers,
-            config.context_window,
-            dropout=dropout,
-            norm_first=config.norm_first,
-            expansion_ratio=config.expansion,
-            tied=True,
-            generator=generator,
-        )
+        places = n_vocab, n_vocab, width, config.n_heads, config.n_layers, config.context_window
+        more |= {"norm_first": config.norm_first, "expansion_ratio": config.expansion}
+        return Transformer(*places, tied=True, **more)
     sizes = n_vocab, n_vocab, width, width, config.n_layers
-    more: dict[str, Any] = {"cell": "gru", "dropout": dropout, "generator": generator}
     model: Seq2Seq
     if config.name == "fixed":
         model = Seq2Seq(*sizes, **more)
     elif config.name == "bahdanau":
         attention = AdditiveAttention(width, 2 * width, width, generator=generator)
-        model = Seq2SeqAttention(attention, *sizes, **more, attend_before_step=True)
+        model = Seq2SeqAttention(attention, *sizes, **more)
     else:
-        model = Seq2SeqAttention(
-            LuongAttention(width, 2 * width, generator=generator), *sizes, **more, attend_before_step=False
-        )
+        luong = LuongAttention(width, 2 * width, generator=generator)
+        model = Seq2SeqAttention(luong, *sizes, **more, attend_before_step=False)
     model.embedding = model.encoder.embedding
     return model
 

@@ -173,7 +173,7 @@ class BlockSoftmax(RowSoftmax):
         out = xp.zeros((*q.shape[:3], v.shape[3]), dtype or q.dtype)
 
         def forward(items: slice) -> None:
-            here = _of_items(mask, items)
+            here = mask if mask is None or len(mask) == 1 else mask[items]
             parts = self._attend_blocks(*operands.of_items(items), score_options, here)
             exact, shape = self.correction == "exact", (items.stop - items.start, q.shape[2], q.shape[1])
             logsumexp = _log_of_sum(xp, parts, shape) if exact and parts else None
@@ -200,7 +200,10 @@ class BlockSoftmax(RowSoftmax):
             batched.run_over_batch(q, work)
             if scales is None:
                 return None
-            return self._of_parameter(xp.stack([by_start[first] for first in sorted(by_start)]).sum(axis=0))
+            dscales = xp.stack([by_start[first] for first in sorted(by_start)]).sum(axis=0)
+            if self.per_position:
+                return dscales
+            return dscales.reshape(*dscales.shape[:-1], self.n_blocks, -1).sum(axis=-1)
 
         return out, backward
 
@@ -209,9 +212,6 @@ class BlockSoftmax(RowSoftmax):
 
         Args:
             last: the number of positions up to the last query.
-
-        Raises:
-            ValueError: as of `attend`.
         """
         placed = None if scales is None else self.expand_scales(scales, n_keys)
         wanted = (self.n_blocks, last) if self.correction == "learned" else None
@@ -268,12 +268,6 @@ class BlockSoftmax(RowSoftmax):
         """Return the length of a key block."""
         return max(1, -(-(self.length or n_keys) // self.n_blocks))
 
-    def _of_parameter(self, dscales: Any) -> Array:
-        """Return the gradient of the parameter from that of the expanded scales."""
-        if self.per_position:
-            return dscales
-        return dscales.reshape(*dscales.shape[:-1], self.n_blocks, -1).sum(axis=-1)
-
     def _blocks(self, n_keys: int) -> list[slice]:
         step = self._step(n_keys)
         return [slice(start, min(start + step, n_keys)) for start in range(0, n_keys, step)]
@@ -286,10 +280,6 @@ class BlockSoftmax(RowSoftmax):
             return 1
         at = scales[..., part.block, start + part.queries.start : start + part.queries.stop]
         return at.T.reshape(at.shape[-1], -1, 1)
-
-
-def _of_items(mask: Array | None, items: slice) -> Array | None:
-    return mask if mask is None or len(mask) == 1 else mask[items]
 
 
 def _log_of_sum(xp: Any, parts: list[_Part], shape: tuple[int, ...]) -> Array:

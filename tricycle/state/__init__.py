@@ -24,11 +24,7 @@ def freeze(layer: Layer) -> Layer:
 
 
 def unfreeze(layer: Layer) -> Layer:
-    """Set `requires_grad` of all parameters, clear gradients; return the layer; ValueError for weights below 32 bits.
-
-    Raises:
-        ValueError: weights have 16 bits, which are too few for small updates.
-    """
+    """Set `requires_grad` of all parameters, clear gradients, return the layer; ValueError for weights of 16 bits."""
     narrow = [name for name, parameter in layer.named_parameters() if parameter.dtype.itemsize < 4]
     if narrow:
         got = f"{narrow[0]} and {len(narrow) - 1} more" if len(narrow) > 1 else narrow[0]

@@ -104,11 +104,7 @@ def _remove_incomplete_line(file: IO[bytes]) -> int:
 
 # -------------------------------------------------------------------- untrusted files
 def check_regular_file(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError if a path exists and is a link (even to a file), folder, device, pipe; before in-place changes.
-
-    Raises:
-        ValueError: the path is a link, a device, a pipe or a folder.
-    """
+    """Raise ValueError if a path exists and is a link (even to a file), folder, device, pipe (for in-place writes)."""
     try:
         mode = os.lstat(path).st_mode  # a single call: the file may be replaced or removed between two
     except (FileNotFoundError, NotADirectoryError):
@@ -150,19 +146,15 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES, max
     try:
         check_n_json_values(content, max_values)
         return json.loads(content.decode("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: expected JSON: {error}") from None
-    except RecursionError:
-        raise ValueError(f"{path}: expected JSON, got values that are nested too deeply") from None
+    except (ValueError, RecursionError) as error:
+        reason = error if isinstance(error, ValueError) else "values are nested too deeply"
+        raise ValueError(f"{path}: expected JSON: {reason}") from None
 
 
 def check_n_json_values(content: bytes, max_values: int = MAX_JSON_VALUES) -> None:
     """Raise ValueError if JSON text has over `max_values` values, counted by commas and brackets, before parsing.
 
     A parsed value takes about 90 bytes of memory, but as little as two bytes (`[]`) in the file.
-
-    Raises:
-        ValueError: more than `max_values` values.
     """
     if sum(map(content.count, (b",", b"[", b"{"))) > max_values:
         raise ValueError(f"more than {max_values:,} values")
@@ -171,11 +163,7 @@ def check_n_json_values(content: bytes, max_values: int = MAX_JSON_VALUES) -> No
 def read_json_object(
     path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES, max_values: int = MAX_JSON_VALUES
 ) -> dict[str, Any]:
-    """Return the content of a JSON file as a dict; raise ValueError if it is not an object, or as `read_json`.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_json`; or the file contains another value.
-    """
+    """Return the content of a JSON file as a dict; raise ValueError if it is not an object, or as `read_json`."""
     value = read_json(path, max_bytes, max_values)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got a {type(value).__name__}")

@@ -142,11 +142,7 @@ class FolderLock:
 
 
 def lock_file(handle: int) -> bool | None:
-    """Try to lock an open file exclusively, without waiting; return whether it was free, None if unsupported.
-
-    Returns:
-        whether the lock was free; None if the file system does not support locks.
-    """
+    """Try to lock an open file exclusively, without waiting; return whether it was free, None if unsupported."""
     try:
         if sys.platform == "win32":
             import msvcrt

@@ -18,10 +18,7 @@ def free_memory() -> int | None:
     """Return the bytes this process can allocate, None if unknown; TRICYCLE_MEMORY_GB overrides (ValueError if bad).
 
     This is the smallest of the free memory of the machine, the rest of the limits of a container or cgroup, and the
-    rest of `ulimit -v`. The variable TRICYCLE_MEMORY_GB overrides it.
-
-    Raises:
-        ValueError: the variable TRICYCLE_MEMORY_GB is not a number.
+    rest of `ulimit -v`.
     """
     stated = os.environ.get(MEMORY_VARIABLE)
     if stated:
@@ -48,9 +45,6 @@ def check_memory(n_bytes: int, what: str, advice: str = "") -> None:
         n_bytes: the least that is needed.
         what: the subject of the message, such as "the model".
         advice: what to do, for the end of the message.
-
-    Raises:
-        MemoryError: the message has the needed and the free amount.
     """
     free = free_memory()
     if free is not None and n_bytes > free:

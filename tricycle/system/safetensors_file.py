@@ -17,23 +17,8 @@ MAX_HEADER_BYTES = 100_000_000  # as in the readers of the format's authors
 MAX_NON_ASCII_HEADER_BYTES = 2**24  # smaller, because each character may need four bytes in memory
 MAX_JSON_VALUES = 2_200_000  # a header may contain the vocabulary of a model, as text
 MAX_DIMENSIONS = 32
-ITEM_SIZES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
-}
+_NAMES = {8: "F64 I64 U64", 4: "F32 I32 U32", 2: "F16 BF16 I16 U16", 1: "F8_E4M3 F8_E5M2 I8 U8 BOOL"}
+ITEM_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 
 
 class TensorInfo(NamedTuple):
