@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import BLAS_PIN_VARIABLES, tricycle_step
 from tricycle.debug import use_reference
-from tricycle_cli.kernel_times import timed_kernels
+from tricycle_cli.speed import timed_kernels
 from tricycle_lab.plot import new_figure, require_matplotlib
 
 # Groups of kernels. The remaining time is spent on the graph, gradient sums, embeddings and reshapes.

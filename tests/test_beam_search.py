@@ -75,10 +75,10 @@ def test_empty_inputs_are_accepted_and_invalid_settings_raise():
     assert generate_beam_search(model, [[1], [2]], 0) == [[], []]
     assert len(generate_beam_search(model, [[1]], 20)[0]) == 20
     for arguments, message in [
-        (([[1]], 21), "expected at most 21 tokens with the prompt, got 22"),
-        (([[1]], 3, 0), "expected beam_size above 0, got 0"),
-        (([[]], 3), "expected a prompt of 1 to 20 tokens, got 0"),
-        (([[6]], 3), "expected ids from 0 to 5, got 6"),
+        (([[1]], 21), "at most 21 tokens with the prompt, got 22"),
+        (([[1]], 3, 0), "beam_size above 0, got 0"),
+        (([[]], 3), "prompt of 1 to 20 tokens, got 0"),
+        (([[6]], 3), "ids from 0 to 5, got 6"),
     ]:
         with pytest.raises(ValueError, match=message):
             generate_beam_search(model, *arguments)

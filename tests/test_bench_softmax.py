@@ -62,13 +62,9 @@ def test_page_lists_each_softmax_with_losses_of_two_seeds(
 def test_a_copy_of_a_built_in_softmax_gives_equal_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and batches depend on the seed, not on the softmax."""
     monkeypatch.setattr(bench, "N_BYTES", 30_000)
-    path = tmp_path / "again.py"
-    path.write_text(
-        "from tricycle import kernels\nfrom tricycle.functions import RowSoftmax\n\n\n"
-        "class Again(RowSoftmax):\n    def row_softmax(self, scores):\n        return kernels.softmax(scores)\n"
-    )
+    (tmp_path / "again.py").write_text(GOOD.split("    def row_softmax_backward")[0].replace("sigmoid(", "softmax("))
     text, held_out = bench.load_tokens()
-    with bench.register_softmax(path) as name:
+    with bench.register_softmax(tmp_path / "again.py") as name:
         losses = [bench.train(one, 0, [2, 4], text, held_out).losses for one in (name, "softmax")]
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
@@ -80,14 +76,12 @@ def test_name_registered_by_the_file_is_used_and_removed(softmax_file: Path) -> 
     assert "s" not in SOFTMAXES
 
 
+SEEN = GOOD.replace("(scores)\n", "(scores + 1) * 0 + 1\n").replace("grad *", "0 * grad *")
 WRONG = {
     "no softmax": ("x = 1", "subclass.*RowSoftmax.*none"),
     "a wrong gradient": (GOOD.replace("(1 - weights)", "weights"), "Sigmoid: ValueError: gradcheck"),
     "an error": (GOOD.replace("kernels.sigmoid(scores)", "scores.nothing"), "Sigmoid: AttributeError"),
-    "hidden keys seen": (
-        GOOD.replace("(scores)\n", "(scores + 1) * 0 + 1\n").replace("grad *", "0 * grad *"),
-        "of 0 for",
-    ),
+    "hidden keys seen": (SEEN, "of 0 for"),
     "no Python": ("def", "SyntaxError"),
 }
 
@@ -107,13 +101,11 @@ def test_wrong_softmax_is_rejected_before_training(tmp_path: Path, case: str) ->
 def test_bad_flags_are_rejected(softmax_file: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file"):
         bench.main(["--softmax", str(tmp_path / "none.py")])
-    with pytest.raises(ValueError, match=r"--against.*softmax1.*'hard'"):
-        bench.main(["--softmax", str(softmax_file), "--against", "hard"])
-    with pytest.raises(ValueError, match=r"steps.*got 0"):
-        bench.main(["--softmax", str(softmax_file), "--steps", "0"])
+    for words, message in ((["--against", "hard"], r"--against.*softmax1.*'hard'"), (["--steps", "0"], "steps.*got 0")):
+        with pytest.raises(ValueError, match=message):
+            bench.main(["--softmax", str(softmax_file), *words])
 
 
 def test_evaluation_steps_are_spread_evenly() -> None:
-    assert bench.evaluation_steps(300) == list(range(30, 301, 30))
-    assert bench.evaluation_steps(3) == [1, 2, 3]
-    assert bench.evaluation_steps(1) == [1]
+    steps = {n: bench.evaluation_steps(n) for n in (300, 3, 1)}
+    assert steps == {300: [*range(30, 301, 30)], 3: [1, 2, 3], 1: [1]}

@@ -3,13 +3,14 @@
 import contextlib
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from programs import run_here
 
 from tricycle_cli.completion import SHELLS, flags_of, script
 from tricycle_cli.main import COMMANDS, main
@@ -19,11 +20,15 @@ COMMAND_WORDS = [*COMMANDS, "--help", "--print-completion", "--version"]
 HELP_FLAG = re.compile(r"--[a-z][\w-]*")
 
 
-def run_tricycle(*words: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "tricycle", *words], env=environment, capture_output=True, text=True, encoding="utf-8"
-    )
+NEEDS_BASH = pytest.mark.skipif(shutil.which("bash") is None or sys.platform == "win32", reason="needs bash")
+NEEDS_ZSH = pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+
+
+def run(*words, **options) -> str:
+    """Run a program, which must write no errors; return its output."""
+    done = subprocess.run(words, capture_output=True, text=True, encoding="utf-8", **options)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -49,44 +54,33 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_completed_flags_equal_the_flags_of_the_help(command, monkeypatch, capsys):
-    """Completion offers no more and no fewer flags than the help lists."""
-    monkeypatch.setenv("COLUMNS", "200")
-    every = "--help-all" if command in ("train", "distill", "sweep") else "--help"
-    lines = [[command, every]] + (
-        [[command, "--resume", "runs/x", "--help"]] if command in ("train", "distill") else []
-    )
-    parts = []
-    for words in lines:
+@pytest.fixture
+def help_text(monkeypatch, capsys):
+    """Return a function that returns the help of a command line."""
+
+    def read(*words: str, columns: int = 200) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr(sys, "argv", ["tricycle", *words])
         with pytest.raises(SystemExit):
             main()
-        parts.append(capsys.readouterr().out)
-    first_columns = [re.split(r"  ", line.strip("│ "))[0] for part in parts for line in part.splitlines()]
-    in_help = {flag for column in first_columns if column.startswith("-") for flag in HELP_FLAG.findall(column)}
-    assert {flag.name for flag in flags_of(command)} - {"--help-all"} == in_help - {"--help-all"}
-    assert command != "machine" or in_help == {"--help", "--kernels", "--no-kernels", "--speed", "--no-speed"}
+        return capsys.readouterr().out
 
-
-@pytest.mark.parametrize("command", ["train", "distill", "generate", "serve", "evaluate"])
-def test_every_flag_has_a_help_text(command, monkeypatch, capsys):
-    every = "--help-all" if command in ("train", "distill") else "--help"
-    monkeypatch.setattr(sys, "argv", ["tricycle", command, every])
-    with pytest.raises(SystemExit):
-        main()
-    entries = re.split(r"\n  (?=-)", capsys.readouterr().out)[1:]
-    helps = [re.sub(r"--?[a-z][\w-]*|\{[^}]*\}|[A-Z]{2,}|\(default.*", "", entry, flags=re.DOTALL) for entry in entries]
-    assert [entry for entry, help in zip(entries, helps) if not re.search("[a-z]{3}", help)] == []
+    return read
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_on_two_screens(command, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(sys, "argv", ["tricycle", command, "--help"])
-    with pytest.raises(SystemExit):
-        main()
-    assert 5 < len(capsys.readouterr().out.splitlines()) <= 100
+def test_completed_flags_equal_the_flags_of_the_help(command, help_text):
+    """Completion offers no more and no fewer flags than the help lists, and each has a help text."""
+    text = help_text(command, "--help-all" if command in ("train", "distill", "sweep") else "--help")
+    resuming = help_text(command, "--resume", "runs/x", "--help") if command in ("train", "distill") else ""
+    first_columns = [line.strip("│ ").split("  ")[0] for line in (text + resuming).splitlines()]
+    in_help = {flag for column in first_columns if column.startswith("-") for flag in HELP_FLAG.findall(column)}
+    assert {flag.name for flag in flags_of(command)} - {"--help-all"} == in_help - {"--help-all"}
+    assert command != "machine" or in_help == {"--help", "--kernels", "--no-kernels", "--speed", "--no-speed"}
+    entries = re.split(r"\n  (?=-)", text)[1:]
+    helps = [re.sub(r"--?[a-z][\w-]*|\{[^}]*\}|[A-Z]{2,}|\(default.*", "", entry, flags=re.DOTALL) for entry in entries]
+    assert [entry for entry, help in zip(entries, helps) if not re.search("[a-z]{3}", help)] == []
+    assert 5 < len(help_text(command, "--help", columns=100).splitlines()) <= 100
 
 
 def bash_offers(line: str, path: Path) -> list[str]:
@@ -100,24 +94,19 @@ COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
 _tricycle
 [ "${#COMPREPLY[@]}" -eq 0 ] || printf '%s\\n' "${COMPREPLY[@]}"
 """
-    done = subprocess.run(["bash", "-u", "-c", program, "bash", path, line], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout.split()
+    return run("bash", "-u", "-c", program, "bash", path, line).split()
 
 
-@pytest.mark.skipif(shutil.which("bash") is None or sys.platform == "win32", reason="needs bash")
+@NEEDS_BASH
 @pytest.mark.parametrize("line", CASES)
 def test_bash_completes_each_line(scripts, line):
     assert sorted(bash_offers(line, scripts / "tricycle.bash")) == sorted(CASES[line])
 
 
-@pytest.mark.skipif(shutil.which("bash") is None or sys.platform == "win32", reason="needs bash")
+@NEEDS_BASH
 def test_bash_registers_the_function_and_completes_after_an_equals_sign(scripts):
     path = scripts / "tricycle.bash"
-    program = f'source "{path}"; complete -p tricycle'
-    registered = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
-    assert "-F _tricycle tricycle" in registered.stdout
+    assert "-F _tricycle tricycle" in run("bash", "-c", f'source "{path}"; complete -p tricycle')
     # bash cuts words at "="
     assert bash_offers("tricycle train --preset = la", path) == ["laptop"]
     assert bash_offers("tricycle train --on-nan =", path) == ["stop", "skip", "rollback"]
@@ -129,9 +118,8 @@ def test_fish_completes_each_line(scripts, line, tmp_path):
     """Without a dash fish offers no flags; it offers files where an argument may be a file name."""
     environment = {**os.environ, "HOME": str(tmp_path)}
     program = f'source "{scripts / "tricycle.fish"}"; complete -C "{line}"'
-    done = subprocess.run(["fish", "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    offered = {entry.split("\t")[0] for entry in done.stdout.splitlines()}
+    output = run("fish", "-c", program, env=environment, cwd=tmp_path)
+    offered = {entry.split("\t")[0] for entry in output.splitlines()}
     assert offered == {word for word in CASES[line] if "-" in line.split()[-1] or not word.startswith("--")}
 
 
@@ -152,21 +140,18 @@ CURRENT=${#words}
 PREFIX=${words[CURRENT]}
 _tricycle
 """
-    done = subprocess.run(["zsh", "-f", "-c", program, "zsh", path, line], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
+    return run("zsh", "-f", "-c", program, "zsh", path, line)
 
 
 @pytest.mark.slow_except(10)
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+@NEEDS_ZSH
 @pytest.mark.parametrize("line", CASES)
 def test_zsh_completes_each_line(scripts, line):
     assert sorted(zsh_offers(line, scripts / "tricycle.zsh").split()) == sorted(CASES[line])
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+@NEEDS_ZSH
 def test_zsh_completes_a_partial_word(scripts):
     """Press the key in an interactive shell with a terminal."""
     import pty
@@ -187,24 +172,18 @@ def test_zsh_completes_a_partial_word(scripts):
         os.waitpid(process, 0)
 
 
-def read_until(terminal: int, expected: bytes, seconds: float = 60) -> None:
-    """Raises AssertionError: it has not been written in time."""
-    import select
-
+def read_until(terminal: int, expected: bytes) -> None:
+    """Read until a text is written; AssertionError if nothing is written for a minute."""
     text = b""
-    end = time.monotonic() + seconds
     while expected not in text:
-        assert time.monotonic() < end, text
-        if select.select([terminal], [], [], 1)[0]:
-            text += os.read(terminal, 4096)
+        assert select.select([terminal], [], [], 60)[0], text
+        text += os.read(terminal, 4096)
 
 
 def test_print_completion_and_unknown_shells():
-    done = run_tricycle("--print-completion", "bash")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == script("bash", COMMANDS)
+    assert run(sys.executable, "-m", "tricycle", "--print-completion", "bash") == script("bash", COMMANDS)
     for words in (["tcsh"], []):
-        done = run_tricycle("--print-completion", *words)
-        assert done.returncode != 0
+        done = run_here(main, "tricycle", ("--print-completion", *words))
+        assert done.returncode == 1
         assert "--print-completion" in done.stderr and "bash, zsh, fish" in done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -82,11 +82,3 @@ def test_attention_page_lists_registered_softmaxes() -> None:
     page = (DOCS / "attention.md").read_text(encoding="utf-8")
     named = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     assert len(named) == 5 and set(named) <= set(SOFTMAXES)
-
-
-def test_american_spelling_of_a_flag() -> None:
-    pytest.importorskip("tyro")
-    from tricycle_cli.flags import parse
-
-    assert parse(GPTConfig, args=["--optimizer", "adafactor"]).optimiser == "adafactor"
-    assert parse(GPTConfig, args=["--optimizer=lion"]).optimiser == "lion"

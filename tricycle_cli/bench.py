@@ -53,15 +53,10 @@ class Arguments:
 
 
 class Run(NamedTuple):
-    """The result of one training run.
+    """The result of one training run."""
 
-    Attributes:
-        losses: the held-out losses during training, in nats per token.
-        seconds: the median time of a step.
-    """
-
-    losses: list[float]
-    seconds: float
+    losses: list[float]  # the held-out losses during training, in nats per token
+    seconds: float  # the median time of a step
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -83,14 +78,14 @@ def main(args: Sequence[str] | None = None) -> None:
                 shown = f"{name}, seed {seed}: held-out loss {runs[name][-1].losses[-1]:.4f} nats/token"
                 print(f"{shown}, {1000 * runs[name][-1].seconds:.1f} ms/step", file=sys.stderr, flush=True)
     rows = [summarize_runs(name, runs[name]) for name in names]
+    shape = f"{SHAPE.n_layers} layers of width {SHAPE.embedding_dim}, {SHAPE.n_heads} heads"
     result = {
         "own": own,
         "file": arguments.softmax.name,
         "source": arguments.softmax.read_text(encoding="utf-8", errors="replace")[:20_000],
         "steps": steps,
         "seeds": arguments.seeds,
-        "shape": f"{SHAPE.n_layers} layers of width {SHAPE.embedding_dim}, {SHAPE.n_heads} heads, "
-        f"{SHAPE.context_window} tokens, batches of {BATCH_SIZE}",
+        "shape": f"{shape}, {SHAPE.context_window} tokens, batches of {BATCH_SIZE}",
         "softmaxes": rows,
         "minutes": round((time.perf_counter() - started) / 60, 1),
     }
@@ -112,12 +107,12 @@ def register_softmax(path: Path) -> Iterator[str]:
         module = load_module(path)
         added = [name for name in SOFTMAXES if name not in before]
         if not added:
-            kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, RowSoftmax)]
-            kinds = [kind for kind in kinds if kind.__module__ == module.__name__]
+            own = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__]
+            kinds = {kind.__name__: kind for kind in own if isinstance(kind, type) and issubclass(kind, RowSoftmax)}
             if not kinds:
                 raise ValueError(f"{path}: expected a subclass of tricycle.functions.RowSoftmax in it, got none")
-            SOFTMAXES[kinds[-1].__name__] = kinds[-1]
-            added = [kinds[-1].__name__]
+            added = [*kinds]
+            SOFTMAXES.update(kinds)
         check_softmax(path, SOFTMAXES[added[-1]]())
         yield added[-1]
     finally:
@@ -126,11 +121,7 @@ def register_softmax(path: Path) -> Iterator[str]:
 
 
 def check_softmax(path: Path, softmax: Any) -> None:
-    """Check a softmax's gradient by finite differences, and weights of 0 for masked keys; else raise ValueError.
-
-    Raises:
-        ValueError: a wrong gradient, or a nonzero weight of a masked key.
-    """
+    """Check a softmax's gradient by finite differences, and weights of 0 for masked keys; else raise ValueError."""
     title = f"{path}: {type(softmax).__name__}"
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((3, 5))
@@ -166,14 +157,7 @@ def evaluation_steps(n_steps: int) -> list[int]:
 def train(name: str, seed: int, steps: Sequence[int], text: np.ndarray, held_out: np.ndarray) -> Run:
     """Train a small GPT with a softmax; return held-out losses (nats/token) after `steps` and median seconds per step.
 
-    Runs of the same seed have the same initial weights and batches.
-
-    Args:
-        name: the name of the softmax.
-        seed: the seed of the initial weights and of the batches.
-        steps: the steps after which to evaluate; the last is the number of updates.
-        text: the training tokens.
-        held_out: the held-out tokens.
+    Runs of the same seed have the same initial weights and batches. The last of `steps` is the number of updates.
     """
     model = GPT(replace(SHAPE, softmax=name, seed=seed))
     n_steps = steps[-1]

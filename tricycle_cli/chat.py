@@ -74,10 +74,8 @@ class Conversation:
         decoding: DecodingFlags | None = None,
     ) -> None:
         if not loaded.tokeniser.chat_template:
-            raise ValueError(
-                "expected a model with a chat template, got one without: it is no chat model. "
-                "Use `tricycle generate` to continue a text"
-            )
+            use = "use `tricycle generate` to continue a text"
+            raise ValueError(f"expected a model with a chat template, got one without: it is no chat model; {use}")
         if n_tokens < 1:
             raise ValueError(f"expected --length to be 1 or more, got {n_tokens}")
         self.model, self.tokeniser = loaded.model, loaded.tokeniser
@@ -113,14 +111,11 @@ class Conversation:
         ids = self._ids(messages)
         while len(ids) + reserved > window:
             if len(messages) <= n_first + 1:
-                most = window - reserved
-                raise ValueError(
-                    f"expected a message of at most {most} tokens with the chat template, got {len(ids)}: shorten it"
-                )
+                most = f"at most {window - reserved} tokens with the chat template"
+                raise ValueError(f"expected a message of {most}, got {len(ids)}: shorten it")
             if self.decoding.overflow == "error":
-                raise ValueError(
-                    f"the context window of {window:,} tokens is full: start a new conversation with /reset"
-                )
+                full = f"the context window of {window:,} tokens is full"
+                raise ValueError(f"{full}: start a new conversation with /reset")
             n_removed = min(2, len(messages) - n_first - 1)  # a question and its answer
             del messages[n_first : n_first + n_removed]
             n_dropped += n_removed

@@ -41,11 +41,7 @@ class Arguments:
 
 
 def are_runs(words: Sequence[str]) -> bool:
-    """Return whether `words` are 2+ runs, no flags but --out, --port, --browser; ValueError if only some of 3+.
-
-    Raises:
-        ValueError: three or more words, of which some but not all are run folders.
-    """
+    """Return whether words but --out, --port, --browser are run folders, 2 or more; ValueError if some of 3 or more."""
     flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     flags.add_argument("--out")
     flags.add_argument("--port")
@@ -58,9 +54,8 @@ def are_runs(words: Sequence[str]) -> bool:
         return False
     runs = [is_run(Path(word)) for word in places]
     if len(places) > 2 and any(runs) and not all(runs):
-        raise ValueError(
-            f"{places[runs.index(False)]}: expected a run folder like the others, got one without config.json"
-        )
+        odd = places[runs.index(False)]
+        raise ValueError(f"{odd}: expected a run folder like the others, got one without config.json")
     return all(runs)
 
 
@@ -79,11 +74,7 @@ class Runs(StaticPage):
         self.page()  # an unreadable folder is an error of the command, not of the page
 
     def page(self) -> str:
-        """Read the runs, and return the HTML page that compares them; ValueError if a config.json cannot be read.
-
-        Raises:
-            ValueError: the config of a folder cannot be read.
-        """
+        """Read the runs, and return the HTML page that compares them; ValueError if a config.json cannot be read."""
         names = short_names(self.folders)
         read = [read_run(folder, name) for folder, name in zip(self.folders, names)]
         return render_page("runs", f"{len(read)} runs", compare_runs(read))
@@ -100,24 +91,21 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> RunData:
-    """Read a run folder as `RunData` called `name`; only config.json is required (FileNotFoundError, ValueError).
-
-    Raises:
-        ValueError: config.json cannot be read.
-    """
+    """Read a run folder as `RunData` called `name`; only config.json is required (FileNotFoundError, ValueError)."""
     config = GPTConfig.from_dict(read_json_object(folder / "config.json"))
     data: dict[str, Any] = read_or_default(lambda: read_json_object(folder / "data.json"), {})
     is_finetuning = "arguments" in data  # its rows have different lengths
-    metrics = read_metrics(folder / "metrics.jsonl")
+    path = folder / "metrics.jsonl"
+    metrics = read_metrics(path)
+    n_lines = sum(bool(line.strip()) for line in read_file(path).splitlines()) if path.is_file() else 0
+    tokeniser = folder / "tokeniser.json"
     return RunData(
         name,
         run_settings(config, data),
         metrics,
-        n_damaged=count_lines(folder / "metrics.jsonl") - len(metrics),
+        n_damaged=n_lines - len(metrics),
         n_parameters=read_or_default(lambda: count_weights(folder / "last.safetensors"), 0),
-        tokeniser_hash=read_or_default(
-            lambda: short_hash(read_file(folder / "tokeniser.json", MAX_TOKENISER_BYTES)), ""
-        ),
+        tokeniser_hash=read_or_default(lambda: short_hash(read_file(tokeniser, MAX_TOKENISER_BYTES)), ""),
         text_hash=str(data.get("corpus", "")),
         tokens_per_step=0 if is_finetuning else config.batch_size * config.context_window * config.accumulation_steps,
         samples=read_or_default(lambda: read_samples(folder / "samples.txt"), []),
@@ -132,13 +120,6 @@ def run_settings(config: GPTConfig, data: dict[str, Any]) -> dict[str, Any]:
     return {**settings, **config.to_dict(), **(present_flags(flags) if isinstance(flags, dict) else {})}
 
 
-def count_lines(path: Path) -> int:
-    """Return the number of lines of a file that are not empty; 0 for a missing file."""
-    if not path.is_file():
-        return 0
-    return sum(bool(line.strip()) for line in read_file(path).splitlines())
-
-
 def read_or_default(read: Callable[[], T], default: T) -> T:
     """Return `read()`, or `default` if it raises OSError or ValueError, as for a missing or damaged file."""
     try:
@@ -149,8 +130,8 @@ def read_or_default(read: Callable[[], T], default: T) -> T:
 
 def count_weights(checkpoint: Path) -> int:
     """Return the number of elements of all model weights in a checkpoint; only its header is read."""
-    infos = read_header(checkpoint)[0]
-    return sum(math.prod(info.shape) for name, info in infos.items() if name.startswith("model."))
+    header = read_header(checkpoint)[0]
+    return sum(math.prod(info.shape) for name, info in header.items() if name.startswith("model."))
 
 
 def read_samples(path: Path) -> list[tuple[str, str]]:

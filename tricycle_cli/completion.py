@@ -18,25 +18,15 @@ OWN_FLAGS = ("--help", "--print-completion", "--version")
 
 
 class Flag(NamedTuple):
-    """A flag of a command.
+    """A flag of a command."""
 
-    Attributes:
-        name: with the leading dashes.
-        choices: the values that the flag accepts; empty for any value.
-        alone: the flag takes no value.
-    """
-
-    name: str
-    choices: tuple[str, ...] = ()
-    alone: bool = False
+    name: str  # with the leading dashes
+    choices: tuple[str, ...] = ()  # the values that the flag accepts; empty for any value
+    alone: bool = False  # the flag takes no value
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
-    """Return `shell`'s completion script ("bash", "zsh", "fish", else ValueError); `commands`: help texts by name.
-
-    Args:
-        shell: "bash", "zsh" or "fish".
-        commands: the name and the help text of each command.
+    """Return `tricycle`'s completion script for bash, zsh or fish; `commands` maps names to help texts.
 
     Raises:
         ValueError: an unknown shell.
@@ -50,9 +40,8 @@ def script(shell: str, commands: Mapping[str, str]) -> str:
 def flags_of(command: str) -> list[Flag]:
     """Return the flags of a command's `Arguments`, `ResumeArguments` if any, --help and, with a config, --help-all."""
     module = importlib.import_module(f"tricycle_cli.{command}")
-    flags = {flag.name: flag for flag in field_flags(module.Arguments)}
-    if hasattr(module, "ResumeArguments"):
-        flags = {flag.name: flag for flag in field_flags(module.ResumeArguments)} | flags
+    kinds = [getattr(module, name) for name in ("ResumeArguments", "Arguments") if hasattr(module, name)]
+    flags = {flag.name: flag for kind in kinds for flag in field_flags(kind)}
     if "config" in module.Arguments.__dataclass_fields__:
         flags["--help-all"] = Flag("--help-all", alone=True)
     return [*flags.values(), Flag("--help", alone=True)]
@@ -72,11 +61,9 @@ def field_flags(kind: Any) -> Iterator[Flag]:
         if dataclasses.is_dataclass(hint):
             yield from field_flags(hint)
             continue
+        yield Flag(f"--{name}", tuple(_choices(hint)), alone=hint is bool)
         if hint is bool:
-            yield Flag(f"--{name}", alone=True)
             yield Flag(f"--no-{name}", alone=True)
-        else:
-            yield Flag(f"--{name}", tuple(_choices(hint)))
 
 
 def _is_no_flag(marks: Sequence[Any]) -> bool:
@@ -167,15 +154,14 @@ def _filled(template: str, commands: str, flags: Flags, choice: str, names: str)
         choice: the format of a line with a command, a flag and its values.
         names: the format of a line with a command and the names of its flags.
     """
-    values = {
-        f"{command} {flag.name}": flag.choices for command, ones in flags.items() for flag in ones if flag.choices
-    }
-    values["--print-completion --print-completion"] = SHELLS
-    choices = [choice.format(typed, " ".join(words)) for typed, words in values.items()]
+    all_flags = [(command, flag) for command, ones in flags.items() for flag in ones]
+    choices = [
+        choice.format(f"{command} {flag.name}", " ".join(flag.choices)) for command, flag in all_flags if flag.choices
+    ]
+    choices.append(choice.format("--print-completion --print-completion", " ".join(SHELLS)))
     known = [names.format(command, " ".join(flag.name for flag in ones)) for command, ones in flags.items()]
-    for name, lines in (("COMMANDS", [commands]), ("CHOICES", choices), ("FLAGS", known)):
-        template = template.replace(name, "\n".join(lines))
-    return template
+    template = template.replace("COMMANDS", commands).replace("CHOICES", "\n".join(choices))
+    return template.replace("FLAGS", "\n".join(known))
 
 
 def _bash(commands: Mapping[str, str], flags: Flags) -> str:

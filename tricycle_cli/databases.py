@@ -6,11 +6,7 @@ from pathlib import Path
 
 
 def sqlite_url(path: Path) -> str:
-    """Return the SQLAlchemy URL of a SQLite file, absolute; ValueError if this SQLAlchemy cannot escape the path.
-
-    Raises:
-        ValueError: the path needs escapes, which SQLAlchemy supports from version 2.1.
-    """
+    """Return the SQLAlchemy URL of a SQLite file; ValueError if it needs escapes and SQLAlchemy is older than 2.1."""
     import sqlalchemy
 
     name = path.resolve().as_posix()

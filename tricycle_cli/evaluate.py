@@ -50,21 +50,13 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Score:
-    """The loss of a model on one text.
+    """The loss of a model on one text."""
 
-    Attributes:
-        file: the path of the text; "all" for several texts together.
-        tokens, bytes: the numbers of predicted tokens and bytes; the first token may be context only.
-        loss: the mean loss in nats per token.
-        perplexity: exp(loss).
-        bits_per_byte: the loss in bits per byte.
-    """
-
-    file: str
-    tokens: int
+    file: str  # the path of the text; "all" for several texts together
+    tokens: int  # the number of predicted tokens; the first token may be context only
     bytes: int
-    loss: float
-    perplexity: float
+    loss: float  # the mean, in nats per token
+    perplexity: float  # exp(loss)
     bits_per_byte: float
 
 
@@ -102,9 +94,6 @@ def tokenize_text(tokeniser: Tokeniser, text: bytes, name: str = "evaluate") -> 
 
     The first token is the tokenizer's start-of-text token. Without such a token, it is the first token of the text,
     whose bytes then do not count.
-
-    Raises:
-        ValueError: the text has fewer than two tokens.
     """
     ids = tokeniser.encode_plain(text)
     start = tokeniser.start_of_text

@@ -107,8 +107,8 @@ def _resolve_aliases(kind: Any, args: Sequence[str]) -> list[str]:
 
 def _present_name(kind: Any, name: str) -> str:
     """Return the name of a flag; for a deprecated name the new one, in a command that has the new one only."""
-    negation, plain = ("--no-", name.replace("_", "-"))
-    prefix = negation if plain.startswith(negation) else "--"
+    plain = name.replace("_", "-")
+    prefix = "--no-" if plain.startswith("--no-") else "--"
     alias = ALIASES.get("--" + plain.removeprefix(prefix))
     if alias is None:
         return name
@@ -148,7 +148,10 @@ def one_line_errors() -> Iterator[None]:
 
     With TRICYCLE_TRACEBACK set, errors keep their traceback.
     """
-    _open_standard_streams()
+    # closed standard streams are opened as os.devnull; else a checkpoint could get the descriptor of stdout
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (until the program ends)
     for stream in (sys.stdout, sys.stderr):  # some terminals cannot encode every character that a model generates
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
@@ -173,13 +176,6 @@ def one_line_errors() -> Iterator[None]:
         fail(f"a library failed: {str(error) or type(error).__name__}")
 
 
-def _open_standard_streams() -> None:
-    """Open standard streams that are closed as os.devnull; else a checkpoint could get the descriptor of stdout."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (until the program ends)
-
-
 def _tune_host() -> None:
     """Tune the process for training (memory allocator, BLAS threads) if `tricycle_accelerators` is installed."""
     try:
@@ -196,10 +192,6 @@ def _program() -> str:
 
 def _one_line(box: str) -> str:
     """Return the first paragraph of the error box that tyro draws as one line."""
-    lines = [re.sub(r"^[│╭╰|]\s?|\s*[│╮╯|]$", "", line).strip() for line in box.splitlines()]
-    words: list[str] = []
-    for line in lines[1:]:
-        if line.startswith(("─", "-----")) and words:
-            break
-        words.append(line.strip("─ "))
-    return " ".join(word for word in words if word)
+    lines = [re.sub(r"^[│╭╰|]\s?|\s*[│╮╯|]$", "", line).strip() for line in box.splitlines()[1:]]
+    end = next((i for i, line in enumerate(lines) if i and line.startswith(("─", "-----"))), None)
+    return " ".join(word for line in lines[:end] if (word := line.strip("─ ")))

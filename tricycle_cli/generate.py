@@ -51,11 +51,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:
-    """Encode the prompt; None becomes the token that starts a new text, an empty prompt raises ValueError.
-
-    Raises:
-        ValueError: the prompt is empty.
-    """
+    """Encode the prompt; None becomes the token that starts a new text, an empty prompt raises ValueError."""
     if prompt is None:
         return [tokeniser.new_text]
     ids = [int(token) for token in tokeniser.encode(prompt)]
@@ -67,12 +63,7 @@ def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:
 def stream_text(
     tokens: Iterator[int], tokeniser: Tokeniser, skipped: Sequence[int], context: Sequence[int]
 ) -> Iterator[str]:
-    """Yield the text of tokens as they arrive, in whole characters, without `skipped`; `context` came before.
-
-    Args:
-        skipped: tokens that are left out of the text, such as the end-of-text token.
-        context: the tokens before the first one.
-    """
+    """Yield the text of tokens after `context`, in whole characters, without `skipped` ones such as end-of-text."""
     stream = tokeniser.stream(context)
     for token in tokens:
         if token not in skipped:

@@ -23,12 +23,7 @@ DASHES = re.compile(r"^ +-{9,}$", re.MULTILINE)
 
 
 def format_help(text: str, show_all: bool) -> str:
-    """Return tyro's help text with its flags in groups, wrapped for the terminal, without rare ones unless `show_all`.
-
-    Args:
-        text: the text that tyro prints.
-        show_all: include rare flags of the config.
-    """
+    """Return tyro's help with its flags in groups, wrapped for the terminal, without rare ones unless `show_all`."""
     head, *boxes = re.split(r"\n (?=\S[^\n]*\n -{9})", text)
     sections: dict[str, list[tuple[str, str]]] = {}
     n_hidden = 0
@@ -50,9 +45,8 @@ def format_help(text: str, show_all: bool) -> str:
         for name, words in entries:
             lines += _columns(name, words if show_all else NO_DEFAULT.sub("", words), columns)
     if n_hidden:
-        lines.append(
-            f"\n--help-all shows {n_hidden} more flags: architectures of pretrained models, and rare training settings."
-        )
+        rare = "architectures of pretrained models, and rare training settings"
+        lines.append(f"\n--help-all shows {n_hidden} more flags: {rare}.")
     return "\n".join(lines) + "\n"
 
 
@@ -72,6 +66,5 @@ def _entries(box: str) -> Iterator[tuple[str, str]]:
 
 def _columns(name: str, words: str, columns: int) -> list[str]:
     wrapped = textwrap.wrap(words, max(30, columns - LEFT - 2)) or [""]
-    if len(name) > LEFT - 1:
-        return [f"  {name}", *(f"  {'':{LEFT}}{line}" for line in wrapped)]
-    return [f"  {name if i == 0 else '':{LEFT}}{line}" for i, line in enumerate(wrapped)]
+    first = [f"  {name}"] if len(name) >= LEFT else [f"  {name:{LEFT}}{wrapped.pop(0)}"]
+    return first + [f"  {'':{LEFT}}{line}" for line in wrapped]

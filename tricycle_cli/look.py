@@ -86,7 +86,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def show(
     models: Sequence[InspectableModel], text: str, out: Path | None = None, port: int = 0, browser: bool = True
 ) -> None:
-    """Serve a page that inspects one or two models until Ctrl-C, or write it to `out`; ValueError for an invalid text.
+    """Serve a page that inspects one or two models until Ctrl-C, or write it to the HTML file `out`.
 
     Args:
         models: one model, or two for a comparison.
@@ -126,11 +126,7 @@ def load_inspectable(arguments: Arguments, source: str, is_second: bool = False)
 
 
 def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) -> InspectableModel:
-    """Load the one encoder-decoder of `paths` (found at `source`); ValueError if several or if flags do not apply.
-
-    Raises:
-        ValueError: several files, or flags that do not apply to encoder-decoders.
-    """
+    """Load the one encoder-decoder of `paths` (found at `source`); ValueError if several or if flags do not apply."""
     if len(paths) > 1:
         found = ", ".join(map(str, paths))
         raise ValueError(f"{source}: expected one encoder-decoder, got several: give one of {found}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -23,7 +24,6 @@ from tricycle_accelerators import host, threads
 from tricycle_accelerators import processor as processor_facts
 from tricycle_accelerators.cuda import cudnn, gemm
 from tricycle_accelerators.onednn import library as onednn
-from tricycle_accelerators.processor import parse_cpuinfo
 from tricycle_accelerators.providers import VARIABLE, exclusion_reason
 from tricycle_cli import speed
 
@@ -35,9 +35,8 @@ CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 OPTIONAL = """
     threadpoolctl tiktoken tqdm tyro matplotlib datasets ml_dtypes onednn-cpu-gomp numba mkl
 """.split()
-PACKAGES = {"numba": "numba", "onednn": onednn.DISTRIBUTION}  # the packages that providers need
+PACKAGES = {"numba": "numba", "onednn": onednn.DISTRIBUTION, "numpy": "numpy"}  # the packages that providers need
 SPEED_HINT = "`tricycle machine --speed` measures the fraction of peak and the time of each part of a step"
-NO_ADVICE = "nothing to suggest"
 WIDTH, INDENT = 110, 12
 
 
@@ -58,31 +57,24 @@ def installed(*packages: str) -> list[str]:
     """Return the installed ones of some packages, each as NAME==VERSION."""
     found = []
     for package in packages:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found.append(f"{package}=={version(package)}")
-        except PackageNotFoundError:
-            continue
     return found
 
 
 def read_cpuinfo() -> str:
     """Return the text of Linux's /proc/cpuinfo; "" on other systems."""
-    path = Path("/proc/cpuinfo")
+    path = processor_facts.CPUINFO
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def describe_processor(cpuinfo: str) -> str:
-    """Describe the processor, given the text of /proc/cpuinfo: name, number of logical cores, and instruction sets.
-
-    Args:
-        cpuinfo: the text of Linux's /proc/cpuinfo; "" on other systems.
-    """
-    fields = parse_cpuinfo(cpuinfo)
+    """Describe the processor, given Linux's /proc/cpuinfo ("" elsewhere): name, logical cores, and instruction sets."""
+    fields = processor_facts.parse_cpuinfo(cpuinfo)
     name = fields.get("model name") or platform.processor() or platform.machine() or "unknown"
     flags = fields.get("flags", "").split()
     if flags:
-        known = [f"{'' if flag in flags else 'no '}{instruction}" for instruction, flag in INSTRUCTIONS.items()]
-        instructions = ", ".join(known)
+        instructions = ", ".join(("" if flag in flags else "no ") + title for title, flag in INSTRUCTIONS.items())
     else:
         simd = (np.show_config(mode="dicts") or {}).get("SIMD Extensions", {})
         instructions = "bf16 and AMX unknown; NumPy uses " + " ".join(simd.get("found") or ["its baseline"])
@@ -126,9 +118,9 @@ def host_report() -> str:
         "BLAS uses one thread, and Tricycle divides matrix products among its own threads" if done.holds_blas else "",
     ]
     described = "; ".join(change for change in changes if change)
-    if not described:
-        return f"not tuned ({host.SWITCH}=0)" if os.environ.get(host.SWITCH) == "0" else "not tuned"
-    return f"tuned: {described} ({host.SWITCH}=0 disables this)"
+    if described:
+        return f"tuned: {described} ({host.SWITCH}=0 disables this)"
+    return f"not tuned ({host.SWITCH}=0)" if os.environ.get(host.SWITCH) == "0" else "not tuned"
 
 
 def nvidia_smi(*words: str) -> list[str]:
@@ -156,11 +148,8 @@ def driver_version() -> str:
 
 def gpu_libraries() -> dict[str, str | None]:
     """Return a dict of GPU libraries for matmul and attention: version to None if it works, else problem to problem."""
-    found: dict[str, str | None] = {}
-    for module in (gemm, cudnn):
-        problem = module.unavailable_reason()
-        found[problem or module.version_text()] = problem
-    return found
+    problems = [(module, module.unavailable_reason()) for module in (gemm, cudnn)]
+    return {problem or module.version_text(): problem for module, problem in problems}
 
 
 def speed_report() -> str:
@@ -185,9 +174,7 @@ def advice(listed_gpus: list[str], gpu_problem: str | None) -> list[str]:
     cores, name = os.cpu_count() or 1, thread_variable()
     if name and threads.n_threads() < cores:
         found.append(f"unset {name}: {threads.n_threads()} of {cores} logical cores are in use")
-    names = [
-        name for name in ("numba", "onednn", "numpy") if exclusion_reason(name) and installed(PACKAGES.get(name, name))
-    ]
+    names = [name for name, package in PACKAGES.items() if exclusion_reason(name) and installed(package)]
     if names:
         found.append(f"unset {VARIABLE}={os.environ[VARIABLE]}: it excludes {', '.join(names)}")
     if not installed("threadpoolctl"):
@@ -211,9 +198,8 @@ def kernel_report() -> str:
     providers = {name: [*map(provider_name, kernel.registered.get(np.ndarray, ()))] for name, kernel in KERNELS.items()}
     width = max(map(len, providers))
     lines = [f"CPU: {describe_processor(read_cpuinfo())}", ""]
-    lines += [
-        f"{name:<{width}}  {', '.join(dict.fromkeys([*names, PLAIN]))}" for name, names in sorted(providers.items())
-    ]
+    for name, names in sorted(providers.items()):
+        lines.append(f"{name:<{width}}  {', '.join(dict.fromkeys([*names, PLAIN]))}")
     lines += ["", *(f"{name} is unavailable: {reason}" for name, reason in UNAVAILABLE.items())]
     return "\n".join(lines).rstrip()
 
@@ -238,24 +224,20 @@ def report() -> str:
         "packages": ", ".join(installed(*OPTIONAL)) or "none",
         "optional": "not installed: " + (", ".join(name for name in OPTIONAL if not installed(name)) or "none"),
     }
-    lines = [
-        textwrap.fill(
-            value,
-            WIDTH,
-            initial_indent=f"{name:<{INDENT}}",
-            subsequent_indent=" " * INDENT,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for name, value in rows.items()
-    ]
+    wrapper = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False
+    )
+    lines = []
+    for name, value in rows.items():
+        wrapper.initial_indent = f"{name:<{INDENT}}"
+        lines.append(wrapper.fill(value))
     lines.insert([*rows].index("matmul") + 1, " " * INDENT + SPEED_HINT)
     return "\n".join([*lines, *advice_lines(advice(shown, problem))])
 
 
 def advice_lines(found: list[str]) -> list[str]:
     """Return the last section of a report as lines: a title and the indented suggestions, or "nothing to suggest"."""
-    return ["", "Suggestions for more speed:", *(f"  {line}" for line in found or [NO_ADVICE])]
+    return ["", "Suggestions for more speed:", *(f"  {line}" for line in found or ["nothing to suggest"])]
 
 
 def fraction_report() -> str:
@@ -276,10 +258,7 @@ def main() -> int:
 
         arguments = parse(Arguments, description=__doc__ or "")
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    if arguments.kernels:
-        print(kernel_report())
-    if arguments.speed:
-        print(fraction_report())
-    if not (arguments.kernels or arguments.speed):
-        print(report())
+    reports = [kernel_report] * arguments.kernels + [fraction_report] * arguments.speed
+    for write in reports or [report]:
+        print(write())
     return 0

@@ -38,7 +38,9 @@ def main(program: str = PROGRAM) -> None:
         print(f"tricycle {tricycle.__version__}")
         return
     if words[0] == "--print-completion":
-        run_main(print_completion)
+        from tricycle_cli.completion import script
+
+        run_main(lambda: print(script(" ".join(words[1:]), COMMANDS), end=""))
     sys.argv = [program, *words[1:]]
     if words[0] not in COMMANDS:
         fail(f"expected a command, one of {', '.join(COMMANDS)}, got {words[0]!r}", status=2)
@@ -48,22 +50,10 @@ def main(program: str = PROGRAM) -> None:
         sys.exit(importlib.import_module(f"tricycle_cli.{words[0]}").main())
 
 
-def print_completion() -> None:
-    """Write the completion script for the shell that sys.argv[2:] names to stdout; ValueError for an unknown shell."""
-    from tricycle_cli.completion import script
-
-    sys.stdout.write(script(" ".join(sys.argv[2:]), COMMANDS))
-
-
 def overview(program: str) -> str:
     """Return the help text of `tricycle`: a line for each command."""
-    lines = [
-        f"usage: {program} COMMAND ...",
-        "",
-        "Train GPTs from scratch, and run pretrained models.",
-        "",
-        "commands:",
-    ]
+    about = "Train GPTs from scratch, and run pretrained models."
+    lines = [f"usage: {program} COMMAND ...", "", about, "", "commands:"]
     lines += [f"  {name:<10}{help}" for name, help in COMMANDS.items()]
     options = {
         "COMMAND --help": "show the flags of a command",

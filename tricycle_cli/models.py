@@ -212,7 +212,12 @@ class SamplingFlags:
             ValueError: a parameter out of range.
         """
         sampling = default_sampling(loaded)
-        if fallback and lacks_generation_settings(loaded):
+        names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        if (
+            fallback
+            and loaded.source is not None
+            and not any(loaded.source.generation.get(x) is not None for x in names)
+        ):
             sampling = replace(sampling, **fallback)
         stated = {name: value for name, value in asdict(self).items() if value is not None}
         return replace(sampling, **{"seed": None, **stated})
@@ -220,23 +225,12 @@ class SamplingFlags:
 
 def default_sampling(loaded: Pretrained) -> PenalizedSamplingParams:
     """Return fixed sampling parameters for Tricycle's models, else generation settings (greedy unless do_sample)."""
-    known: dict[str, Any] = {"stop_tokens": stop_tokens(loaded), "n_vocab": loaded.tokeniser.n_vocab}
-    if loaded.source is None:
-        return replace(SAMPLING, **known)
-    generation = loaded.generation
-    names = ("top_k", "top_p", "min_p", "repetition_penalty")
-    return PenalizedSamplingParams(
-        temperature=generation.temperature if generation.do_sample else 0.0,
-        **{name: getattr(generation, name) for name in names},
-        **known,
-    )
-
-
-def lacks_generation_settings(loaded: Pretrained) -> bool:
-    """Return whether a model is a pretrained one whose files contain no sampling parameters."""
-    stated = {} if loaded.source is None else loaded.source.generation
-    names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return loaded.source is not None and all(stated.get(name) is None for name in names)
+    sampling = SAMPLING
+    if loaded.source is not None:
+        generation = loaded.generation
+        values = {name: getattr(generation, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
+        sampling = PenalizedSamplingParams(generation.temperature if generation.do_sample else 0.0, **values)
+    return replace(sampling, stop_tokens=stop_tokens(loaded), n_vocab=loaded.tokeniser.n_vocab)
 
 
 def stop_tokens(loaded: Pretrained) -> list[int]:

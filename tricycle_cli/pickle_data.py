@@ -29,10 +29,12 @@ MAX_READS = 2**19
 MAX_STRING_BYTES = 2**22  # of all strings together: Python's str may take four times as many bytes
 MAX_NAME_BYTES = 1000
 # The opcodes with Python's own implementation: they make plain values, or move values on the stack.
-STANDARD_OPCODES = """
+STANDARD_NAMES = """
     PROTO STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT MARK POP POP_MARK EMPTY_TUPLE TUPLE1 TUPLE2
     TUPLE3 TUPLE EMPTY_LIST EMPTY_DICT MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL
 """
+_CODES = [getattr(pickle, name)[0] for name in STANDARD_NAMES.split()]
+STANDARD_OPCODES: dict[int, Any] = {code: pickle._Unpickler.dispatch[code] for code in _CODES}
 
 
 class UnsupportedPickleError(ValueError):
@@ -48,21 +50,15 @@ class GlobalName:
 
 @dataclass(eq=False)
 class RecordedCall:
-    """A call that a pickle declares, recorded and not executed.
+    """A call that a pickle declares, recorded and not executed."""
 
-    Attributes:
-        name: the full name of the class or function.
-        args: the arguments of the call.
-        state: the state that the pickle assigns to the object (the BUILD opcode).
-    """
-
-    name: str
+    name: str  # the full name of the class or function
     args: tuple[Any, ...]
-    state: Any = None
+    state: Any = None  # that the pickle assigns to the object (the BUILD opcode)
 
 
 def read_pickle(content: Buffer, resolve_name: ResolveName) -> Any:
-    """Decode a pickle to data and records, running nothing; UnsupportedPickleError if bad or a name resolves to None.
+    """Decode a pickle to data and records, running nothing.
 
     The result consists of plain values, tuples, lists, dicts, memoryviews of the pickle's bytes, `GlobalName` and
     `RecordedCall`.
@@ -112,11 +108,6 @@ class _Opcodes(dict[int, Callable[[Any], Any]]):
         names = [name for name, value in vars(pickle).items() if value == bytes([code])]
         problem = f"it has the opcode {names[0]}, which no model needs" if names else "it is no pickle"
         raise UnsupportedPickleError(problem)
-
-
-def _standard_opcodes() -> dict[int, Any]:
-    codes = [getattr(pickle, name)[0] for name in STANDARD_OPCODES.split()]
-    return {code: pickle._Unpickler.dispatch[code] for code in codes}
 
 
 class _Reader(pickle._Unpickler):
@@ -181,12 +172,11 @@ class _Reader(pickle._Unpickler):
 
     dispatch = _Opcodes(
         {
-            **_standard_opcodes(),
+            **STANDARD_OPCODES,
             pickle.FRAME[0]: lambda self: self.read(8),  # the size of a frame, which is not used
             pickle.SHORT_BINBYTES[0]: lambda self: self.append(self.read_counted("<B")),
             pickle.BINBYTES[0]: lambda self: self.append(self.read_counted("<I")),
-            pickle.BINBYTES8[0]: lambda self: self.append(self.read_counted("<Q")),
-            pickle.BYTEARRAY8[0]: lambda self: self.append(self.read_counted("<Q")),
+            **dict.fromkeys(pickle.BINBYTES8 + pickle.BYTEARRAY8, lambda self: self.append(self.read_counted("<Q"))),
             pickle.SHORT_BINUNICODE[0]: lambda self: self.append_string(self.read_counted("<B")),
             pickle.BINUNICODE[0]: lambda self: self.append_string(self.read_counted("<I")),
             pickle.BINUNICODE8[0]: lambda self: self.append_string(self.read_counted("<Q")),
@@ -194,8 +184,7 @@ class _Reader(pickle._Unpickler):
             pickle.APPENDS[0]: lambda self: self.extend(self.pop_mark()),
             pickle.SETITEM[0]: lambda self: self.set_items([self.stack.pop(-2), self.stack.pop()]),
             pickle.SETITEMS[0]: lambda self: self.set_items(self.pop_mark()),
-            pickle.REDUCE[0]: record_call,
-            pickle.NEWOBJ[0]: record_call,
+            **dict.fromkeys(pickle.REDUCE + pickle.NEWOBJ, record_call),
             pickle.BUILD[0]: record_state,
         }
     )

@@ -59,8 +59,6 @@ _MAX_DEPTH = 40  # of nested layers, lists and dicts
 def load_pickled_model(path: str | os.PathLike[str]) -> GPT:
     """Build a GPT from a pickle's config and weights, importing and calling nothing in it; ValueError for other files.
 
-    A new model is built from the config and the weights in the file.
-
     Raises:
         FileNotFoundError: no such file.
         ValueError: not a pickle of a GPT, a damaged one, or one that names a class that is not allowed.
@@ -131,14 +129,12 @@ def _weights(state: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
                 continue
             seen.add(id(value))
             kind = _class_of(value)
-            if isinstance(value, (list, tuple)):
-                yield from walk(enumerate(value), f"{prefix}{name}.", depth + 1)
-            elif isinstance(value, dict):
-                yield from walk(value.items(), f"{prefix}{name}.", depth + 1)
-            elif issubclass(kind, Layer):
-                yield from walk(_state_of(value).items(), f"{prefix}{name}.", depth + 1)
-            elif issubclass(kind, Tensor):
+            if isinstance(value, RecordedCall) and issubclass(kind, Tensor):
                 yield f"{prefix}{name}", _array(_state_of(value)["array"])
+            elif issubclass(kind, Layer) or not isinstance(value, RecordedCall):
+                inner = _state_of(value) if isinstance(value, RecordedCall) else value
+                items = inner.items() if isinstance(inner, dict) else enumerate(inner)
+                yield from walk(items, f"{prefix}{name}.", depth + 1)
 
     return walk(state.items(), "", 0)
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 
 from tricycle.decoding.penalties import PenalizedSamplingParams
@@ -74,12 +73,11 @@ class Arguments:
     model: ModelFlags = field(default_factory=ModelFlags)
 
     def __post_init__(self) -> None:
-        for name in ("length", "max_batch_size", "max_queue", "max_request_bytes"):
-            if getattr(self, name) < 1:
+        lowest = {"length": 1, "max_batch_size": 1, "max_queue": 1, "max_request_bytes": 1, "cached_texts": 0}
+        for name, least in lowest.items():
+            if getattr(self, name) < least:
                 flag = name.replace("_", "-")
-                raise ValueError(f"expected --{flag} to be 1 or more, got {getattr(self, name)}")
-        if self.cached_texts < 0:
-            raise ValueError(f"expected --cached-texts to be 0 or more, got {self.cached_texts}")
+                raise ValueError(f"expected --{flag} to be {least} or more, got {getattr(self, name)}")
         if not 0 < self.timeout_seconds < math.inf:
             raise ValueError(f"expected --timeout-seconds to be above 0, got {self.timeout_seconds}")
         if not 0 <= self.port < 2**16:
@@ -98,10 +96,9 @@ def main(args: Sequence[str] | None = None) -> None:
     key = api_key(arguments)
     listener = listen(arguments.host, arguments.port)  # before the model is loaded, which may take a while
     service = load(arguments)
-    allowed_hosts = [*arguments.allowed_hosts, arguments.host, socket.gethostname()]
     app = create_app(
         service,
-        allowed_hosts=allowed_hosts,
+        allowed_hosts=[*arguments.allowed_hosts, arguments.host, socket.gethostname()],
         allowed_origins=arguments.allowed_origins,
         api_key=key,
         max_request_bytes=arguments.max_request_bytes,
@@ -118,12 +115,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def api_key(arguments: Arguments) -> str | None:
-    """Return --api-key, else TRICYCLE_API_KEY, or None; ValueError if malformed, or None and the host is not loopback.
-
-    Raises:
-        ValueError: no key for an address that other machines can reach, or a key with other than printable ASCII
-            characters.
-    """
+    """Return --api-key or TRICYCLE_API_KEY; ValueError if malformed, or missing for a host that is not loopback."""
     key = os.environ.get(KEY_VARIABLE) if arguments.api_key is None else arguments.api_key
     if key is None:
         if not is_loopback(arguments.host):
@@ -174,18 +166,16 @@ def load(arguments: Arguments) -> ModelService:
 
 
 def default_request_sampling(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSamplingParams:
-    """Return the default sampling: flags, then the model's values; no penalties for Tricycle's own unless by a flag.
+    """Return the default sampling: flags, then the model's values.
 
     A model trained by Tricycle gets no penalties unless a flag sets them, so that `temperature` 0 is greedy decoding.
     """
-    sampling = flags.for_model(loaded)
-    if loaded.source is not None:
-        return sampling
-    if flags.repetition_penalty is None:
-        sampling = replace(sampling, repetition_penalty=1.0)
-    if flags.no_repeat_ngram_size is None:
-        sampling = replace(sampling, no_repeat_ngram_size=0)
-    return sampling
+    if loaded.source is None:
+        if flags.repetition_penalty is None:
+            flags = replace(flags, repetition_penalty=1.0)
+        if flags.no_repeat_ngram_size is None:
+            flags = replace(flags, no_repeat_ngram_size=0)
+    return flags.for_model(loaded)
 
 
 def published_name(source: str) -> str:
@@ -200,6 +190,6 @@ def cache_capacity_tokens(model: GPT, cache: str | None) -> float:
     if free is None:
         return math.inf
     config = model.config
-    itemsize = 2 if cache in ("float16", "bfloat16") else np.dtype(np.float32).itemsize
+    itemsize = 2 if cache in ("float16", "bfloat16") else 4
     n_bytes = 2 * config.n_layers * config.key_heads * config.channels_per_head * itemsize
     return max(256, int(CACHE_FRACTION * free / (GROWTH * n_bytes)))

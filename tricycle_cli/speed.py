@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import statistics
 import sys
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tricycle import kernels
 from tricycle.configs import GPTConfig
+from tricycle.kernels.dispatch import Kernel
 from tricycle_accelerators import threads
 from tricycle_accelerators.onednn import library as onednn
-from tricycle_cli.kernel_times import timed_kernels
 
 SMALL_GPT = GPTConfig(
     vocab_size=1024, context_window=256, embedding_dim=384, n_heads=6, n_layers=2, batch_size=4, tied=False
@@ -45,23 +47,14 @@ MIN_SPEED_UP = 1.05  # of bfloat16 for a suggestion; less is within the noise of
 
 
 class Speed(NamedTuple):
-    """The measured speed in one precision.
+    """The measured speed in one precision."""
 
-    Attributes:
-        precision: "float32" or "bfloat16".
-        product_rate: FLOP/s of the large matrix product.
-        provider: the provider of the kernel that computed the product.
-        tokens_per_second: tokens/s of training steps.
-        fraction: FLOP/s of a step's matrix products and attention, divided by `product_rate`.
-        shares: the fraction of a step's time by group.
-    """
-
-    precision: str
-    product_rate: float
-    provider: str
-    tokens_per_second: float
-    fraction: float
-    shares: dict[str, float]
+    precision: str  # "float32" or "bfloat16"
+    product_rate: float  # FLOP/s of the large matrix product
+    provider: str  # of the kernel that computed the product
+    tokens_per_second: float  # of training steps
+    fraction: float  # FLOP/s of a step's matrix products and attention, divided by `product_rate`
+    shares: dict[str, float]  # the fraction of a step's time by group
 
 
 @dataclass
@@ -77,11 +70,42 @@ class PrecisionTiming:
     kernel_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # sums over all steps
 
 
+@contextmanager
+def timed_kernels(clock: Callable[[], float] = time.perf_counter) -> Iterator[defaultdict[str, float]]:
+    """Yield a dict of seconds by kernel name, to which this thread's outermost kernel calls add within the context.
+
+    A kernel that another kernel calls counts as part of the caller, so that the sum is at most the elapsed time. Calls
+    of other threads do not count, because they run within a call of this thread.
+    """
+    seconds: defaultdict[str, float] = defaultdict(float)
+    kernel_class: Any = Kernel
+    owner, untimed = threading.get_ident(), kernel_class.__call__
+    inside = False
+
+    def call(kernel: Kernel[..., Any], *args: Any, **options: Any) -> Any:
+        nonlocal inside
+        if inside or threading.get_ident() != owner:
+            return untimed(kernel, *args, **options)
+        inside = True
+        start = clock()
+        try:
+            return untimed(kernel, *args, **options)
+        finally:
+            seconds[kernel.reference.__name__] += clock() - start
+            inside = False
+
+    kernel_class.__call__ = call
+    try:
+        yield seconds
+    finally:
+        kernel_class.__call__ = untimed
+
+
 def flops_per_token(config: GPTConfig) -> int:
     """Return the matmul FLOPs per token, forward and backward: 6 per weight, and attention without causal savings.
 
-    Attention counts in full, without the savings of the causal mask. The rest of a step (norms, softmax, optimizer) is
-    limited by memory bandwidth and does not count, so that the fraction of peak is always below 1.
+    The rest of a step (norms, softmax, optimizer) is limited by memory bandwidth and does not count, so that the
+    fraction of peak is always below 1.
     """
     width = config.embedding_dim
     mlp = (3 if config.is_gated else 2) * width * config.mlp_width
@@ -127,7 +151,6 @@ def config_for(product_rate: float) -> GPTConfig:
 def measure(
     timings: Sequence[PrecisionTiming],
     seconds: float = SECONDS,
-    progress: Callable[[str], None] = lambda message: None,
     clock: Callable[[], float] = time.perf_counter,
     min_turn: float = MIN_TURN,
 ) -> None:
@@ -136,13 +159,12 @@ def measure(
     Args:
         timings: the precisions; the measured seconds are appended to them.
         seconds: the time after which no further round starts, once there were enough rounds.
-        progress: a function that shows a line of progress.
         clock: a function that returns the time in seconds.
         min_turn: the minimum seconds of training steps in a round. Matrix products take half of it, and the first
             product of a round does not count.
     """
     for timing in timings:
-        progress(f"loading and compiling kernels for {timing.precision}")
+        show_progress(f"loading and compiling kernels for {timing.precision}")
         timing.multiply()
         timing.step()
     start = clock()
@@ -150,10 +172,10 @@ def measure(
         if number > N_ROUNDS and clock() - start >= seconds:
             break
         for timing in timings:
-            progress(f"round {number}: products in {timing.precision}")
+            show_progress(f"round {number}: products in {timing.precision}")
             timing.multiply()
             timing.product_seconds += time_repeatedly(timing.multiply, min_turn / 2, clock)
-            progress(f"round {number}: training steps in {timing.precision}")
+            show_progress(f"round {number}: training steps in {timing.precision}")
             with timed_kernels(clock) as kernel_seconds:
                 timing.step_seconds += time_repeatedly(timing.step, min_turn, clock)
             for name, kernel_time in kernel_seconds.items():
@@ -171,13 +193,7 @@ def time_repeatedly(work: Callable[[], object], min_seconds: float, clock: Calla
 
 
 def summarize(timing: PrecisionTiming, config: GPTConfig, n: int = PRODUCT_SIZE) -> Speed:
-    """Return `Speed` from the medians of the measured times: FLOP/s, tokens/s, fraction of peak, and shares of kernels.
-
-    Args:
-        timing: the precision with its measured seconds.
-        config: the config of the GPT.
-        n: rows and columns of the large product's matrices.
-    """
+    """Return `Speed` from the medians of the measured times; the large product multiplies n x n matrices."""
     product_rate = 2 * n**3 / statistics.median(timing.product_seconds)
     n_tokens = config.batch_size * config.context_window
     tokens_per_second = n_tokens / statistics.median(timing.step_seconds)
@@ -190,33 +206,25 @@ def summarize(timing: PrecisionTiming, config: GPTConfig, n: int = PRODUCT_SIZE)
 
 def tables(speeds: Sequence[Speed]) -> str:
     """Format two tables by precision: matmul GFLOP/s, tokens/s, fraction of peak; time share of each kernel group."""
-    head = f"{'precision':<10}{'matmul GFLOP/s':>17}{'provider':>10}{'step tokens/s':>15}{'fraction of peak':>18}"
-    lines = [head]
+    lines = [f"{'precision':<10}{'matmul GFLOP/s':>17}{'provider':>10}{'step tokens/s':>15}{'fraction of peak':>18}"]
     for speed in speeds:
         rates = f"{speed.product_rate / 1e9:>17,.0f}{speed.provider:>10}{speed.tokens_per_second:>15,.0f}"
         lines.append(f"{speed.precision:<10}{rates}{speed.fraction:>18.0%}")
-    lines += [
-        "",
-        "Time of a training step by group of kernels:",
-        f"{'precision':<10}" + "".join(map(_column, [*GROUPS, REST])),
-    ]
+    heads = {name: f"   {name}" for name in [*GROUPS, REST]}
+    lines += ["", "Time of a training step by group of kernels:", f"{'precision':<10}" + "".join(heads.values())]
     for speed in speeds:
-        lines.append(f"{speed.precision:<10}" + "".join(_column(name, f"{x:.0%}") for name, x in speed.shares.items()))
+        shares = [f"{share:>{len(heads[name])}.0%}" for name, share in speed.shares.items()]
+        lines.append(f"{speed.precision:<10}" + "".join(shares))
     return "\n".join(lines)
-
-
-def _column(name: str, text: str | None = None) -> str:
-    return f"{name if text is None else text:>{len(name) + 3}}"
 
 
 def advice(speeds: Sequence[Speed]) -> list[str]:
     """Return suggestions: bfloat16 if 5% faster; per precision the kernel group with most time, if not matmul."""
     found = []
-    by_precision = {speed.precision: speed for speed in speeds}
-    if "bfloat16" in by_precision:
-        gain = by_precision["bfloat16"].tokens_per_second / by_precision["float32"].tokens_per_second
-        if gain >= MIN_SPEED_UP:
-            found.append(f"train with --precision bfloat16: {gain:.1f} times the tokens/s of float32")
+    rates = {speed.precision: speed.tokens_per_second for speed in speeds}
+    gain = rates.get("bfloat16", 0.0) / rates["float32"]
+    if gain >= MIN_SPEED_UP:
+        found.append(f"train with --precision bfloat16: {gain:.1f} times the tokens/s of float32")
     for speed in speeds:
         largest = max(speed.shares, key=lambda group: speed.shares[group])
         if largest != MATMUL:
@@ -245,7 +253,7 @@ def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float 
         for precision in precisions:
             multiply, provider = product_benchmark(precision, n)
             timings.append(PrecisionTiming(precision, provider, multiply, training_step(config, precision)))
-        measure(timings, seconds, show_progress, min_turn=MIN_TURN if seconds else 0.0)
+        measure(timings, seconds, min_turn=MIN_TURN if seconds else 0.0)
     finally:
         show_progress("")
     return [summarize(timing, config, n) for timing in timings]

@@ -219,8 +219,8 @@ class MLflow(Tracker):
         self._client.set_terminated(self.id, "FINISHED" if went_well else "KILLED")
 
 
-class Trackio(Tracker):
-    """Log to Trackio."""
+class Trackio(WandB):
+    """Log to Trackio, whose functions are those of wandb."""
 
     storage = "Trackio's folder (`TRACKIO_DIR`)"
     settings = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -233,27 +233,15 @@ class Trackio(Tracker):
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         name = f"{self.folder.name}-{self.id}"  # Trackio identifies runs by name
         elsewhere = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
-        has_logged = not is_new and not elsewhere
-        rows = SQLiteStorage.get_logs(project, name) if has_logged else []
+        rows = [] if is_new or elsewhere else SQLiteStorage.get_logs(project, name)
         self._known = {(row["step"], key) for row in rows for key in row}
-        self._run = trackio.init(
-            project,
-            name=name,
-            config=dict(run_settings),
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
+        options: Any = {"resume": "allow", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._run = trackio.init(project, name=name, config=dict(run_settings), **options)
         self.where = elsewhere or f"trackio show --project {shlex.quote(project)}"
 
     def has(self, step: int, name: str) -> bool:
         """Return whether local Trackio had this value when the run was resumed; False for a Space or server."""
         return (step, name) in self._known
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the values of one step."""
-        self._run.log(dict(values), step=step)
 
     def finish(self, went_well: bool) -> None:
         """End the run; `went_well` is ignored."""
@@ -261,12 +249,7 @@ class Trackio(Tracker):
 
 
 # By name, which is the name of the library and of the extra that installs it.
-TRACKERS: dict[str, type[Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "mlflow": MLflow,
-    "trackio": Trackio,
-}
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
 NAMES = tuple(TRACKERS)
 if TYPE_CHECKING:
     TrackerName = str
@@ -275,12 +258,7 @@ else:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ValueError for an unknown tracker, ModuleNotFoundError if it is not installed; disable usage reports.
-
-    Raises:
-        ValueError: an unknown name.
-        ModuleNotFoundError: a library that is not installed; the message contains the install command.
-    """
+    """Raise ValueError for an unknown tracker, ModuleNotFoundError if it is not installed; disable usage reports."""
     for name in names:
         if name not in NAMES:
             raise ValueError(f"expected --track to be of {', '.join(NAMES)}, got {name!r}")

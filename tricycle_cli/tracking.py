@@ -130,9 +130,8 @@ class _Worker:
 
     def wait(self, seconds: float) -> None:
         """Wait until the tracker has finished."""
-        if self._has_failed:
-            return
-        self.thread.join(seconds)
+        if not self._has_failed:
+            self.thread.join(seconds)
         if self.thread.is_alive() and not self._has_failed:
             self._fail(f"it did not finish within {seconds:.0f} s")
 
@@ -196,18 +195,14 @@ def _position(line: Line) -> Position:
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    numbers = {name: value for name, value in line.items() if name != "step" and type(value) in (int, float)}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+    items = [(name, value) for name, value in line.items() if name != "step" and type(value) in (int, float)]
+    return {name: value for name, value in items if math.isfinite(value)}
 
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the valid entries of tracking.json; trackers without a valid entry start a new run."""
+    kinds = {"id": str, "step": int, "part": int}
     with contextlib.suppress(ValueError, OSError):
-        return {name: kept for name, kept in read_json_object(path).items() if _is_sound(kept)}
+        entries = [(name, kept) for name, kept in read_json_object(path).items() if isinstance(kept, dict)]
+        return {name: kept for name, kept in entries if all(type(kept.get(key)) is kinds[key] for key in kinds)}
     return {}
-
-
-def _is_sound(kept: Any) -> bool:
-    if not isinstance(kept, dict) or not isinstance(kept.get("id"), str):
-        return False
-    return all(type(kept.get(name)) is int for name in ("step", "part"))

@@ -49,12 +49,23 @@ def reduce(function: bytes, *args: bytes) -> bytes:
     return function + tuple_of(*args) + pickle.REDUCE
 
 
-def dict_of(*pairs: bytes) -> bytes:
+def shape(*sizes: int) -> bytes:
+    return tuple_of(*map(integer, sizes))
+
+
+def dict_of(*pairs: bytes, **named: bytes) -> bytes:
+    pairs += tuple(string(name) + value for name, value in named.items())
     return pickle.EMPTY_DICT + pickle.MARK + b"".join(pairs) + pickle.SETITEMS
 
 
 def build(target: bytes, state: bytes) -> bytes:
     return target + state + pickle.BUILD
+
+
+def new(class_ref: bytes, **attributes: bytes) -> bytes:
+    """Return an object of a class, with attributes if any are given."""
+    made = class_ref + tuple_of() + pickle.NEWOBJ
+    return build(made, dict_of(**attributes)) if attributes else made
 
 
 def pickle_file(*parts: bytes, protocol: int = 4) -> bytes:
@@ -63,12 +74,14 @@ def pickle_file(*parts: bytes, protocol: int = 4) -> bytes:
 
 def model_with_attribute(part: bytes) -> bytes:
     """Return a pickled model with an additional attribute, which the opcodes `part` construct."""
-    return pickle_file(
-        build(
-            reduce(global_ref("tricycle.models", "GPT")).replace(pickle.REDUCE, pickle.NEWOBJ),
-            dict_of(string("extra"), part),
-        )
-    )
+    return pickle_file(new(GPT_CLASS, extra=part))
+
+
+GPT_CLASS = global_ref("tricycle.models", "GPT")
+GPT_CONFIG = global_ref("tricycle.configs.presets", "GPTConfig")
+DENSE = global_ref("tricycle.layers", "Dense")
+NDARRAY = global_ref("numpy", "ndarray")
+RECONSTRUCT = global_ref("numpy._core.multiarray", "_reconstruct")
 
 
 # -------------------------------------------------------------------- code execution
@@ -132,8 +145,7 @@ def command_attacks() -> dict[str, bytes]:
 
 
 def opcode_attacks() -> dict[str, bytes]:
-    system = global_ref("os", "system")
-    model = global_ref("tricycle.models", "GPT")
+    system, model = global_ref("os", "system"), GPT_CLASS
     return {
         "INST": pickle_file(pickle.MARK, string(SHELL), pickle.INST + b"os\nsystem\n"),
         "INST of Tricycle": pickle_file(pickle.MARK, pickle.INST + b"tricycle.models\nGPT\n"),
@@ -141,9 +153,7 @@ def opcode_attacks() -> dict[str, bytes]:
         "OBJ of Tricycle": pickle_file(pickle.MARK, model, pickle.OBJ),
         "NEWOBJ": pickle_file(system, tuple_of(string(SHELL)), pickle.NEWOBJ),
         "NEWOBJ_EX": pickle_file(system, tuple_of(string(SHELL)), dict_of(), pickle.NEWOBJ_EX),
-        "NEWOBJ_EX of Tricycle": pickle_file(
-            model, tuple_of(), dict_of(string("config"), pickle.NONE), pickle.NEWOBJ_EX
-        ),
+        "NEWOBJ_EX of Tricycle": pickle_file(model, tuple_of(), dict_of(config=pickle.NONE), pickle.NEWOBJ_EX),
         "EXT1": pickle_file(pickle.EXT1 + b"\x01"),
         "EXT2": pickle_file(pickle.EXT2 + b"\x01\x00"),
         "EXT4": pickle_file(pickle.EXT4 + b"\x01\x00\x00\x00"),
@@ -151,33 +161,21 @@ def opcode_attacks() -> dict[str, bytes]:
         "BINPERSID": pickle_file(string("os.system"), pickle.BINPERSID),
         "NEXT_BUFFER": pickle_file(pickle.NEXT_BUFFER, protocol=5),
         "READONLY_BUFFER": pickle_file(bytes_value(b"x"), pickle.READONLY_BUFFER, protocol=5),
-        "BUILD of a class": pickle_file(build(model, tuple_of(pickle.NONE, dict_of(string("forward"), pickle.NONE)))),
+        "BUILD of a class": pickle_file(build(model, tuple_of(pickle.NONE, dict_of(forward=pickle.NONE)))),
         "BUILD of a function": pickle_file(
-            build(
-                global_ref("numpy._core.numeric", "_frombuffer"),
-                tuple_of(pickle.NONE, dict_of(string("__code__"), integer(1))),
-            )
+            build(global_ref("numpy._core.numeric", "_frombuffer"), tuple_of(pickle.NONE, dict_of(__code__=integer(1))))
         ),
         "BUILD of a list": pickle_file(build(pickle.EMPTY_LIST, dict_of())),
         "BUILD twice": model_with_attribute(
             build(build(reduce(global_ref("numpy", "dtype"), string("f4")), integer(1)), integer(2))
         ),
-        "BUILD with __class__": model_with_attribute(
-            build(
-                global_ref("tricycle.layers", "Dense") + tuple_of() + pickle.NEWOBJ, dict_of(string("__class__"), model)
-            )
-        ),
-        "BUILD with __dict__": model_with_attribute(
-            build(
-                global_ref("tricycle.layers", "Dense") + tuple_of() + pickle.NEWOBJ,
-                dict_of(string("__dict__"), dict_of()),
-            )
-        ),
+        "BUILD with __class__": model_with_attribute(new(DENSE, __class__=model)),
+        "BUILD with __dict__": model_with_attribute(new(DENSE, __dict__=dict_of())),
         "STACK_GLOBAL of numbers": pickle_file(integer(1), integer(2), pickle.STACK_GLOBAL),
         "STACK_GLOBAL of a list": pickle_file(pickle.EMPTY_LIST, string("x"), pickle.STACK_GLOBAL),
         "a call of a text": pickle_file(string("os.system"), tuple_of(string(SHELL)), pickle.REDUCE),
         "a call of what was made": pickle_file(
-            reduce(global_ref("tricycle.activation", "ReLU")), tuple_of(integer(3)), pickle.REDUCE
+            reduce(global_ref("tricycle.activation", "ReLU")), shape(3), pickle.REDUCE
         ),
         "a call with a list": pickle_file(global_ref("numpy", "dtype"), pickle.EMPTY_LIST, pickle.REDUCE),
         "protocol 0": b"cos\nsystem\n(S'" + SHELL.encode() + b"'\ntR.",
@@ -186,10 +184,8 @@ def opcode_attacks() -> dict[str, bytes]:
         "an empty name": pickle_file(stack_global("", "")),
         "a dot": pickle_file(stack_global("tricycle.models", ".")),
         "a nameless line": pickle_file(pickle.GLOBAL + b"x" * 5000),
-        "SETITEM on an object": pickle_file(
-            reduce(global_ref("numpy", "ndarray")), integer(0), integer(1), pickle.SETITEM
-        ),
-        "APPEND on an object": pickle_file(reduce(global_ref("numpy", "ndarray")), integer(0), pickle.APPEND),
+        "SETITEM on an object": pickle_file(reduce(NDARRAY), integer(0), integer(1), pickle.SETITEM),
+        "APPEND on an object": pickle_file(reduce(NDARRAY), integer(0), pickle.APPEND),
         "APPENDS on a tuple": pickle_file(tuple_of(), pickle.MARK, integer(0), pickle.APPENDS),
         "ADDITEMS": pickle_file(pickle.EMPTY_SET, pickle.MARK, integer(0), pickle.ADDITEMS),
         "FROZENSET": pickle_file(pickle.MARK, integer(0), pickle.FROZENSET),
@@ -197,15 +193,10 @@ def opcode_attacks() -> dict[str, bytes]:
 
 
 # -------------------------------------------------------------------- memory access through NumPy
-def array(shape: bytes, dtype: bytes, content: bytes, kind: bytes | None = None) -> bytes:
+def array(sizes: bytes, dtype: bytes, content: bytes, kind: bytes = NDARRAY) -> bytes:
     """Return the opcodes of an array as in NumPy's own pickles."""
-    empty = reduce(
-        global_ref("numpy._core.multiarray", "_reconstruct"),
-        kind or global_ref("numpy", "ndarray"),
-        tuple_of(integer(0)),
-        bytes_value(b"b"),
-    )
-    return build(empty, tuple_of(integer(1), shape, dtype, pickle.NEWFALSE, content))
+    empty = reduce(RECONSTRUCT, kind, shape(0), bytes_value(b"b"))
+    return build(empty, tuple_of(integer(1), sizes, dtype, pickle.NEWFALSE, content))
 
 
 def dtype(letters: str, *state: bytes) -> bytes:
@@ -214,59 +205,42 @@ def dtype(letters: str, *state: bytes) -> bytes:
     return build(made, tuple_of(*(state or usual)))
 
 
-def offset_dtype(offset: int, flags: int = 0) -> bytes:
-    field = tuple_of(dtype("O8"), integer(offset))
-    fields = dict_of(string("x"), field)
-    return dtype(
-        "V8",
-        integer(3),
-        string("|"),
-        pickle.NONE,
-        tuple_of(string("x")),
-        fields,
-        integer(8),
-        integer(1),
-        integer(flags),
-    )
+def offset_dtype(offset: int) -> bytes:
+    names, fields = tuple_of(string("x")), dict_of(x=tuple_of(dtype("O8"), integer(offset)))
+    return dtype("V8", integer(3), string("|"), pickle.NONE, names, fields, integer(8), integer(1), integer(0))
 
 
 def model_with_weights(made: bytes) -> bytes:
     """Return a pickled model whose only weights are constructed by the opcodes `made`."""
-    tensor = build(
-        global_ref("tricycle.parameter", "Parameter") + tuple_of() + pickle.NEWOBJ, dict_of(string("array"), made)
-    )
-    model = global_ref("tricycle.models", "GPT") + tuple_of() + pickle.NEWOBJ
-    config = build(global_ref("tricycle.configs.presets", "GPTConfig") + tuple_of() + pickle.NEWOBJ, dict_of())
-    return pickle_file(build(model, dict_of(string("config"), config, string("weights"), tensor)))
+    tensor = new(global_ref("tricycle.parameter", "Parameter"), array=made)
+    return pickle_file(new(GPT_CLASS, config=build(new(GPT_CONFIG), dict_of()), weights=tensor))
 
 
 def numpy_attacks() -> dict[str, bytes]:
-    ndarray = global_ref("numpy", "ndarray")
-    objects = array(tuple_of(integer(2)), dtype("O8"), pickle.EMPTY_LIST)
+    ndarray, none = NDARRAY, pickle.NONE
+    f4, u8, o8 = dtype("f4"), dtype("u8"), dtype("O8")
+    with_metadata = [integer(4), string("<"), none, none, none, integer(4), integer(1), integer(63), dict_of()]
+    of_odd_order = [integer(3), string("O"), none, none, none, integer(-1), integer(-1), integer(-1)]
+    objects = array(shape(2), o8, pickle.EMPTY_LIST)
     eight = bytes_value(b"\x41" * 8)
     in_place = global_ref("numpy._core.numeric", "_frombuffer")
     scalar = global_ref("numpy._core.multiarray", "scalar")
     attacks = {
-        "ndarray on objects": reduce(ndarray, tuple_of(integer(2)), dtype("u8"), objects),
-        "ndarray on bytes as objects": reduce(ndarray, tuple_of(integer(1)), dtype("O8"), eight),
-        "SETITEM on it": reduce(ndarray, tuple_of(integer(2)), dtype("u8"), objects)
-        + integer(0)
-        + integer(1)
-        + pickle.SETITEM,
-        "ndarray with strides": reduce(
-            ndarray, tuple_of(integer(4)), dtype("u8"), eight, integer(0), tuple_of(integer(2**40))
-        ),
-        "ndarray with an offset": reduce(ndarray, tuple_of(integer(1)), dtype("u8"), eight, integer(-(2**40))),
-        "object field, flags 0": array(tuple_of(integer(1)), offset_dtype(0), eight),
-        "object field far away": array(tuple_of(integer(1)), offset_dtype(2**40), eight),
-        "object field before": array(tuple_of(integer(1)), offset_dtype(-(2**40)), eight),
-        "objects from bytes": array(tuple_of(integer(1)), dtype("O8"), eight),
-        "objects in place": reduce(in_place, eight, dtype("O8"), tuple_of(integer(1)), string("C")),
-        "fields in place": reduce(in_place, eight, offset_dtype(2**30), tuple_of(integer(1)), string("C")),
-        "a scalar object": reduce(scalar, dtype("O8"), eight),
+        "ndarray on objects": reduce(ndarray, shape(2), u8, objects),
+        "ndarray on bytes as objects": reduce(ndarray, shape(1), o8, eight),
+        "SETITEM on it": b"".join([reduce(ndarray, shape(2), u8, objects), integer(0), integer(1), pickle.SETITEM]),
+        "ndarray with strides": reduce(ndarray, shape(4), u8, eight, integer(0), shape(2**40)),
+        "ndarray with an offset": reduce(ndarray, shape(1), u8, eight, integer(-(2**40))),
+        "object field, flags 0": array(shape(1), offset_dtype(0), eight),
+        "object field far away": array(shape(1), offset_dtype(2**40), eight),
+        "object field before": array(shape(1), offset_dtype(-(2**40)), eight),
+        "objects from bytes": array(shape(1), o8, eight),
+        "objects in place": reduce(in_place, eight, o8, shape(1), string("C")),
+        "fields in place": reduce(in_place, eight, offset_dtype(2**30), shape(1), string("C")),
+        "a scalar object": reduce(scalar, o8, eight),
         "a scalar of fields": reduce(scalar, offset_dtype(2**40), eight),
-        "a subclass": array(tuple_of(integer(1)), dtype("f4"), eight, global_ref("numpy", "memmap")),
-        "another class": array(tuple_of(integer(1)), dtype("f4"), eight, global_ref("tricycle.models", "GPT")),
+        "a subclass": array(shape(1), f4, eight, global_ref("numpy", "memmap")),
+        "another class": array(shape(1), f4, eight, GPT_CLASS),
         "a generator by name": reduce(global_ref("numpy.random._pickle", "__bit_generator_ctor"), string("os.system")),
         "a generator's maker": reduce(
             global_ref("numpy.random._pickle", "__generator_ctor"), global_ref("numpy.random._pcg64", "PCG64"), ndarray
@@ -274,45 +248,24 @@ def numpy_attacks() -> dict[str, bytes]:
         "a seed's state": reduce(
             global_ref("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence"), ndarray, integer(0), objects
         ),
-        "too short": array(tuple_of(integer(3)), dtype("f4"), eight),
-        "too long": array(tuple_of(integer(1)), dtype("f4"), eight),
-        "negative": array(tuple_of(integer(-2)), dtype("f4"), eight),
-        "negative twice": array(tuple_of(integer(-2), integer(-1)), dtype("f4"), eight),
-        "booleans as a shape": array(tuple_of(pickle.NEWTRUE, integer(2)), dtype("f4"), eight),
-        "zero times much": array(tuple_of(integer(2**62), integer(0)), dtype("f4"), bytes_value(b"")),
-        "many axes": array(tuple_of(*[integer(1)] * 70, integer(2)), dtype("f4"), eight),
-        "texts": array(tuple_of(integer(1)), dtype("U2"), eight),
-        "void": array(tuple_of(integer(1)), dtype("V8"), eight),
-        "dates": array(tuple_of(integer(1)), dtype("M8"), eight),
-        "itemsize 0": array(tuple_of(integer(2**40)), dtype("V0"), bytes_value(b"")),
-        "a dtype of a text": array(tuple_of(integer(2)), string("f4"), eight),
-        "a dtype with metadata": array(
-            tuple_of(integer(2)),
-            dtype(
-                "f4",
-                integer(4),
-                string("<"),
-                pickle.NONE,
-                pickle.NONE,
-                pickle.NONE,
-                integer(4),
-                integer(1),
-                integer(63),
-                dict_of(),
-            ),
-            eight,
-        ),
-        "a byte order of odd letters": array(
-            tuple_of(integer(2)), dtype("f4", integer(3), string("O"), *[pickle.NONE] * 3, *[integer(-1)] * 3), eight
-        ),
-        "no bytes": array(tuple_of(integer(2)), dtype("f4"), string("x" * 8)),
-        "a list of bytes": array(tuple_of(integer(2)), dtype("f4"), pickle.EMPTY_LIST),
-        "never built": reduce(
-            global_ref("numpy._core.multiarray", "_reconstruct"), ndarray, tuple_of(integer(10**9)), bytes_value(b"d")
-        ),
-        "an array of an array": array(
-            tuple_of(integer(2)), dtype("f4"), array(tuple_of(integer(2)), dtype("f4"), eight)
-        ),
+        "too short": array(shape(3), f4, eight),
+        "too long": array(shape(1), f4, eight),
+        "negative": array(shape(-2), f4, eight),
+        "negative twice": array(shape(-2, -1), f4, eight),
+        "booleans as a shape": array(tuple_of(pickle.NEWTRUE, integer(2)), f4, eight),
+        "zero times much": array(shape(2**62, 0), f4, bytes_value(b"")),
+        "many axes": array(tuple_of(*[integer(1)] * 70, integer(2)), f4, eight),
+        "texts": array(shape(1), dtype("U2"), eight),
+        "void": array(shape(1), dtype("V8"), eight),
+        "dates": array(shape(1), dtype("M8"), eight),
+        "itemsize 0": array(shape(2**40), dtype("V0"), bytes_value(b"")),
+        "a dtype of a text": array(shape(2), string("f4"), eight),
+        "a dtype with metadata": array(shape(2), dtype("f4", *with_metadata), eight),
+        "a byte order of odd letters": array(shape(2), dtype("f4", *of_odd_order), eight),
+        "no bytes": array(shape(2), f4, string("x" * 8)),
+        "a list of bytes": array(shape(2), f4, pickle.EMPTY_LIST),
+        "never built": reduce(RECONSTRUCT, ndarray, shape(10**9), bytes_value(b"d")),
+        "an array of an array": array(shape(2), f4, array(shape(2), f4, eight)),
     }
     return {title: model_with_weights(made) for title, made in attacks.items()}
 
@@ -330,50 +283,33 @@ def shared_lists(depth: int) -> bytes:
 def repeated_weights(n: int) -> bytes:
     """Return a model with n parameters that share one array of a megabyte."""
     content = bytes_value(bytes(2**20))
-    shared = array(tuple_of(integer(2**18)), dtype("f4"), content) + pickle.MEMOIZE
+    shared = array(shape(2**18), dtype("f4"), content) + pickle.MEMOIZE
     tensors = b""
     for i in range(n):
         part = shared if i == 0 else pickle.LONG_BINGET + struct.pack("<I", 0)
-        made = build(
-            global_ref("tricycle.tensor", "Tensor") + tuple_of() + pickle.NEWOBJ, dict_of(string("array"), part)
-        )
-        tensors += string(f"w{i}") + made
-    config = build(
-        global_ref("tricycle.configs.presets", "GPTConfig") + tuple_of() + pickle.NEWOBJ,
-        dict_of(string("n_layers"), integer(1), string("embedding_dim"), integer(7680)),
-    )
-    model = global_ref("tricycle.models", "GPT") + tuple_of() + pickle.NEWOBJ
-    return pickle_file(build(model, dict_of(string("config"), config) + pickle.MARK + tensors + pickle.SETITEMS))
+        tensors += string(f"w{i}") + new(global_ref("tricycle.tensor", "Tensor"), array=part)
+    config = new(GPT_CONFIG, n_layers=integer(1), embedding_dim=integer(7680))
+    state = dict_of(config=config) + pickle.MARK + tensors + pickle.SETITEMS
+    return pickle_file(build(new(GPT_CLASS), state))
 
 
-def nested_layers(depth: int, itself: bool) -> bytes:
-    dense = global_ref("tricycle.layers", "Dense") + tuple_of() + pickle.NEWOBJ
-    if itself:
-        return pickle_file(
-            build(
-                global_ref("tricycle.models", "GPT") + tuple_of() + pickle.NEWOBJ + pickle.MEMOIZE,
-                dict_of(string("a"), pickle.BINGET + b"\x00", string("config"), pickle.BINGET + b"\x00"),
-            )
-        )
+def nested_layers(depth: int) -> bytes:
     inner = pickle.NONE
     for _ in range(depth):
-        inner = build(dense, dict_of(string("x"), inner))
+        inner = new(DENSE, x=inner)
     return model_with_attribute(inner)
 
 
 def resource_attacks() -> dict[str, bytes]:
-    config = global_ref("tricycle.configs.presets", "GPTConfig") + tuple_of() + pickle.NEWOBJ
-    model = global_ref("tricycle.models", "GPT") + tuple_of() + pickle.NEWOBJ
-
     def model_with_config(**fields: int) -> bytes:
-        pairs = b"".join(string(key) + integer(value) for key, value in fields.items())
-        return pickle_file(build(model, dict_of(string("config"), build(config, dict_of(pairs)))))
+        return pickle_file(new(GPT_CLASS, config=new(GPT_CONFIG, **{key: integer(n) for key, n in fields.items()})))
 
+    first = pickle.BINGET + b"\x00"
     hashed = tuple_of() + pickle.MEMOIZE
     for i in range(60):
         pair = 2 * (pickle.BINGET + bytes([i]))
         hashed += pickle.POP + pair + pickle.TUPLE2 + pickle.MEMOIZE
-    attacks = {
+    return {
         "12 bytes for 3 GB": pickle_file(pickle.BYTEARRAY8 + struct.pack("<Q", 3 * 10**9), protocol=5),
         "BINBYTES8": pickle_file(pickle.BINBYTES8 + struct.pack("<Q", 2**63)),
         "BINUNICODE8": pickle_file(pickle.BINUNICODE8 + struct.pack("<Q", 2**40)),
@@ -385,17 +321,8 @@ def resource_attacks() -> dict[str, bytes]:
         "LONG4": pickle_file(pickle.LONG4 + struct.pack("<i", 2**31 - 1)),
         "LONG of many digits": pickle_file(pickle.LONG + b"9" * 10**6 + b"L\n"),
         "LONG1 of 255 bytes": pickle_file(pickle.LONG1 + b"\xff" + b"\x7f" * 255),
-        "an array of 8 GB": model_with_weights(
-            reduce(
-                global_ref("numpy._core.multiarray", "_reconstruct"),
-                global_ref("numpy", "ndarray"),
-                tuple_of(integer(10**9)),
-                bytes_value(b"d"),
-            )
-        ),
-        "ndarray of 8 GB": model_with_weights(
-            reduce(global_ref("numpy", "ndarray"), tuple_of(integer(10**9)), dtype("f8"))
-        ),
+        "an array of 8 GB": model_with_weights(reduce(RECONSTRUCT, NDARRAY, shape(10**9), bytes_value(b"d"))),
+        "ndarray of 8 GB": model_with_weights(reduce(NDARRAY, shape(10**9), dtype("f8"))),
         "a key that hashes long": pickle_file(pickle.EMPTY_DICT, hashed, pickle.NONE, pickle.SETITEM),
         "dicts": pickle_file(pickle.EMPTY_DICT * 10**6),
         "lists": pickle_file(pickle.EMPTY_LIST * 10**6),
@@ -411,14 +338,10 @@ def resource_attacks() -> dict[str, bytes]:
         "calls": pickle_file(global_ref("numpy", "dtype"), (tuple_of() + pickle.REDUCE) * 10**6),
         "memo": pickle_file(pickle.NONE + pickle.MEMOIZE * 10**6),
         "shared lists": model_with_attribute(shared_lists(60)),
-        "shared lists as a field": pickle_file(
-            build(model, dict_of(string("config"), build(config, dict_of(string("full_layers"), shared_lists(40)))))
-        ),
-        "a list in itself": model_with_attribute(
-            pickle.EMPTY_LIST + pickle.MEMOIZE + pickle.BINGET + b"\x00" + pickle.APPEND
-        ),
-        "a model in itself": nested_layers(0, True),
-        "layers in layers": nested_layers(3000, False),
+        "shared lists as a field": pickle_file(new(GPT_CLASS, config=new(GPT_CONFIG, full_layers=shared_lists(40)))),
+        "a list in itself": model_with_attribute(pickle.EMPTY_LIST + pickle.MEMOIZE + first + pickle.APPEND),
+        "a model in itself": pickle_file(build(new(GPT_CLASS) + pickle.MEMOIZE, dict_of(a=first, config=first))),
+        "layers in layers": nested_layers(3000),
         "lists in lists": model_with_attribute(pickle.EMPTY_LIST * 9000 + pickle.APPEND * 8999),
         "the same weights 3000 times": repeated_weights(3000),
         "many layers": model_with_config(n_layers=10**12),
@@ -431,7 +354,6 @@ def resource_attacks() -> dict[str, bytes]:
         "many heads": model_with_config(n_heads=10**12, head_size=10**12),
         "a great seed": model_with_config(seed=2**200),
     }
-    return attacks
 
 
 def damaged_pickles() -> dict[str, bytes]:
