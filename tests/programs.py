@@ -2,19 +2,17 @@
 
 import contextlib
 import io
-import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chaos.runs import environment, lines_without_progress_bars  # noqa: F401 (for the importers of this file)
 
 from tricycle_cli.flags import run_main
 
 ROOT = Path(__file__).resolve().parents[1]
-PROGRESS_BAR = re.compile(r"\d+%\||[\d.]+\w*B? \[|(it|step|merges|B)/s")
 
 
 def run_here(
@@ -51,22 +49,16 @@ def run_here(
     return subprocess.CompletedProcess([name, *arguments], status or 0, out, err)
 
 
-def environment() -> dict[str, str]:
-    """Return environment variables for reproducible programs: on the CPU, with one BLAS thread."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **threads}
-
-
 def call(*arguments, folder: Path = ROOT) -> subprocess.CompletedProcess:
     """Run Python with the given arguments in a new process."""
-    options = {"cwd": folder, "env": environment(), "capture_output": True, "encoding": "utf-8", "timeout": 300}
+    options = {
+        "cwd": folder,
+        "env": environment(),
+        "capture_output": True,
+        "encoding": "utf-8",
+        "timeout": 300,
+    }
     return subprocess.run([sys.executable, *map(str, arguments)], **options)
-
-
-def lines_without_progress_bars(stderr: str) -> list[str]:
-    """Return the non-empty lines of the error output, without progress bars."""
-    lines = [line.strip() for line in re.split(r"[\r\n]|\x1b\[A", stderr)]
-    return [line for line in lines if line and not PROGRESS_BAR.search(line)]
 
 
 def good(done: subprocess.CompletedProcess) -> str:

@@ -33,11 +33,30 @@ RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 97, (2, 4, 16))
 
 
-def grads_of(model, batch=TOKENS, loss_fn=None) -> tuple[bytes, dict[str, np.ndarray]]:
+def gradients(module) -> dict[str, np.ndarray]:
+    return {name: p.grad.array for name, p in module.named_parameters() if p.grad is not None}
+
+
+def grads_of(model, batch=TOKENS, loss_fn=None) -> tuple[float, dict[str, np.ndarray]]:
     model.zero_grad()
-    result = compute_gradients(model, supervised_loss(model, loss_fn or CrossEntropy()), [tuple(batch)])
-    grads = {name: p.grad.array for name, p in model.named_parameters() if p.grad is not None}
-    return np.float64(result.loss).tobytes(), grads
+    loss = compute_gradients(model, supervised_loss(model, loss_fn or CrossEntropy()), [tuple(batch)]).loss
+    return float(loss), gradients(model)
+
+
+def plain_and_recomputed(config, kind=GPT):
+    """Yield two equal models: the second computes its blocks again in the backward pass."""
+    for recompute in (None, checkpoint_activations):
+        model = kind(config)
+        model.recompute = recompute
+        yield model
+
+
+def peak_memory(model, batch) -> int:
+    tracemalloc.start()
+    grads_of(model, batch)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
@@ -61,35 +80,29 @@ MODELS = {
     "blocks": {"softmax": "blocks"},
     "bfloat16": {"precision": "bfloat16"},
 }
+each_model = lambda test: pytest.mark.filterwarnings("ignore:precision bfloat16")(
+    pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)(test)
+)
 
 
 @pytest.mark.filterwarnings("ignore:precision bfloat16")
 def test_bfloat16_gradients_with_few_rows_are_bit_identical():
     """In evaluation products of so few rows are made in float32; a first pass without gradients is no evaluation."""
-    results = []
-    for again in (False, True):
-        model = GPT(replace(CONFIG, precision="bfloat16", n_layers=1, dropout=0.0))
-        model.recompute = again and checkpoint_activations
-        results.append(grads_of(model, TOKENS[:, :1, :4]))
-    assert results[0][0] == results[1][0]
-    assert same(results[0][1], results[1][1])
+    config = replace(CONFIG, precision="bfloat16", n_layers=1, dropout=0.0)
+    (loss, grads), again = (grads_of(model, TOKENS[:, :1, :4]) for model in plain_and_recomputed(config))
+    assert loss == again[0] and same(grads, again[1])
 
 
-@pytest.mark.filterwarnings("ignore:precision bfloat16")
-@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@each_model
 def test_gradients_are_bit_identical(changes):
-    results = []
-    for again in (False, True):
-        model = GPT(replace(CONFIG, **changes))
-        model.recompute = again and checkpoint_activations
-        first = grads_of(model)
-        second = grads_of(model)  # the generator has gone on as far
-        assert not same(first[1], second[1])
-        results.append((first, second, model.generator.bit_generator.state))
-    for plain, other in zip(results[0][:2], results[1][:2]):
-        assert plain[0] == other[0]
-        assert same(plain[1], other[1])
-    assert results[0][2] == results[1][2]
+    plain, other = plain_and_recomputed(replace(CONFIG, **changes))
+    draws = []
+    for _ in range(2):  # the generator has gone on as far
+        (loss, grads), again = grads_of(plain), grads_of(other)
+        assert loss == again[0] and same(grads, again[1])
+        draws.append(grads)
+    assert not same(*draws)
+    assert plain.generator.bit_generator.state == other.generator.bit_generator.state
 
 
 # -------------------------------------------------------------------- freed activations
@@ -99,11 +112,10 @@ def batch_loss(model) -> tuple[dict[str, np.ndarray], int]:
     loss = CrossEntropy()(to_tensor(TOKENS[1], dtype=int), model(to_tensor(TOKENS[0], dtype=int)))
     n_seen = sum(node.size for node in topological_order(loss) if np.isfinite(node.array).all())
     loss.backward()
-    return {name: p.grad.array for name, p in model.named_parameters() if p.grad is not None}, n_seen
+    return gradients(model), n_seen
 
 
-@pytest.mark.filterwarnings("ignore:precision bfloat16")
-@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@each_model
 def test_blocks_free_activations_not_needed_for_gradients(changes):
     plain, n_seen = batch_loss(GPT(replace(CONFIG, **changes)))
     with free_activations():
@@ -118,9 +130,8 @@ class Late(Layer):
     def forward(self, x):
         half = x * 0.5
         square = record(half.array**2, (half,), lambda grad, needs_grad: (grad * 2 * half.array,), "square")
-        return record(
-            square.array + 1, (square,), lambda grad, needs_grad: (grad * (square.array == square.array),), "one"
-        )
+        late = lambda grad, needs_grad: (grad * (square.array == square.array),)
+        return record(square.array + 1, (square,), late, "one")
 
 
 def test_inputs_of_user_layers_are_not_freed():
@@ -155,25 +166,20 @@ def late_looks(source: str) -> list[str]:
     """Where a gradient function looks at the array of a Tensor from outside of it."""
     places = []
     for function in ast.walk(ast.parse(source)):
-        if (
-            isinstance(function, ast.FunctionDef)
-            and function.name == "backward"
-            and function.args.args[0].arg != "self"
-        ):
-            names = {
-                node.id for node in ast.walk(function) if isinstance(node, ast.Name) and type(node.ctx) is ast.Store
-            }
-            names |= {argument.arg for argument in function.args.args}
-            for node in ast.walk(function):
-                if isinstance(node, ast.Attribute) and node.attr == "array" and type(node.value) is ast.Name:
-                    places += [f"line {node.lineno}: {node.value.id}"] if node.value.id not in names else []
+        is_backward = isinstance(function, ast.FunctionDef) and function.name == "backward"
+        if is_backward and function.args.args[0].arg != "self":
+            nodes = list(ast.walk(function))
+            own = {node.id for node in nodes if isinstance(node, ast.Name) and type(node.ctx) is ast.Store}
+            own |= {argument.arg for argument in function.args.args}
+            arrays = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "array"]
+            bases = [node.value for node in arrays if type(node.value) is ast.Name]
+            places += [f"line {base.lineno}: {base.id}" for base in bases if base.id not in own]
     return places
 
 
 def test_library_gradient_functions_capture_arrays_not_tensors():
-    folder = Path(models.__file__).parent
-    places = {path.name: late_looks(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")}
-    assert {name: looks for name, looks in places.items() if looks} == {}
+    for path in Path(models.__file__).parent.rglob("*.py"):
+        assert late_looks(path.read_text(encoding="utf-8")) == [], path
     assert late_looks("def f(x):\n  def backward(grad, needs_grad):\n    return grad * x.array\n") == ["line 3: x"]
 
 
@@ -199,8 +205,7 @@ def test_training_runs_are_identical_and_resume(tmp_path):
             again.save(tmp_path / "last.safetensors", None)
             again = resume_state(tmp_path / "last.safetensors", tokens)
             assert again.model.recompute
-    weights, others = plain.model.state_dict(), again.model.state_dict()
-    assert same(weights, others)
+    assert same(plain.model.state_dict(), again.model.state_dict())
 
 
 def test_encoder_with_padding_mask():
@@ -208,26 +213,20 @@ def test_encoder_with_padding_mask():
     mask = np.arange(8) < np.array([[8], [5]])
     tokens = to_tensor(RNG.integers(0, 50, (2, 8)), dtype=int)
     results = []
-    for again in (False, True):
-        model = TextEncoder(config)
-        model.recompute = again and checkpoint_activations
+    for model in plain_and_recomputed(config, TextEncoder):
         model(tokens, mask).sum().backward()
-        results.append({name: p.grad.array for name, p in model.named_parameters() if p.grad is not None})
-    assert results[0]
-    assert same(*results)
+        results.append(gradients(model))
+    assert results[0] and same(*results)
 
 
-def test_frozen_weights_with_adapters():
+def test_frozen_weights():
     results = []
-    for again in (False, True):
-        model = GPT(CONFIG)
+    for model in plain_and_recomputed(CONFIG):
         model.freeze()
         for block in model.blocks[1:]:
             block.mlp.unfreeze()
-        model.recompute = again and checkpoint_activations
         results.append(grads_of(model)[1])
-    assert len(results[0]) == 8
-    assert same(*results)
+    assert len(results[0]) == 8 and same(*results)
 
 
 def test_adapters_with_dropout_on_packed_texts(monkeypatch):
@@ -243,15 +242,13 @@ def test_adapters_with_dropout_on_packed_texts(monkeypatch):
         part = LoRATarget("up", 0, 128, 4, 2.0)
         low_ranks = {}
         for i, block in enumerate(model.blocks):
-            low_rank = low_ranks[f"blocks.{i}.mlp.up"] = LowRankUpdate(
-                32, block.mlp.up.to_size, [part], 0.5, model.generator
-            )
+            low_rank = LowRankUpdate(32, block.mlp.up.to_size, [part], 0.5, model.generator)
             low_rank.ups[0].array[...] = np.random.default_rng(i).standard_normal((4, 128))
+            low_ranks[f"blocks.{i}.mlp.up"] = low_rank
         adapter = Adapter(model, low_ranks, LoRAConfig()).attach()
-        model.loss(
-            tokens, labels, CrossEntropy(-100), 1.0, **packed_forward_kwargs(model, tokens, documents)
-        ).backward()
-        results.append({name: p.grad.array for name, p in adapter.named_parameters()})
+        packed = packed_forward_kwargs(model, tokens, documents)
+        model.loss(tokens, labels, CrossEntropy(-100), 1.0, **packed).backward()
+        results.append(gradients(adapter))
     assert len(results[0]) == 6 and all(array.any() for array in results[0].values())
     assert same(results[0], results[1])
     for name, array in results[0].items():
@@ -320,17 +317,12 @@ def test_no_recomputation_without_gradients():
 
 def test_checkpointing_uses_less_memory():
     config = replace(CONFIG, n_layers=8, embedding_dim=64, context_window=64)
+    batch = RNG.integers(0, 97, (2, 8, 64))
     peaks = []
-    for again in (False, True):
-        model = GPT(config)
-        model.recompute = again and checkpoint_activations
-        batch = RNG.integers(0, 97, (2, 8, 64))
+    for model in plain_and_recomputed(config):
         grads_of(model, batch)
         model.zero_grad()
-        tracemalloc.start()
-        grads_of(model, batch)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
+        peaks.append(peak_memory(model, batch))
     assert peaks[1] < 0.5 * peaks[0]
     assert training_bytes(replace(config, recompute=True)) < training_bytes(config)
 
@@ -354,41 +346,28 @@ LOSSES = {
 }
 
 
-def tied(table):
-    return lambda x: softcap(linear(x, table.transpose()), 2.0)
-
-
-def whole_and_pieces(loss_fn, hidden, table, bias, n_rows, scale=1.0):
-    """Two heads: a tied one with a cap, and one of its own with a bias."""
-    heads = [(tied(table), [table]), (lambda x: linear(x, table.transpose(), bias), [table, bias])]
-    for head, parameters in heads:
-        yield (
-            lambda head=head: loss_fn(LABELS, head(hidden), scale),
-            lambda head=head, parameters=parameters: loss_fn.from_hidden(
-                LABELS, hidden, head, parameters, n_rows, scale
-            ),
-            [hidden, *parameters],
-        )
-
-
 @pytest.mark.parametrize("n_rows", [1, 2, 4, 100])
 @pytest.mark.parametrize("loss_fn", LOSSES.values(), ids=LOSSES)
 def test_chunked_loss_equals_full_loss(loss_fn, n_rows):
+    """Of two heads: a tied one with a cap, and one with a bias."""
     arrays = [RNG.standard_normal(shape) for shape in ((2, 3, 5), (7, 5), 7)]
-    tensors = [to_tensor(array, dtype=np.float64) for array in arrays]
-    for whole, pieces, inputs in whole_and_pieces(loss_fn, *tensors, n_rows, scale=0.7):
+    hidden, table, bias = (to_tensor(array, dtype=np.float64) for array in arrays)
+    capped = lambda x: softcap(linear(x, table.transpose()), 2.0)
+    for head, parameters in ((capped, [table]), (lambda x: linear(x, table.transpose(), bias), [table, bias])):
         results = []
-        for make in (whole, pieces):
-            loss = make()
+        whole = lambda: loss_fn(LABELS, head(hidden), 0.7)  # noqa: B023
+        chunked = lambda: loss_fn.from_hidden(LABELS, hidden, head, parameters, n_rows, 0.7)  # noqa: B023
+        for compute in (whole, chunked):
+            loss = compute()
             (3 * loss).backward()
-            results.append((loss.array, *(tensor.grad.array for tensor in inputs)))
-            for tensor in inputs:
+            results.append((loss.array, *(tensor.grad.array for tensor in (hidden, *parameters))))
+            for tensor in (hidden, *parameters):
                 tensor.zero_grad()
         for expected, got in zip(*results):
             assert expected.dtype == got.dtype
             np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-14)
         with no_grad():
-            np.testing.assert_allclose(pieces().array, whole().array, rtol=1e-13)
+            np.testing.assert_allclose(chunked().array, whole().array, rtol=1e-13)
 
 
 def test_ignored_rows_are_not_computed():
@@ -439,27 +418,23 @@ def test_chunked_loss_supports_retain_graph():
     ],
 )
 def test_chunked_loss_rejects_bad_arguments(labels, n_rows, message):
-    table = to_tensor(np.ones((5, 7)))
+    labels, head = to_tensor(labels, dtype=labels.dtype), to_tensor(np.ones((5, 7))).__rmatmul__
     with pytest.raises(ValueError, match=message):
-        CrossEntropy(9).from_hidden(
-            to_tensor(labels, dtype=labels.dtype), np.ones((6, 5)), table.__rmatmul__, [], n_rows
-        )
+        CrossEntropy(9).from_hidden(labels, np.ones((6, 5)), head, [], n_rows)
 
 
 # -------------------------------------------------------------------- of a model
-@pytest.mark.filterwarnings("ignore:precision bfloat16")
-@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@each_model
 def test_model_loss_is_chunked_for_many_logits(changes, monkeypatch):
     loss_fn = CrossEntropy(ignore_index=11)
     model = GPT(replace(CONFIG, dropout=0.0, **changes))
     for p in model.parameters():
         p.array[...] += RNG.normal(0, 0.05, p.shape)
-    (whole, expected) = grads_of(model, TOKENS, loss_fn)
+    whole, expected = grads_of(model, TOKENS, loss_fn)
     monkeypatch.setattr(models, "MAX_LOGITS", 97 * 13)
     monkeypatch.setattr(CrossEntropy, "forward", None)  # and so the logits never exist whole
-    whole_loss, loss = np.frombuffer(whole), np.frombuffer(grads_of(model, TOKENS, loss_fn)[0])
     tolerance = 2e-2 if model.precision == "bfloat16" else 1e-5
-    np.testing.assert_allclose(loss, whole_loss, rtol=tolerance)
+    assert grads_of(model, TOKENS, loss_fn)[0] == pytest.approx(whole, rel=tolerance)
     for name, p in model.named_parameters():
         largest = abs(expected[name]).max()
         np.testing.assert_allclose(p.grad.array, expected[name], rtol=0, atol=tolerance * largest, err_msg=name)
@@ -472,10 +447,7 @@ def test_chunked_loss_uses_less_memory(monkeypatch):
     peaks = []
     for at_once in (2**30, 2**20):
         monkeypatch.setattr(models, "MAX_LOGITS", at_once)
-        tracemalloc.start()
-        grads_of(model, batch)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
+        peaks.append(peak_memory(model, batch))
     assert peaks[0] > 2 * 4 * 512 * 20_000  # logits, and their gradients
     assert peaks[1] < 0.4 * peaks[0]
 

@@ -114,12 +114,9 @@ def test_student_uses_the_teachers_tokeniser_and_its_loss_falls(distilled, teach
     assert len(losses) == 12 and losses[-1] < losses[0]
 
 
-def test_train_rejects_resuming_a_distillation(distilled):
+def test_only_distill_resumes_a_distillation(distilled, capsys):
     with pytest.raises(ValueError, match=r"tricycle train.*'distill'"):
         train(["--resume", str(distilled[0])])
-
-
-def test_finished_distillation_resumes_without_error(distilled, capsys):
     assert distill(["--resume", str(distilled[0])]) == 0
     assert "resuming after step 12" in capsys.readouterr().out
 
@@ -141,20 +138,21 @@ def test_wrong_flags_are_refused(distilled, tmp_path, flags, message):
 
 
 def test_resuming_with_another_teacher_is_rejected(distilled, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(distilled[0], folder)
-    data = json.loads((folder / "data.json").read_text())
-    data["distill"]["teacher"] = str(write_folder(tmp_path / "other", context_window=100, n_layers=1))
-    (folder / "data.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="teacher"):
-        distill(["--resume", str(folder)])
+    write_folder(tmp_path / "other", context_window=100, n_layers=1)
+    settings = {"teacher": str(tmp_path / "other"), "temperature": 2.0, "hard_weight": 0.1}
+    with pytest.raises(ValueError, match=r"expected the teacher.*got a changed"):
+        resume_with(settings, distilled[0], tmp_path / "run")
 
 
 @pytest.mark.parametrize("settings", [None, [], {"teacher": 3, "temperature": 2.0, "hard_weight": 0.1}])
 def test_resuming_with_invalid_distill_settings_is_rejected(distilled, tmp_path, settings):
-    folder = tmp_path / "run"
-    shutil.copytree(distilled[0], folder)
+    with pytest.raises(ValueError, match=r"expected (distill|teacher)"):
+        resume_with(settings, distilled[0], tmp_path / "run")
+
+
+def resume_with(settings, finished, folder):
+    """Resume a copy of a run with these settings in its data.json."""
+    shutil.copytree(finished, folder)
     data = json.loads((folder / "data.json").read_text())
     (folder / "data.json").write_text(json.dumps({**data, "distill": settings}))
-    with pytest.raises(ValueError, match=r"expected (distill|teacher)"):
-        distill(["--resume", str(folder)])
+    distill(["--resume", str(folder)])

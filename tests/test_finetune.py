@@ -7,6 +7,7 @@ import re
 import shutil
 import tracemalloc
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
+from chaos.runs import differences
 from tiny_models import tiny_tokeniser, write_folder
 
 from tricycle import training
@@ -28,7 +30,7 @@ from tricycle_cli.export import main as export
 from tricycle_cli.finetune import main as finetune
 from tricycle_cli.generate import main as generate_main
 from tricycle_cli.run import read_metrics
-from tricycle_datasets.examples import ExampleEncoder, _record, load_examples, read_records
+from tricycle_datasets.examples import ExampleEncoder, Record, _record, load_examples, read_records
 
 WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing of rain".split()
 
@@ -43,18 +45,18 @@ def lines(path: Path, values: list) -> Path:
     return path
 
 
+def said(content: str, role: str = "assistant") -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
 def conversations(n: int = 60) -> list:
     """Each answer says a word as often as the length of the question."""
     rng = np.random.default_rng(0)
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": f"{(word := WORDS[rng.integers(15)])} {WORDS[rng.integers(15)]}"},
-                {"role": "assistant", "content": " ".join([word] * rng.integers(1, 8))},
-            ]
-        }
-        for _ in range(n)
-    ]
+    values = []
+    for _ in range(n):
+        word, other = WORDS[rng.integers(15)], WORDS[rng.integers(15)]
+        values.append({"messages": [said(f"{word} {other}", "user"), said(" ".join([word] * rng.integers(1, 8)))]})
+    return values
 
 
 @pytest.fixture
@@ -70,9 +72,8 @@ def preferences(n: int = 60, chat: bool = True) -> list:
         first, second, third, fourth = generator.choice(WORDS, 4, replace=False)
         chosen, rejected = f"{third} birds sing", f"{fourth} fox jumps"
         if chat:
-            prompt = [{"role": "user", "content": f"{first} {second}"}]
-            answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
-            values.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
+            prompt = [said(f"{first} {second}", "user")]
+            values.append({"prompt": prompt, "chosen": [said(chosen)], "rejected": [said(rejected)]})
         else:
             values.append({"prompt": f"{first} {second}: ", "chosen": chosen, "rejected": rejected})
     return values
@@ -85,6 +86,12 @@ def tune(base_folder: Path, data: Path, folder: Path, *words: str) -> int:
     return finetune([str(base_folder), "--data", str(data), "--run-folder", str(folder), *QUICK, *words])
 
 
+def held_out_losses(run: Path) -> list[float]:
+    """Return the held-out losses before training and of each evaluation."""
+    before = json.loads((run / "data.json").read_text())["before"]["loss"]
+    return [before, *(line["held_out_loss"] for line in read_metrics(run / "metrics.jsonl") if "held_out_loss" in line)]
+
+
 # -------------------------------------------------------------------- whole runs
 def test_adapter_lowers_the_loss_and_loads_in_other_commands(base_folder, data, tmp_path, capsys):
     run = tmp_path / "run"
@@ -92,9 +99,8 @@ def test_adapter_lowers_the_loss_and_loads_in_other_commands(base_folder, data, 
     out = capsys.readouterr().out
     assert "before training: held-out loss" in out
     assert f"--adapter {(run / 'adapter').as_posix()}" in out
-    losses = [line["held_out_loss"] for line in read_metrics(run / "metrics.jsonl") if "held_out_loss" in line]
-    before = json.loads((run / "data.json").read_text())["before"]["loss"]
-    assert losses[-1] < before - 1
+    losses = held_out_losses(run)
+    assert losses[-1] < losses[0] - 1
     assert (run / "loss.png").stat().st_size > 1000
     samples = (run / "samples.txt").read_text(encoding="utf-8")
     prompts = {kind: samples.split(f"--- {kind}\n")[1:] for kind in ("before", "after")}
@@ -121,44 +127,25 @@ def test_adapter_lowers_the_loss_and_loads_in_other_commands(base_folder, data, 
 @pytest.mark.slow_except(3)
 @pytest.mark.parametrize(
     ("method", "loss"),
-    [("lora", "cross-entropy"), ("dora", "cross-entropy"), ("full", "cross-entropy"), ("lora", "dpo"), ("full", "dpo")],
+    [
+        ("--method lora", "cross-entropy"),
+        ("--dora", "cross-entropy"),
+        ("--method full", "cross-entropy"),
+        ("--method lora", "dpo"),
+        ("--method full", "dpo"),
+    ],
 )
-def test_resuming_is_bit_exact(method, loss, base_folder, data, tmp_path, monkeypatch):
-    words = ["--method", method, "--lora-dropout", "0.2", "--accumulation-steps", "2", "--loss", loss]
-    if method == "dora":
-        words[1:2] = ["lora", "--dora"]
+def test_resuming_is_bit_exact(method, loss, base_folder, data, tmp_path):
+    words = [*method.split(), "--lora-dropout", "0.2", "--accumulation-steps", "2", "--loss", loss]
     if loss == "dpo":
         lines(data, preferences())
     tune(base_folder, data, tmp_path / "whole", *words)
-    step = training.compute_gradients
-    n_calls = []
-
-    def breaking(*args):
-        n_calls.append(1)
-        if len(n_calls) == 7:
-            raise OSError("the power is gone")
-        return step(*args)
-
-    monkeypatch.setattr(training, "compute_gradients", breaking)
-    with pytest.raises(OSError, match=r"power is gone.*resume"):
+    calls = mock.Mock(side_effect=[*[mock.DEFAULT] * 6, OSError("the power is gone")], wraps=training.compute_gradients)
+    with mock.patch.object(training, "compute_gradients", calls), pytest.raises(OSError, match=r"power is.*resume"):
         tune(base_folder, data, tmp_path / "cut", *words)
-    monkeypatch.setattr(training, "compute_gradients", step)
     (tmp_path / "cut" / ".best.safetensors.1-1.part").touch()  # as a kill leaves it
     finetune(["--resume", str(tmp_path / "cut")])
-    assert list((tmp_path / "cut").rglob("*.part")) == []
-    for name in ("last", "best"):
-        uninterrupted, resumed = (load_checkpoint(tmp_path / run / f"{name}.safetensors") for run in ("whole", "cut"))
-        assert uninterrupted.tensors.keys() == resumed.tensors.keys()
-        for key, array in uninterrupted.tensors.items():
-            np.testing.assert_array_equal(array, resumed.tensors[key], err_msg=key)
-    timeless = [
-        [
-            {k: v for k, v in line.items() if k != "tokens_per_second"}
-            for line in read_metrics(tmp_path / run / "metrics.jsonl")
-        ]
-        for run in ("whole", "cut")
-    ]
-    assert timeless[0] == timeless[1]
+    assert differences(tmp_path / "cut", tmp_path / "whole") == []
 
 
 def test_full_finetuning_saves_a_loadable_checkpoint(base_folder, data, tmp_path):
@@ -174,24 +161,18 @@ def test_full_finetuning_saves_a_loadable_checkpoint(base_folder, data, tmp_path
 def test_short_runs_update_and_evaluate_every_step(n_steps, base_folder, data, tmp_path, capsys):
     words = ["--steps", str(n_steps), "--learning-rate", "0.1", "--eval-interval", "1"]
     tune(base_folder, data, tmp_path / "run", *words)
-    output = capsys.readouterr().out
-    before = json.loads((tmp_path / "run" / "data.json").read_text())["before"]["loss"]
-    losses = [
-        line["held_out_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in line
-    ]
-    assert len(losses) == n_steps and len({before, *losses}) == n_steps + 1
+    output, losses = capsys.readouterr().out, held_out_losses(tmp_path / "run")
+    assert len(losses) == len(set(losses)) == n_steps + 1
     assert "step 1: held-out loss" in output
-    assert output.count("best so far") == (n_steps == 2 and losses[1] < losses[0])
+    assert output.count("best so far") == (n_steps == 2 and losses[2] < losses[1])
 
 
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("words", ["--weights int8", "--weights bfloat16", "--dora --weights int8", "--dora"])
 def test_adapters_on_quantized_weights_lower_the_loss(words, base_folder, data, tmp_path):
     tune(base_folder, data, tmp_path / "run", *words.split())
-    losses = [
-        line["held_out_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in line
-    ]
-    assert losses[-1] < json.loads((tmp_path / "run" / "data.json").read_text())["before"]["loss"]
+    losses = held_out_losses(tmp_path / "run")
+    assert losses[-1] < losses[0]
 
 
 def test_early_stopping_ends_the_run_after_patience(base_folder, data, tmp_path, capsys):
@@ -216,10 +197,8 @@ def test_text_and_pair_and_folder_data_lower_the_loss(shape, base_folder, tmp_pa
         path.mkdir()
         (path / "a.txt").write_text(" ".join(texts))
     tune(base_folder, path, tmp_path / "run")
-    losses = [
-        line["held_out_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in line
-    ]
-    assert losses[-1] < json.loads((tmp_path / "run" / "data.json").read_text())["before"]["loss"]
+    losses = held_out_losses(tmp_path / "run")
+    assert losses[-1] < losses[0]
 
 
 # -------------------------------------------------------------------- preferences
@@ -248,9 +227,7 @@ def test_chosen_answers_become_likelier_than_rejected_ones(chat, method, base_fo
 
 def test_preference_loss_mask_covers_only_the_answers():
     tokeniser = tiny_tokeniser()
-    user, good, bad = (
-        {"role": r, "content": c} for r, c in (("user", "a?"), ("assistant", "fox"), ("assistant", "rain"))
-    )
+    user, good, bad = said("a?", "user"), said("fox"), said("rain")
     earlier = [user, good, user]
     for value in (
         {"prompt": earlier, "chosen": [good], "rejected": [bad]},
@@ -274,12 +251,7 @@ def test_preference_loss_mask_covers_only_the_answers():
 # -------------------------------------------------------------------- loss masks
 def test_chat_loss_mask_covers_answers_and_end_tokens():
     tokeniser = tiny_tokeniser()
-    messages = [
-        {"role": "user", "content": "small birds <|im_end|>"},
-        {"role": "assistant", "content": "sing of rain"},
-        {"role": "user", "content": "and?"},
-        {"role": "assistant", "content": "\nfox"},
-    ]
+    messages = [said("small birds <|im_end|>", "user"), said("sing of rain"), said("and?", "user"), said("\nfox")]
     parts = tokeniser.chat_parts(messages)
     assert [is_answer for _, is_answer in parts] == [False, True, False, True]
     joined = [token for ids, _ in parts for token in ids]
@@ -294,16 +266,7 @@ def test_chat_loss_mask_covers_answers_and_end_tokens():
 
 
 def record(kind, value):
-    from tricycle_datasets.examples import Record
-
     return Record("here", kind, value)
-
-
-def test_chat_parts_equal_the_chat_template():
-    tokeniser = tiny_tokeniser()
-    messages = conversations(1)[0]["messages"]
-    joined = [token for ids, _ in tokeniser.chat_parts(messages) for token in ids]
-    assert joined == tokeniser.chat(messages, add_generation_prompt=False)
 
 
 def test_truncated_tokens_are_counted():
@@ -315,8 +278,7 @@ def test_truncated_tokens_are_counted():
     assert tokeniser.decode(pair.ids[pair.loss_mask]) == "rain<|im_end|>"
     assert (encoder.n_cut, encoder.n_left_out) == (1, 0)
     assert encoder.n_cut_tokens == len(tokeniser.encode(long)) + len(tokeniser.encode("rain")) + 1 - 31
-    messages = [{"role": "user", "content": long}, {"role": "assistant", "content": "rain"}]
-    assert encoder.encode(record("messages", messages)) == []
+    assert encoder.encode(record("messages", [said(long, "user"), said("rain")])) == []
     assert (encoder.n_cut, encoder.n_left_out) == (2, 1)
     windows = encoder.encode(record("text", long))
     assert sum(example.n_labels for example in windows) == len(encoder.encode_text(long)) - 1
@@ -337,55 +299,38 @@ def test_records_with_bom_and_windows_line_endings_are_read(base_folder, data, t
 
 
 # -------------------------------------------------------------------- bad input
-WORD = {"role": "assistant", "content": "fox"}
-GOOD = {"prompt": "small", "completion": "birds"}
+GOOD = json.dumps({"prompt": "small", "completion": "birds"})
 BAD = {
     "empty": ("", "text file.*empty"),
     "blank": ("\n \n", "line of JSON.*none"),
-    "no JSON": (json.dumps(GOOD) + "\n{oops}\n", "line 2: .*JSON.*{oops}"),
-    "no UTF-8": ('{"text": "\xff"}\n', "line 1: .*JSON"),
-    "a list": ("[1]\n", 'line 1: .*"text"'),
-    "other names": ('{"question": "a"}\n', "got 'question'"),
-    "no role": ('{"messages": [{"content": "a"}]}\n', "line 1: .*message 1.*role"),
-    "no content": ('{"messages": [{"role": "user"}]}\n', "message 1.*content.*None"),
-    "no answer": (
-        '{"messages": [{"role": "user", "content": "a"}]}\n',
-        'messages.*"assistant"',
-    ),
-    "one side": (
-        '{"chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}\n',
-        "prompt.*text",
-    ),
-    "no prompt": ('{"chosen": "a", "rejected": "b"}\n', "line 1: .*prompt.*None"),
-    "rejected": ('{"prompt": "", "chosen": "a", "rejected": ""}\n', "rejected.*a character"),
+    "no JSON": (GOOD + "\n{oops}\n", "line 2: .*JSON.*{oops}"),
+    "no UTF-8": ('{"text": "\xff"}', "line 1: .*JSON"),
+    "a list": ("[1]", 'line 1: .*"text"'),
+    "other names": ({"question": "a"}, "got 'question'"),
+    "no role": ({"messages": [{"content": "a"}]}, "line 1: .*message 1.*role"),
+    "no content": ({"messages": [{"role": "user"}]}, "message 1.*content.*None"),
+    "no answer": ({"messages": [said("a", "user")]}, 'messages.*"assistant"'),
+    "one side": ({"chosen": [said("a")], "rejected": "b"}, "prompt.*text"),
+    "no prompt": ({"chosen": "a", "rejected": "b"}, "line 1: .*prompt.*None"),
+    "rejected": ({"prompt": "", "chosen": "a", "rejected": ""}, "rejected.*a character"),
     "whose": (
-        '{"prompt": [{"content": "a"}], "chosen": [{"role": "assistant", "content": "a"}], '
-        '"rejected": [{"role": "assistant", "content": "b"}]}\n',
+        {"prompt": [{"content": "a"}], "chosen": [said("a")], "rejected": [said("b")]},
         "line 1: .*message 1 of prompt.*role",
     ),
     "nobody answers": (
-        '{"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]}\n',
+        {"chosen": [said("a", "user")], "rejected": [said("b", "user")]},
         'line 1: .*chosen.*"assistant".*none',
     ),
     "preferences": (
-        '{"prompt": "x", "chosen": "a", "rejected": "b"}\n',
+        {"prompt": "x", "chosen": "a", "rejected": "b"},
         'line 1: .*--loss dpo.*"chosen".*cross-entropy',
     ),
-    "deep": (
-        json.dumps(GOOD) + '\n{"messages": ' + "[" * 900 + "]" * 900 + "}\n",
-        "line 2: .*100 levels",
-    ),
-    "half a pair": (
-        '{"text": "a"}\n{"text": "\\ud83d"}\n',
-        "line 2: .*Unicode.*surrogate",
-    ),
-    "all equal": (
-        json.dumps(GOOD) * 1 + "\n" + json.dumps(GOOD),
-        "0 and 2 examples.*equal",
-    ),
-    "a number": ('{"text": 3}\n', "text.*got 3"),
-    "long": (json.dumps({"prompt": "a", "completion": "fox " * 200}), "answers.*100 tokens"),
-    "one": (json.dumps(GOOD), "0 and 1 examples"),
+    "deep": (GOOD + '\n{"messages": ' + "[" * 900 + "]" * 900 + "}", "line 2: .*100 levels"),
+    "half a pair": ('{"text": "a"}\n{"text": "\\ud83d"}', "line 2: .*Unicode.*surrogate"),
+    "all equal": (GOOD + "\n" + GOOD, "0 and 2 examples.*equal"),
+    "a number": ({"text": 3}, "text.*got 3"),
+    "long": ({"prompt": "a", "completion": "fox " * 200}, "answers.*100 tokens"),
+    "one": (GOOD, "0 and 1 examples"),
 }
 
 
@@ -393,7 +338,7 @@ BAD = {
 def test_bad_data_is_refused_before_any_work(name, base_folder, tmp_path):
     content, message = BAD[name]
     path = tmp_path / "data.jsonl"
-    path.write_bytes(content.encode("latin-1"))
+    path.write_bytes((content if isinstance(content, str) else json.dumps(content)).encode("latin-1"))
     with pytest.raises(ValueError, match=message) as error:
         tune(base_folder, path, tmp_path / "run")
     assert "\n" not in str(error.value)
@@ -440,35 +385,40 @@ def test_estimated_memory_is_a_lower_bound(words, base_folder, data, tmp_path, m
     assert estimates[0] < peak < 6 * estimates[0]
 
 
-def test_invalid_flags_data_and_run_folders_are_rejected(base_folder, data, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--targets c_attn", "all-linear.*'c_attn'"),
+        ("--context-window 101", "--context-window.*2 to 100"),
+        ("--method full --weights int8", "--weights float32.*--method full"),
+        ("--method full --dora", "--method lora.*--dora"),
+        ("--method full --rslora", "--method lora.*--rslora"),
+        ("--loss dpo", 'line 1: .*"chosen".*"rejected".*--loss dpo'),
+        ("--loss dpo --beta 0", r"--beta.*0\.0"),
+        ("--patience -1", "--patience.*0.*got -1"),
+        ("--sample-tokens -1", "--sample-tokens.*0.*got -1"),
+        ("--accumulation-steps 0", "--accumulation-steps.*1.*got 0"),
+        ("--epochs -1", "--epochs.*0.*got -1"),
+        ("--steps -1", "--steps.*0.*got -1"),
+        ("--data nothing", "expected a file"),
+    ],
+)
+def test_invalid_flags_are_rejected(words, message, base_folder, data, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        tune(base_folder, data, tmp_path / "run", *words.split())
+
+
+def test_invalid_data_and_run_folders_are_rejected(base_folder, data, tmp_path):
     run = tmp_path / "run"
     silent = write_folder(tmp_path / "silent", chat_template=None)
     with pytest.raises(ValueError, match=r"line 1: .*chat template"):
         tune(silent, data, run)
-    with pytest.raises(ValueError, match=r"all-linear.*'c_attn'"):
-        tune(base_folder, data, run, "--targets", "c_attn")
-    with pytest.raises(ValueError, match=r"--context-window.*2 to 100"):
-        tune(base_folder, data, run, "--context-window", "101")
-    with pytest.raises(ValueError, match=r"--weights float32.*--method full"):
-        tune(base_folder, data, run, "--method", "full", "--weights", "int8")
-    with pytest.raises(ValueError, match=r'line 1: .*"chosen".*"rejected".*--loss dpo'):
-        tune(base_folder, data, run, "--loss", "dpo")
-    with pytest.raises(ValueError, match=r"--beta.*0\.0"):
-        tune(base_folder, data, run, "--loss", "dpo", "--beta", "0")
-    for flag, least in (("patience", 0), ("sample-tokens", 0), ("accumulation-steps", 1), ("epochs", 0), ("steps", 0)):
-        with pytest.raises(ValueError, match=f"--{flag}.*{least}.*got {least - 1}"):
-            tune(base_folder, data, run, f"--{flag}", str(least - 1))
-    for flag in ("dora", "rslora"):
-        with pytest.raises(ValueError, match=f"--method lora.*--{flag}"):
-            tune(base_folder, data, run, "--method", "full", f"--{flag}")
     ties = lines(tmp_path / "ties.jsonl", [{"prompt": f"{i}", "chosen": "a", "rejected": "a"} for i in range(9)])
     with pytest.raises(ValueError, match=r"0 and 0 examples.* 9 "):
         tune(base_folder, ties, run, "--loss", "dpo")
     with pytest.raises(ValueError, match=r"60 and 0 examples.* 1 "):
-        long = lines(tmp_path / "long.jsonl", [{"messages": [{"role": "user", "content": "fox " * 99}, WORD]}])
+        long = lines(tmp_path / "long.jsonl", [{"messages": [said("fox " * 99, "user"), said("fox")]}])
         tune(base_folder, data, run, "--held-out", str(long))
-    with pytest.raises(ValueError, match="expected a file"):
-        tune(base_folder, tmp_path / "nothing", run)
     with pytest.raises(FileNotFoundError, match="tricycle finetune"):
         finetune(["--resume", str(tmp_path)])
     other = write_folder(tmp_path / "other", n_layers=1)

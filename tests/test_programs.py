@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from chaos.runs import differences, write_text
 from matplotlib.image import imread
 from programs import call, environment, good, lines_without_progress_bars, run_here
-from safetensors.numpy import load_file
 
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, DebugConfig, GPTConfig, ShakespeareConfig
@@ -27,9 +27,9 @@ from tricycle_cli import train
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN, INFER = ROOT / "train_smol_gpt.py", ROOT / "inference.py"
-QUICK = shlex.split(
-    "--preset debug --steps 12 --eval-interval 4 --sample-interval 6 --accumulation-steps 2 --dropout 0.1"
-)
+CHANGES = {"steps": 12, "eval_interval": 4, "sample_interval": 6, "accumulation_steps": 2, "dropout": 0.1}
+QUICK = ["--preset", "debug"]
+QUICK += [word for name, value in CHANGES.items() for word in ("--" + name.replace("_", "-"), str(value))]
 POSIX_ONLY = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 NEEDS_SHAKESPEARE = pytest.mark.skipif(
     not Path(os.environ.get("TRICYCLE_DATA", "-"), "tinyshakespeare", "input.txt").is_file(),
@@ -57,18 +57,29 @@ def cache(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     """A file of 30 kB with words in random order."""
-    generator = random.Random(0)
-    words = shlex.split("the quick brown fox jumps over lazy dogs while seven small birds sing of rain")
     path = tmp_path_factory.mktemp("texts") / "a text.txt"
-    path.write_text("\n".join(" ".join(generator.choices(words, k=9)) + "." for _ in range(600)), encoding="utf-8")
+    write_text(path, n_lines=600)
     return path
+
+
+def quick(text: Path, folder: Path, *words) -> list:
+    """Return the flags of a run with the settings of `finished`."""
+    return [*QUICK, "--data", "text", "--files", text, "--run-folder", folder, *words]
+
+
+def step_of(folder: Path) -> int:
+    return load_checkpoint(folder / "last.safetensors").about["progress"]["step"]
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, cache, text) -> tuple[Path, subprocess.CompletedProcess]:
     """A run that went through without a break, in a folder whose name has a space."""
     folder = tmp_path_factory.mktemp("runs") / "a run"
-    done = call(TRAIN, *QUICK, "--data", "text", "--files", text, "--run-folder", folder)
+    done = call(TRAIN, *quick(text, folder))
     assert done.returncode == 0, done.stderr
     return folder, done
 
@@ -80,8 +91,7 @@ def test_run_folder_has_all_files(finished):
     assert sorted(path.name for path in folder.iterdir()) == names.split()
     config = json.loads((folder / "config.json").read_text())
     assert GPTConfig.from_dict(config).to_dict() == config
-    changes = {"steps": 12, "eval_interval": 4, "sample_interval": 6, "accumulation_steps": 2, "dropout": 0.1}
-    assert config == {**DebugConfig().to_dict(), **changes}
+    assert config == {**DebugConfig().to_dict(), **CHANGES}
     height, width, _ = imread(folder / "loss.png").shape
     assert height > 300 < width
     tokeniser = BPETokeniser.load(folder / "tokeniser.json")
@@ -90,11 +100,11 @@ def test_run_folder_has_all_files(finished):
         assert checkpoint.config.to_dict() == config
         assert checkpoint.tokeniser() == tokeniser
         assert isinstance(checkpoint.model(), GPT)
-    assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 12
+    assert step_of(folder) == 12
 
 
 def test_metrics_have_each_step_and_estimate_once(finished):
-    metrics = [json.loads(line) for line in (finished[0] / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(finished[0])
     training = [line for line in metrics if "loss" in line]
     assert [line["step"] for line in training] == list(range(1, 13))
     for line in training:
@@ -116,19 +126,15 @@ def test_output_of_a_training_run(finished, text):
     assert "tokens/s" in done.stderr
     table = dict(re.findall(r"^  (gzip -9|bz2 -9|xz -9|this model) +(\d\.\d{3})$", out, re.MULTILINE))
     assert table.keys() == {"gzip -9", "bz2 -9", "xz -9", "this model"}
-    order = re.findall(r"^  (?:gzip -9|bz2 -9|xz -9|this model) +(\d\.\d{3})$", out, re.MULTILINE)
-    assert order == sorted(order, reverse=True)
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    final = metrics[-1]
+    assert list(table.values()) == sorted(table.values(), reverse=True)
+    final = metrics_of(folder)[-1]
     assert float(table["this model"]) == pytest.approx(final["final_bits_per_byte"], abs=1e-3)
     assert f"{final['final_loss']:.4f} nats/token = {table['this model']} bits/byte" in out
     n_bytes = len(text.read_bytes()) // 10
     assert f"{n_bytes:,} bytes" in out
     assert re.search(r"step 4: held-out loss \d\.\d{4} nats/token, \d\.\d{3} bits/byte", out)
-    assert out.count("--- sample at step 6\n") == 1
-    assert out.count("--- sample at step 12\n") == 1
-    samples = (folder / "samples.txt").read_text(encoding="utf-8")
-    assert samples.count("--- sample at step") == 2
+    for printed in (out, (folder / "samples.txt").read_text(encoding="utf-8")):
+        assert re.findall(r"--- sample at step (\d+)\n", printed) == ["6", "12"]
 
 
 def test_the_printed_command_generates(finished):
@@ -159,8 +165,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_four_calls_lead_from_the_script_to_the_backward_pass(tmp_path, cache, text):
     """The fourth is `loss.backward()`."""
-    words = [*QUICK, "--steps", "1", "--data", "text", "--files", text, "--run-folder", tmp_path / "run"]
-    output = good(call("-c", STACK, ROOT / TRAIN, *words))
+    output = good(call("-c", STACK, TRAIN, *quick(text, tmp_path / "run", "--steps", "1")))
     assert re.findall("STACK (.*)", output) == ["main train compute_gradients"]
 
 
@@ -180,7 +185,7 @@ def after(step, action):
     log = updates.RunSession.log
     def patched(session, loss, norm):
         if session.step == step:
-            action()
+            action(session)
         log(session, loss, norm)
     updates.RunSession.log = patched
 
@@ -192,21 +197,6 @@ run_main(program.main)
 
 def send(name: str) -> str:
     return f"lambda *args, **kwargs: os.kill(os.getpid(), signal.{name})"
-
-
-def same_run(folder: Path, other: Path) -> None:
-    for name in ("last.safetensors", "best.safetensors"):
-        tensors, others = load_file(folder / name), load_file(other / name)
-        assert tensors.keys() == others.keys()
-        assert all(tensors[key].tobytes() == others[key].tobytes() for key in tensors), name
-        abouts = [load_checkpoint(path / name).about for path in (folder, other)]
-        for about in abouts:
-            del about["progress"]["seconds"]
-        assert abouts[0] == abouts[1]
-    lines = [(path / "metrics.jsonl").read_text() for path in (folder, other)]
-    speed = re.compile(r', "tokens_per_second": [^}]*')
-    assert speed.sub("", lines[0]) == speed.sub("", lines[1])
-    assert (folder / "samples.txt").read_text(encoding="utf-8").count("sample at step 12") == 1
 
 
 @POSIX_ONLY
@@ -221,10 +211,9 @@ def same_run(folder: Path, other: Path) -> None:
 )
 def test_interrupted_run_resumes_with_equal_results(tmp_path, finished, text, name, step, status):
     folder = tmp_path / "run"
-    words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder]
-    done = call_with(f"after({step}, {send(name)})", *words)
+    done = call_with(f"after({step}, {send(name)})", *quick(text, folder))
     assert done.returncode == status, done.stderr
-    saved = load_checkpoint(folder / "last.safetensors").about["progress"]["step"]
+    saved = step_of(folder)
     if status == 0:
         assert saved == step
         (notice,) = lines_without_progress_bars(done.stderr)
@@ -234,11 +223,10 @@ def test_interrupted_run_resumes_with_equal_results(tmp_path, finished, text, na
         assert command == ["python", "train_smol_gpt.py", "--resume", str(folder)]
     else:
         assert saved == {7: 6, 2: 0}[step]  # before the sample at step 6
-    resumed = call(TRAIN, "--resume", folder)
-    out = good(resumed)
+    out = good(call(TRAIN, "--resume", folder))
     assert ("resuming after step" in out) == (saved > 0)
     assert "this model" in out
-    same_run(folder, finished[0])
+    assert differences(folder, finished[0]) == []
 
 
 @pytest.mark.slow
@@ -247,13 +235,12 @@ def test_interrupted_run_resumes_with_equal_results(tmp_path, finished, text, na
 def test_the_final_evaluation_can_be_interrupted(tmp_path, finished, text, name, status):
     """And the run is saved before it begins."""
     folder = tmp_path / "run"
-    words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder]
-    done = call_with(f"text_task.load_checkpoint = {send(name)}", *words)
+    done = call_with(f"text_task.load_checkpoint = {send(name)}", *quick(text, folder))
     assert done.returncode == status
     assert lines_without_progress_bars(done.stderr) == (["train_smol_gpt.py: interrupted"] if status == 130 else [])
-    assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 12
+    assert step_of(folder) == 12
     assert "this model" in good(call(TRAIN, "--resume", folder))
-    same_run(folder, finished[0])
+    assert differences(folder, finished[0]) == []
 
 
 @pytest.mark.nightly
@@ -262,12 +249,11 @@ def test_the_final_evaluation_can_be_interrupted(tmp_path, finished, text, name,
 def test_training_survives_closed_streams(tmp_path, finished, text, closed):
     """And no checkpoint gets the place, and the output, of a stream that was closed."""
     folder = tmp_path / "run"
-    words = [TRAIN, *QUICK, "--data", "text", "--files", text, "--run-folder", folder]
-    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, *map(str, words)]
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, TRAIN, *quick(text, folder)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
-    same_run(folder, finished[0])
+    assert differences(folder, finished[0]) == []
 
 
 @pytest.mark.slow
@@ -277,67 +263,52 @@ def test_run_folder_without_progress_is_started_again(tmp_path, finished, text):
     folder.mkdir()
     (folder / "config.json").write_text((finished[0] / "config.json").read_text())
     one_line(call(TRAIN, "--resume", folder), r"data\.json.*no training progress")
-    good(call(TRAIN, *QUICK, "--data", "text", "--files", text, "--run-folder", folder))
-    same_run(folder, finished[0])
+    good(call(TRAIN, *quick(text, folder)))
+    assert differences(folder, finished[0]) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["wait", "stop"])
-def test_full_disk_during_training(tmp_path, finished, text, policy):
+def test_full_disk_ends_a_run_that_can_be_resumed(tmp_path, finished, text):
+    """With `--on-full-disk wait`, tests/test_training.py."""
     folder = tmp_path / "run"
     full = """
 import errno
 usual = training_state.save_checkpoint
-left = [3]
 def save(path, *args):
-    if str(path).endswith("last.safetensors") and args[4]["step"] == 6 and left[0]:
-        left[0] -= 1
+    if str(path).endswith("last.safetensors") and args[4]["step"] == 6:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     usual(path, *args)
 training_state.save_checkpoint = save
 """
-    words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder, "--on-full-disk", policy]
-    done = call_with(full, *words)
-    if policy == "wait":
-        assert "disk is full" in good(done) and "space again" in done.stdout
-    else:
-        one_line(done, r"last\.safetensors.*intact.*train_smol_gpt\.py --resume")
-        assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 4
-        good(call(TRAIN, "--resume", folder))
-    same_run(folder, finished[0])
+    done = call_with(full, *quick(text, folder, "--on-full-disk", "stop"))
+    one_line(done, r"last\.safetensors.*intact.*train_smol_gpt\.py --resume")
+    assert step_of(folder) == 4
+    good(call(TRAIN, "--resume", folder))
+    assert differences(folder, finished[0]) == []
 
 
 @pytest.mark.slow
 @POSIX_ONLY
 def test_second_interrupt_ends_the_run_at_once(tmp_path, cache, text):
-    words = [*QUICK, "--data", "text", "--files", text, "--run-folder", tmp_path / "run"]
-    twice = "def twice():\n    for _ in range(2): os.kill(os.getpid(), signal.SIGINT)\nafter(6, twice)"
-    done = call_with(twice, *words)
+    twice = "def twice(session):\n    for _ in range(2): os.kill(os.getpid(), signal.SIGINT)\nafter(6, twice)"
+    done = call_with(twice, *quick(text, tmp_path / "run"))
     assert done.returncode == 130
     assert lines_without_progress_bars(done.stderr)[-1] == "train_smol_gpt.py: interrupted"
-    assert load_checkpoint(tmp_path / "run" / "last.safetensors").about["progress"]["step"] == 4
+    assert step_of(tmp_path / "run") == 4
 
 
 def test_nonfinite_loss_ends_the_run_and_keeps_checkpoints(tmp_path, cache, text):
     folder = tmp_path / "run"
     spoil = """
-init = training_state.new_state
-def new_state(*args):
-    global state
-    state = init(*args)
-    return state
-program.new_state = new_state
-def spoil():
-    state.model.norm.gain.array[0] = float("nan")
-after(6, spoil)
+after(6, lambda session: session.state.model.norm.gain.array.fill(float("nan")))
 """
-    done = call_with(spoil, *QUICK, "--sample-interval", "0", "--data", "text", "--files", text, "--run-folder", folder)
+    done = call_with(spoil, *quick(text, folder, "--sample-interval", "0"))
     assert done.returncode == 1
     *_, line = lines_without_progress_bars(done.stderr)
     assert re.search("step 7: .*nan", line) and "norm.gain" in line
     assert "--max-learning-rate" in line
-    assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 4
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert step_of(folder) == 4
+    lines = metrics_of(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 6, 7]
     assert lines[-1]["on_nan"] == "stop"
     assert "the parameter norm.gain" in lines[-1]["not_finite"]
@@ -346,10 +317,9 @@ after(6, spoil)
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--max-learning-rate", "--weight-decay"])
 def test_a_diverging_run_fails_with_one_line(tmp_path, cache, text, flag):
-    words = ["--preset", "debug", "--data", "text", "--files", text, "--run-folder", tmp_path / "run", flag, "1e30"]
-    words += ["--on-nan", "stop"]
-    one_line(call(TRAIN, *words), "step 2: .*(loss|norm)")
-    assert load_checkpoint(tmp_path / "run" / "last.safetensors").about["progress"]["step"] == 0
+    words = quick(text, tmp_path / "run", flag, "1e30", "--on-nan", "stop")
+    one_line(call_here(TRAIN, *words), "step 2: .*(loss|norm)")
+    assert step_of(tmp_path / "run") == 0
 
 
 # -------------------------------------------------------------------- help
@@ -371,28 +341,22 @@ def test_help_lists_every_field_with_its_default(preset):
 
 
 # -------------------------------------------------------------------- inference
-def test_inference_generates_reproducible_text_from_a_seed(finished):
-    folder, _ = finished
-
-    def text_of(*words) -> str:
-        return good(call_here(INFER, *words))
-
-    seeded = text_of(folder, "the fox", "--seed", "1", "--length", "30")
-    assert seeded.startswith("the fox")
-    assert text_of(folder, "the fox", "--seed", "1", "--length", "30") == seeded
-    assert text_of(folder / "best.safetensors", "the fox", "--seed", "1", "--length", "30") == seeded
-    greedy = text_of(folder, "the fox", "--temperature", "0", "--length", "60", "--no-stop")
-    assert text_of(folder, "the fox", "--top-k", "1", "--length", "60", "--no-stop", "--device", "cpu") == greedy
-    assert text_of(folder, "é🚲", "--length", "0") == "é🚲\n"
-
-
-def test_a_pickled_model_with_a_tokeniser(tmp_path, finished):
-    folder, _ = finished
-    path = tmp_path / "model.pkl"
+def test_inference_generates_reproducible_text_from_a_seed(tmp_path, finished):
+    """Of a run folder, of its best checkpoint, and of a pickled model with its tokenizer."""
+    folder, path = finished[0], tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps(load_checkpoint(folder / "best.safetensors").model()))
-    words = ["the fox", "--temperature", "0", "--length", "30"]
-    named = good(call_here(INFER, path, *words, "--tokeniser", folder / "tokeniser.json"))
-    assert named == good(call_here(INFER, folder, *words))
+
+    def text_of(source: Path, flags: str, *more, prompt: str = "the fox") -> str:
+        return good(call_here(INFER, source, prompt, *flags.split(), *more))
+
+    seeded = text_of(folder, "--seed 1 --length 30")
+    assert seeded.startswith("the fox")
+    assert text_of(folder, "--seed 1 --length 30") == seeded
+    assert text_of(folder / "best.safetensors", "--seed 1 --length 30") == seeded
+    assert text_of(path, "--seed 1 --length 30", "--tokeniser", folder / "tokeniser.json") == seeded
+    greedy = text_of(folder, "--temperature 0 --length 60 --no-stop")
+    assert text_of(folder, "--top-k 1 --length 60 --no-stop --device cpu") == greedy
+    assert text_of(folder, "--length 0", prompt="é🚲") == "é🚲\n"
 
 
 # -------------------------------------------------------------------- what goes wrong
@@ -402,6 +366,9 @@ def one_line(done: subprocess.CompletedProcess, message: str) -> None:
     (line,) = lines_without_progress_bars(done.stderr)
     assert re.search(message, line), line
     assert line.startswith(("train_smol_gpt.py: ", "inference.py: "))
+
+
+FILES = ("config.json", "data.json", "last.safetensors", "best.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -416,25 +383,22 @@ def odd(tmp_path_factory, finished) -> Path:
     large.save(folder / "large.json")
     assert large.n_vocab > 300
 
-    def copy(name: str, **changes) -> None:
+    def copy(name: str, **changes: bytes | None) -> None:
         (folder / name).mkdir()
-        for file in ("config.json", "data.json", "last.safetensors", "best.safetensors"):
-            content = (run / file).read_bytes()
-            key = file.replace(".", "_")
-            if key not in changes:
+        for file in FILES:
+            content = changes.get(file.partition(".")[0], (run / file).read_bytes())
+            if content is not None:
                 (folder / name / file).write_bytes(content)
-            elif changes[key] is not None:
-                (folder / name / file).write_bytes(changes[key](content))
 
-    half = lambda content: content[: len(content) // 2]
-    copy("cut", last_safetensors=half, best_safetensors=half)
-    copy("nothing", config_json=None)
-    copy("no data", data_json=None)
-    copy("half config", config_json=half)
-    copy("other data", data_json=lambda content: b'{"data": "nonsense", "files": []}')
-    copy("no checkpoint", last_safetensors=None, best_safetensors=None)
-    copy("numbers", data_json=lambda content: b'{"data": "text", "files": [3]}')
-    copy("gone text", data_json=lambda content: b'{"data": "text", "files": ["gone.txt"]}')
+    half = lambda file: (run / file).read_bytes()[: (run / file).stat().st_size // 2]
+    copy("cut", last=half("last.safetensors"), best=half("best.safetensors"))
+    copy("nothing", config=None)
+    copy("no data", data=None)
+    copy("half config", config=half("config.json"))
+    copy("other data", data=b'{"data": "nonsense", "files": []}')
+    copy("no checkpoint", last=None, best=None)
+    copy("numbers", data=b'{"data": "text", "files": [3]}')
+    copy("gone text", data=b'{"data": "text", "files": ["gone.txt"]}')
 
     class Evil:
         def __reduce__(self):
@@ -463,6 +427,7 @@ TRAIN_WRONG = [
     ("--data text --files short.txt", "at least 33 tokens"),
     ("--run-folder cut", "cut .*--resume"),
     ("--run-folder short.txt", "short.txt"),
+    ("--device gpu", "--device gpu: .*no GPU"),
 ]
 RESUME_WRONG = [
     ("--resume missing", r"missing: .*run folder.*config\.json"),
@@ -492,30 +457,22 @@ INFER_WRONG = [
     ("good --length -1", "n_tokens.*got -1"),
     ("good --colour", "--colour"),
     ("good the fox", "fox"),
+    ("good --device gpu", "--device gpu: .*no GPU"),
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), TRAIN_WRONG)
-def test_bad_training_arguments_fail_with_one_line(odd, line, message):
-    one_line(call_here(TRAIN, "--preset", "debug", *shlex.split(line), folder=odd), message)
-
-
-@pytest.mark.parametrize(("line", "message"), RESUME_WRONG)
-def test_bad_resume_arguments_fail_with_one_line(odd, line, message):
-    one_line(call_here(TRAIN, *shlex.split(line), folder=odd), message)
-
-
-@pytest.mark.parametrize(("line", "message"), INFER_WRONG)
-def test_bad_inference_arguments_fail_with_one_line(odd, finished, line, message):
+@pytest.mark.parametrize(
+    ("program", "line", "message"),
+    [
+        *((TRAIN, f"--preset debug {line}", message) for line, message in TRAIN_WRONG),
+        *((TRAIN, line, message) for line, message in RESUME_WRONG),
+        *((INFER, line, message) for line, message in INFER_WRONG),
+    ],
+)
+def test_bad_arguments_fail_with_one_line(odd, finished, program, line, message):
     words = [str(finished[0]) if word == "good" else word for word in shlex.split(line)]
-    one_line(call_here(INFER, *words, folder=odd), message)
+    one_line(call_here(program, *words, folder=odd), message)
     assert not (odd / "marker").exists()
-
-
-@pytest.mark.parametrize("words", [[TRAIN, "--preset", "debug"], [INFER, "good"]], ids=["train", "infer"])
-def test_missing_gpu_fails_with_one_line(odd, finished, words):
-    words = [str(finished[0]) if word == "good" else word for word in words]
-    one_line(call_here(*words, "--device", "gpu", folder=odd), "--device gpu: .*no GPU")
 
 
 # -------------------------------------------------------------------- tiny Shakespeare

@@ -15,6 +15,7 @@ from test_training import CONFIG, TOKENS
 
 from tricycle.models import GPT
 from tricycle.training import NonFiniteError
+from tricycle.training_state import new_state, train_step
 from tricycle_cli.find_rate import find_learning_rate
 from tricycle_lab import range_test as testing
 from tricycle_lab.range_test import analyze_losses, plot_range_test, range_test
@@ -38,21 +39,14 @@ def test_suggestion_of_a_curve_that_falls_and_rises(noise: float) -> None:
     assert test.suggestion == pytest.approx(np.sqrt(test.steepest_rate * test.divergence_rate / 10), rel=0.05)
 
 
-def test_the_suggestion_is_at_most_a_tenth_of_the_divergence_rate() -> None:
+def test_suggestion_is_at_most_a_tenth_of_the_divergence_rate() -> None:
+    """A NaN counts as divergence."""
     test = analyze_losses(RATES, curve(fall=-3, rise=-2.6))
     assert test.suggestion == pytest.approx(test.divergence_rate / 10, rel=0.05)
     assert test.suggestion < test.steepest_rate
-
-
-def test_nan_loss_counts_as_divergence() -> None:
-    losses = curve(rise=9)[:120]
-    losses[-1] = np.nan
-    test = analyze_losses(RATES[:120], losses)
+    test = analyze_losses(RATES[:120], np.append(curve(rise=9)[:119], np.nan))
     assert test.divergence_rate == RATES[119]
     assert test.suggestion == pytest.approx(RATES[119] / 10, rel=0.05)
-
-
-def test_suggestion_of_a_loss_that_never_rises() -> None:
     test = analyze_losses(RATES, curve(rise=9))
     assert test.divergence_rate is None
     assert test.suggestion == pytest.approx(test.steepest_rate, rel=0.05)
@@ -65,32 +59,33 @@ def test_a_loss_that_never_falls_has_no_suggestion(losses: np.ndarray) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_range_test_of_a_loss_that_is_nan_at_once(n: int, tmp_path: Path) -> None:
-    losses = np.full(n, 5.0)
-    losses[-1] = np.nan
-    test = analyze_losses(RATES[:n], losses)
+    test = analyze_losses(RATES[:n], np.append(np.full(n - 1, 5.0), np.nan))
     assert test.suggestion is None
     plot_range_test(test, tmp_path / "a.png")
 
 
 # -------------------------------------------------------------------- a test of a model
+def content(model: GPT) -> list[bytes]:
+    return [parameter.array.tobytes() for parameter in model.parameters()]
+
+
 def test_the_model_is_restored_and_the_result_is_deterministic() -> None:
     config = replace(CONFIG, dropout=0.3)
     model = GPT(config)
-    before = {name: parameter.array.copy() for name, parameter in model.named_parameters()}
-    drawn = model.generator.bit_generator.state
+    before, drawn = content(model), model.generator.bit_generator.state
     first, second = (range_test(config, TOKENS, model, n_steps=40) for _ in range(2))
     assert first.losses.tobytes() == second.losses.tobytes()
     assert first.losses.tobytes() == range_test(config, TOKENS, n_steps=40).losses.tobytes()  # a new model is the same
-    assert all(parameter.array.tobytes() == before[name].tobytes() for name, parameter in model.named_parameters())
+    assert content(model) == before
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.generator.bit_generator.state == drawn
     assert first.losses[0] != first.losses[10]
     np.testing.assert_allclose(first.rates[:3], np.geomspace(1e-6, 1, 40)[:3])
 
 
-def test_an_error_restores_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_restores_the_model() -> None:
     model = GPT(CONFIG)
-    before = {name: parameter.array.copy() for name, parameter in model.named_parameters()}
+    before = content(model)
 
     def stop(step: int) -> None:
         if step == 30:
@@ -98,17 +93,16 @@ def test_an_error_restores_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         range_test(CONFIG, TOKENS, model, n_steps=40, progress=stop)
-    assert all((parameter.array == before[name]).all() for name, parameter in model.named_parameters())
+    assert content(model) == before
 
 
 def test_a_non_finite_loss_ends_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = testing.train_step, []
+    results = iter([*[(5.0, 1.0)] * 24, NonFiniteError("the loss is nan")])
 
-    def step(state):
-        calls.append(state.step)
-        if len(calls) == 25:
-            raise NonFiniteError("the loss is nan")
-        return real(state)
+    def step(state: object) -> tuple[float, float]:
+        if isinstance(result := next(results), Exception):
+            raise result
+        return result
 
     monkeypatch.setattr(testing, "train_step", step)
     test = range_test(CONFIG, TOKENS, n_steps=40)
@@ -133,8 +127,6 @@ def test_without_matplotlib_no_file_is_written(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_the_suggestion_is_a_good_rate(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A short training run has a lower loss than runs with a tenth or ten times of the rate."""
-    from tricycle.training_state import new_state, train_step
-
     config = replace(CONFIG, embedding_dim=16, accumulation_steps=1, batch_size=8, dropout=0.0)
     rate = range_test(config, TOKENS).suggestion
     means = []

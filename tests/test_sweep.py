@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,11 +14,13 @@ from typing import Any
 
 import pytest
 from matplotlib.image import imread
+from programs import environment
 from test_programs import POSIX_ONLY, call, good, lines_without_progress_bars, text  # noqa: F401 (fixtures)
 
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.system.locks import FolderLock, LockedError
 from tricycle_cli import sweep as sweeping
+from tricycle_cli.run import read_metrics
 from tricycle_cli.search_space import (
     Categorical,
     Range,
@@ -79,10 +80,8 @@ def test_specs(word: str, field: Any) -> None:
     ],
 )
 def test_bad_specs_are_one_line(words: list[str], message: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=rf"^.*{message}.*$"):  # one line
         parse_search_space(words)
-    assert re.search(message, str(error.value))
-    assert "\n" not in str(error.value)
 
 
 def test_invalid_configs_are_rejected_before_any_work() -> None:
@@ -100,24 +99,16 @@ def test_invalid_configs_are_rejected_before_any_work() -> None:
 def test_min_learning_rate_keeps_its_ratio_to_the_maximum() -> None:
     share = BASE.min_learning_rate / BASE.max_learning_rate
     assert apply_parameters(BASE, {"max_learning_rate": 0.02}, []).min_learning_rate == pytest.approx(0.02 * share)
-    assert (
-        apply_parameters(BASE, {"max_learning_rate": 0.02}, ["min_learning_rate"]).min_learning_rate
-        == BASE.min_learning_rate
-    )
+    kept = apply_parameters(BASE, {"max_learning_rate": 0.02}, ["min_learning_rate"])
+    assert kept.min_learning_rate == BASE.min_learning_rate
     both = {"max_learning_rate": 0.02, "min_learning_rate": 0.001}
     assert apply_parameters(BASE, both, []).min_learning_rate == 0.001
 
 
 def test_flags_reproduce_the_config() -> None:
     """`tricycle train` with them has the config that was tried."""
-    over = [
-        "max_learning_rate=1e-4..1e-2:log",
-        "n_layers=2,3",
-        "tied=true,false",
-        "qkv_bias=none,true,false",
-        "schedule=linear",
-    ]
-    for params in grid_points({**parse_search_space(over), "max_learning_rate": Categorical((0.00123457, 1e-2))}):
+    over = "max_learning_rate=0.00123457,1e-2 n_layers=2,3 tied=true,false qkv_bias=none,true,false schedule=linear"
+    for params in grid_points(parse_search_space(over.split())):
         config = apply_parameters(BASE, params, [])
         words = ["--preset", "debug", "--device", "cpu", *flags_of(BASE, config)]
         assert parse_arguments(words)[0].config == config
@@ -166,7 +157,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     trainer = Trainer()
     monkeypatch.setattr(sweeping, "train_trial", trainer)
     drawn = sweeping.plot_sweep
-    # a picture takes longer than all else
+    # a plot takes longer than all else
     monkeypatch.setattr(sweeping, "plot_sweep", lambda shown, *more: len(shown) == 12 and drawn(shown, *more))
     return trainer
 
@@ -246,14 +237,8 @@ def test_worse_trials_are_pruned(tmp_path: Path, trainer: Trainer, capsys: pytes
 def test_trials_that_fail(tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture) -> None:
     trainer.fails = {1, 3, 4}
     sweep(tmp_path / "a", "--trials", "6")
-    assert [row["state"] for row in rows_of(tmp_path / "a")] == [
-        "complete",
-        "fail",
-        "complete",
-        "fail",
-        "fail",
-        "complete",
-    ]
+    assert [row["trial"] for row in rows_of(tmp_path / "a") if row["state"] == "fail"] == ["1", "3", "4"]
+    assert [row["trial"] for row in rows_of(tmp_path / "a") if row["state"] == "complete"] == ["0", "2", "5"]
     assert "trial 3 failed: out of luck" in capsys.readouterr().out
     trainer.fails = {1, 2, 3}
     with pytest.raises(RuntimeError, match=r"3 trials.*out of luck"):
@@ -282,9 +267,8 @@ def test_second_sweep_in_one_folder_is_rejected(tmp_path: Path, trainer: Trainer
     ],
 )
 def test_invalid_sweeps_are_rejected(words: list[str], message: str, tmp_path: Path, trainer: Trainer) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=message):
         sweep(tmp_path / "a", *words)
-    assert re.search(message, str(error.value))
     assert not (tmp_path / "a").exists()
 
 
@@ -315,18 +299,15 @@ def test_plots_of_unusual_sweeps(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     plot_sweep([], path)
     plot_sweep([TrialResult(0, None, None, {"a": 1})], path)
-    plot_sweep(
-        [TrialResult(0, 1.0, None, {"a": "x", "b": True}), TrialResult(1, None, 2.0, {"a": "y", "b": False})],
-        path,
-        ["a"],
-    )
+    results = [TrialResult(0, 1.0, None, {"a": "x", "b": True}), TrialResult(1, None, 2.0, {"a": "y", "b": False})]
+    plot_sweep(results, path, ["a"])
     assert path.stat().st_size > 1000
 
 
 # -------------------------------------------------------------------- with real training
 REAL = (
-    "--preset debug --steps 4 --eval-interval 2 --context-window 16 --batch-size 2 --sample-interval 0 --data text "
-    "--device cpu --files"
+    "-m tricycle sweep --over max_learning_rate=1e-3,1e-2 --sampler grid --preset debug --steps 4 --eval-interval 2 "
+    "--context-window 16 --batch-size 2 --sample-interval 0 --data text --device cpu --files"
 ).split()
 
 
@@ -335,17 +316,7 @@ def words(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa:
     pytest.importorskip("optuna")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRICYCLE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield [
-            "-m",
-            "tricycle",
-            "sweep",
-            *REAL,
-            str(text),
-            "--over",
-            "max_learning_rate=1e-3,1e-2",
-            "--sampler",
-            "grid",
-        ]
+        yield [*REAL, str(text)]
 
 
 @pytest.mark.slow
@@ -363,9 +334,7 @@ def test_real_trials_are_run_folders(tmp_path: Path, words: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_failed_run_reports_the_reason(tmp_path: Path, words: list[str]) -> None:
-    done = call(
-        *[tmp_path / "none.txt" if "a text" in word else word for word in words], "--run-folder", tmp_path / "a"
-    )
+    done = call(*words[:-1], tmp_path / "none.txt", "--run-folder", tmp_path / "a")
     assert done.returncode == 1
     assert done.stdout.count(" failed: ") == 2
     assert "none.txt" in done.stdout
@@ -379,9 +348,7 @@ def test_a_killed_sweep_resumes(number: int, tmp_path: Path, words: list[str]) -
     """The run may live on: then it is waited for."""
     folder = tmp_path / "sweep"
     more = ["--steps", "400", "--eval-interval", "50", "--run-folder", str(folder)]
-    program = subprocess.Popen(
-        [sys.executable, *words, *more], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    program = subprocess.Popen([sys.executable, *words, *more], stdout=subprocess.DEVNULL, env=environment())
     end = time.monotonic() + 120
     while not (folder / "trial-0000" / "last.safetensors").exists() and time.monotonic() < end:
         time.sleep(0.05)
@@ -390,8 +357,7 @@ def test_a_killed_sweep_resumes(number: int, tmp_path: Path, words: list[str]) -
     assert program.returncode == -number
     out = good(call("-m", "tricycle", "sweep", "--resume", folder))
     assert "best trial: " in out
-    rows = rows_of(folder)
-    assert [row["state"] for row in rows] == ["complete", "complete"]
-    for row in rows:
-        lines = (folder / row["folder"] / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines if "loss" in json.loads(line)] == list(range(1, 401))
+    assert [row["state"] for row in rows_of(folder)] == ["complete", "complete"]
+    for row in rows_of(folder):
+        lines = read_metrics(folder / row["folder"] / "metrics.jsonl")
+        assert [line["step"] for line in lines if "loss" in line] == list(range(1, 401))

@@ -43,12 +43,8 @@ def run(folder: Path, tracker: str, end: str) -> None:
     run.stop = stop
     with run.tracking.finishing():
         if train(state, run):
-            run.record(
-                step=state.step,
-                final_loss=evaluate_and_record(state, run, new_task()),
-                final_bits_per_byte=1.5,
-                best_step=20,
-            )
+            loss = evaluate_and_record(state, run, new_task())
+            run.record(step=state.step, final_loss=loss, final_bits_per_byte=1.5, best_step=20)
             run.flush()
 
 
@@ -107,12 +103,12 @@ def read_mlflow(folder: Path) -> tuple[list[Row], dict[str, Any]]:
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
     assert run.info.run_name == folder.name
-    rows = [(one.step, name, one.value) for name in run.data.metrics for one in history(client, run, name)]
+    rows = [
+        (one.step, name, one.value)
+        for name in run.data.metrics
+        for one in client.get_metric_history(run.info.run_id, name)
+    ]
     return rows, run.data.params
-
-
-def history(client: Any, run: Any, name: str) -> Any:
-    return client.get_metric_history(run.info.run_id, name)
 
 
 def read_trackio(folder: Path) -> tuple[list[Row], dict[str, Any]]:

@@ -13,10 +13,7 @@ MIN_HISTORY, MAX_HISTORY = 4, 100  # number of earlier times for the comparison
 
 
 def awake_seconds() -> float:
-    """Return the seconds of a monotonic clock that stops while the machine sleeps.
-
-    Linux's monotonic clock stops in sleep; macOS and Windows have separate clocks that do.
-    """
+    """Return the seconds of a monotonic clock that stops while the machine sleeps, as Linux's monotonic clock does."""
     if sys.platform == "win32":
         ticks = ctypes.c_ulonglong()
         ctypes.WinDLL("kernelbase").QueryUnbiasedInterruptTimePrecise(ctypes.byref(ticks))
@@ -29,11 +26,9 @@ def awake_seconds() -> float:
 def exclude_pause(seconds: float, history: Sequence[float]) -> float:
     """Return `seconds`, or, above 10 s and 10 times the median of the last 4 to 100 `history` times, that median.
 
-    Work of more than 10 s and more than ten times the usual time counts as paused; the result is then the usual time.
-
     Args:
         seconds: the elapsed time of the work.
-        history: the earlier times of the same work, whose median is the usual time.
+        history: the earlier times of the same work.
     """
     if seconds <= MIN_PAUSE or len(history) < MIN_HISTORY:
         return seconds

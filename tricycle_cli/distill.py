@@ -99,11 +99,7 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Raise ValueError unless a teacher is given, temperature is above 0, and hard_weight is from 0 to 1.
-
-    Raises:
-        ValueError: no teacher, or a number out of range.
-    """
+    """Raise ValueError unless a teacher is given, temperature is above 0, and hard_weight is from 0 to 1."""
     if not arguments.teacher:
         raise ValueError("expected a teacher, or --resume with a run folder")
     if not 0 < arguments.temperature < math.inf or not 0 <= arguments.hard_weight <= 1:
@@ -112,11 +108,7 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def read_distillation(folder: Path) -> tuple[Arguments, str]:
-    """Return arguments and text digest of a `tricycle distill` run folder; ValueError, FileNotFoundError if it is none.
-
-    Raises:
-        FileNotFoundError, ValueError: the folder is not of a run of `tricycle distill`.
-    """
+    """Return arguments and text digest of a `tricycle distill` run folder; ValueError, FileNotFoundError if none."""
     stored, digest = read_run(folder, "distill")
     own = read_stored_flags(folder / "data.json", "distill", Arguments(), DISTILL_FLAGS)
     arguments = Arguments(**{field.name: getattr(stored, field.name) for field in fields(stored)}, **own)

@@ -73,11 +73,7 @@ def process_group() -> Iterator[ProcessGroup]:
 
 
 def require_one_process(command: str) -> None:
-    """If there are several processes, raise ValueError on rank zero, and exit on the other ranks.
-
-    Raises:
-        ValueError: several processes; raised on rank zero, while the other ranks exit.
-    """
+    """If there are several processes, raise ValueError on rank zero, and exit on the other ranks."""
     size = launch_info().size
     if size > 1:
         _exit_other_ranks()
@@ -139,11 +135,7 @@ def parse_on_all_ranks(processes: ProcessGroup, parse: Callable[[], T]) -> T:
 
 # -------------------------------------------------------------------- properties that must be the same on all ranks
 def check_same(processes: ProcessGroup, properties: dict[str, Any]) -> None:
-    """Raise ValueError on all ranks if a property differs from rank zero's; the message names ranks and properties.
-
-    Raises:
-        ValueError: names every rank and property that differs from rank zero.
-    """
+    """Raise ValueError on all ranks if a property differs from rank zero's; the message names ranks and properties."""
     if processes.size == 1:
         return
     gathered = processes.all_gather((socket.gethostname(), properties))
@@ -189,11 +181,7 @@ def code_digest() -> str:
 
 
 def check_batches(processes: ProcessGroup, n_batches: int, batch_size: int) -> None:
-    """Raise ValueError if an update has fewer batches than ranks; print a note if the batches do not divide evenly.
-
-    Raises:
-        ValueError: an update has fewer batches than there are ranks.
-    """
+    """Raise ValueError if an update has fewer batches than ranks; print a note if the batches do not divide evenly."""
     size = processes.size
     batches = f"an update of this run has {n_batches} batches of {batch_size} sequences"
     if n_batches < size:
@@ -214,10 +202,7 @@ def n_threads() -> int:
 
 
 def share_threads(processes: ProcessGroup) -> None:
-    """Set TRICYCLE_NUM_THREADS to this rank's share of processors, and print it; skip if it or OMP_NUM_THREADS is set.
-
-    TRICYCLE_NUM_THREADS and OMP_NUM_THREADS of the user take precedence.
-    """
+    """Set TRICYCLE_NUM_THREADS to this rank's share of processors; print it; skip if it or OMP_NUM_THREADS is set."""
     if processes.size == 1 or os.environ.get("TRICYCLE_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS"):
         return
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
@@ -236,10 +221,7 @@ def share_threads(processes: ProcessGroup) -> None:
 
 
 def share_gpus(processes: ProcessGroup) -> None:
-    """Set CUDA_VISIBLE_DEVICES so that each rank of a machine has one GPU, round-robin; call it before CUDA starts.
-
-    Called before CUDA starts, because CUDA reads the variable once.
-    """
+    """Set CUDA_VISIBLE_DEVICES so that each rank of a machine has one GPU, round-robin; call it before CUDA starts."""
     visible = [name for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     if VISIBLE not in os.environ:
         visible = [path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]

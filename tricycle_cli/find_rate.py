@@ -10,7 +10,7 @@ from tricycle.configs import GPTConfig
 from tricycle.models import GPT
 from tricycle.system.files import atomic_write
 from tricycle_lab.plot import require_matplotlib
-from tricycle_lab.range_test import N_STEPS, RangeTest, plot_range_test, range_test
+from tricycle_lab.range_test import N_STEPS, plot_range_test, range_test
 
 PICTURE, TABLE = "learning_rate.png", "learning_rate.csv"
 
@@ -25,7 +25,7 @@ def find_learning_rate(
         tokens: the training tokens.
         model: the initial model; None for a new one.
         on_gpu: compute on a GPU.
-        folder: the folder for learning_rate.png and learning_rate.csv, which is created.
+        folder: the folder of both files, which is created. In the table, values that are not finite are empty.
         show_progress: show a progress bar.
     """
     from tqdm import tqdm
@@ -34,7 +34,11 @@ def find_learning_rate(
     folder.mkdir(parents=True, exist_ok=True)
     with tqdm(total=N_STEPS, unit="step", disable=not show_progress) as bar:
         test = range_test(config, tokens, model, on_gpu, progress=lambda step: bar.update())
-    write_table(test, folder / TABLE)
+    with atomic_write(folder / TABLE, text=True) as file:
+        file.write("learning_rate,loss,smoothed\n")
+        for rate, *losses in zip(test.rates.tolist(), test.losses.tolist(), test.smoothed.tolist()):
+            numbers = [f"{loss:.6g}" if math.isfinite(loss) else "" for loss in losses]
+            file.write(f"{rate:.6g},{','.join(numbers)}\n")
     plot_range_test(test, folder / PICTURE, "learning-rate range test")
     print(f"{len(test.rates)} updates with learning rates from {test.rates[0]:.0e} to {test.rates[-1]:.0e}")
     print(f"plot: {folder / PICTURE}; table: {folder / TABLE}")
@@ -45,12 +49,3 @@ def find_learning_rate(
     print(f" and diverges from {test.divergence_rate:.1e}" if test.divergence_rate else " and does not diverge")
     lowest = float(f"{config.min_learning_rate / config.max_learning_rate * test.suggestion:.1e}")
     print(f"suggestion: --max-learning-rate {test.suggestion:.1e} --min-learning-rate {lowest:.1e}")
-
-
-def write_table(test: RangeTest, path: Path) -> None:
-    """Write a CSV file with the columns learning_rate, loss and smoothed; values that are not finite are empty."""
-    with atomic_write(path, text=True) as file:
-        file.write("learning_rate,loss,smoothed\n")
-        for rate, loss, mean in zip(test.rates.tolist(), test.losses.tolist(), test.smoothed.tolist()):
-            numbers = [f"{number:.6g}" if math.isfinite(number) else "" for number in (loss, mean)]
-            file.write(f"{rate:.6g},{','.join(numbers)}\n")

@@ -60,6 +60,10 @@ LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
 DPO_RATE_FACTOR = 0.1  # of the learning rate with --loss dpo
 LOSSES = ("cross-entropy", "dpo")
 N_FINGERPRINT_ROWS = 8  # of each matrix
+# Fields of the config that are flags with the same names.
+TRAINING_FIELDS = """
+batch_size accumulation_steps warmup_steps weight_decay max_gradient_norm recompute precision seed eval_batches
+""".split()
 N_EVALUATIONS = 10  # in a run, unless --eval-interval is given
 
 
@@ -156,11 +160,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
-    """Parse a command line into a task, reading no files, even with --resume; ValueError if it is wrong.
-
-    Raises:
-        ValueError: a wrong command line, before any file is written.
-    """
+    """Parse a command line into the task that starts or resumes a run, and load nothing yet; ValueError if wrong."""
     arguments = parse(Arguments, args=words, description=DESCRIPTION)
     if arguments.resume is None:
         if not arguments.model or not arguments.data:
@@ -171,11 +171,7 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Raise ValueError for --method full with --dora, --rslora or non-float32 --weights, or a number out of range.
-
-    Raises:
-        ValueError: flags that contradict each other, or a number out of range.
-    """
+    """Raise ValueError for --method full with --dora, --rslora or non-float32 --weights, or a number out of range."""
     if arguments.method == "full" and arguments.weights != "float32":
         raise ValueError(f"expected --weights float32 with --method full, got {arguments.weights}")
     for name in ("dora", "rslora"):
@@ -191,16 +187,11 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def read_arguments(folder: Path) -> Arguments:
-    """Read the flags of a run from its data.json; FileNotFoundError, or ValueError if not of `tricycle finetune`.
-
-    Raises:
-        FileNotFoundError, ValueError: the folder is not of a run of `tricycle finetune`.
-    """
+    """Read the flags of a run from its data.json; FileNotFoundError, or ValueError if not of `tricycle finetune`."""
     path = folder / "data.json"
     if not path.is_file() or not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{folder}: expected a run folder of `tricycle finetune`, with config.json and data.json"
-        )
+        expected = "a run folder of `tricycle finetune`, with config.json and data.json"
+        raise FileNotFoundError(f"{folder}: expected {expected}")
     known = {field.name for field in dataclasses.fields(Arguments)} - {"run_folder", "resume"}
     stated = read_stored_flags(path, "arguments", Arguments(), known)
     if stated.get("method") not in tuple(LEARNING_RATES) or stated.get("loss", LOSSES[0]) not in LOSSES:
@@ -256,7 +247,10 @@ class FinetuneTask(Task):
 
     def prepare(self, run: Run) -> TuningState:
         """Load data and model, add a LoRA adapter unless --method is full; return the new or resumed state."""
-        arguments, lora = self.arguments, _lora_config(self.arguments)
+        arguments, lora = self.arguments, None
+        if arguments.method == "lora":
+            flags: dict[str, Any] = {"rank_stabilised": arguments.rslora, "dora": arguments.dora}
+            lora = LoRAConfig(arguments.rank, arguments.alpha, arguments.targets, arguments.lora_dropout, **flags)
         records = read_records(arguments.data)
         held_out = read_records(arguments.held_out) if arguments.held_out else []
         check_record_kinds(arguments.loss, [*records, *held_out])
@@ -266,9 +260,8 @@ class FinetuneTask(Task):
         window = arguments.context_window or min(longest, MAX_DEFAULT_WINDOW)
         if not 2 <= window <= longest:
             raise ValueError(f"expected --context-window from 2 to {longest}, the model's, got {window}")
-        examples = load_examples(
-            records, ExampleEncoder(loaded.tokeniser, window, arguments.truncate_answers), held_out
-        )
+        encoder = ExampleEncoder(loaded.tokeniser, window, arguments.truncate_answers)
+        examples = load_examples(records, encoder, held_out)
         self._split(examples, window)
         config = training_config(arguments, loaded, self.dataset)
         base, adapter = fingerprint(loaded.model), None
@@ -308,9 +301,8 @@ class FinetuneTask(Task):
         model.train()
         dataset: Any = self.dataset
         beta = arguments.beta if arguments.loss == "dpo" else 0.0
-        state = TuningState(
-            config, model, new_optimiser(config), dataset, adapter=adapter, loaded=self.loaded, base=base, beta=beta
-        )
+        parts: dict[str, Any] = {"adapter": adapter, "loaded": self.loaded, "base": base, "beta": beta}
+        state = TuningState(config, model, new_optimiser(config), dataset, **parts)
         state.total_steps = config.steps
         return state
 
@@ -323,7 +315,11 @@ class FinetuneTask(Task):
         path = run.folder / "data.json"
         if path.is_file() and run.last.exists():
             description = read_json_object(path)
-            self._check_unchanged(description, state, run, examples)
+            expected = "that the run was started with, got"
+            if description.get("corpus") != examples.digest:
+                raise ValueError(f"{run.folder}: expected the data {expected} changed data")
+            if description.get("base", state.base) != state.base:
+                raise ValueError(f"{run.folder}: expected the model {expected} a changed {self.arguments.model}")
             before = description.get("before", {})
             self.before = {"held_out_loss": before.get("loss", math.nan), **before}
             self.prompts = read_prompts(path, description)
@@ -345,16 +341,6 @@ class FinetuneTask(Task):
         description |= {"before": {"loss": self.before["held_out_loss"], **self.before}}
         description["prompts"] = [[text, ids] for text, ids in self.prompts]
         write_run_description(run.folder, state.config, description, run.tokeniser)
-
-    def _check_unchanged(
-        self, description: Mapping[str, Any], state: TuningState, run: Run, examples: ExampleSplit
-    ) -> None:
-        if description.get("corpus") != examples.digest:
-            raise ValueError(f"{run.folder}: expected the data that the run was started with, got changed data")
-        if description.get("base", state.base) != state.base:
-            raise ValueError(
-                f"{run.folder}: expected the model that the run was started with, got a changed {self.arguments.model}"
-            )
 
     def tracked_settings(self, state: TrainingState) -> dict[str, Any]:
         """Return the flags except `track` and the config's fields in one dict by name, which trackers record."""
@@ -420,19 +406,8 @@ class FinetuneTask(Task):
         print(f"merge the adapter and export the model:\n  {export} {model} FOLDER --adapter {adapter}")
 
 
-def _lora_config(arguments: Arguments) -> LoRAConfig | None:
-    if arguments.method != "lora":
-        return None
-    flags = {"rank_stabilised": arguments.rslora, "dora": arguments.dora}
-    return LoRAConfig(arguments.rank, arguments.alpha, arguments.targets, arguments.lora_dropout, **flags)
-
-
 def check_record_kinds(loss: str, records: Sequence[Record]) -> None:
-    """Raise ValueError unless all records (loss "dpo") or none of them (other losses) are preference pairs.
-
-    Raises:
-        ValueError: a record of the wrong kind; the message names the first.
-    """
+    """Raise ValueError unless all records (loss "dpo") or none of them (other losses) are preference pairs."""
     for record in records:
         if loss == "dpo" and record.kind not in PREFERENCES:
             raise ValueError(f'{record.source}: expected "chosen" and "rejected" with --loss dpo, got other fields')
@@ -478,23 +453,11 @@ def training_config(arguments: Arguments, loaded: Pretrained, dataset: PackedDat
     factor = DPO_RATE_FACTOR if arguments.loss == "dpo" else 1
     rate = arguments.learning_rate or LEARNING_RATES[arguments.method] * factor
     own: dict[str, Any] = model_fields(loaded.model.config.to_dict())
-    own |= {"precision": arguments.precision, "seed": arguments.seed}
-    names = ("batch_size", "accumulation_steps", "warmup_steps", "weight_decay", "max_gradient_norm", "recompute")
-    own |= {name: getattr(arguments, name) for name in names}
-    return GPTConfig.from_dict(
-        {
-            **own,
-            "optimiser": "adamw",
-            "steps": steps,
-            "minutes": 0.0,
-            "max_learning_rate": rate,
-            "min_learning_rate": 0.0,
-            "beta2": 0.999,
-            "eval_interval": arguments.eval_interval or max(1, steps // N_EVALUATIONS),
-            "eval_batches": arguments.eval_batches,
-            "sample_interval": 0,
-        }
-    )
+    own |= {name: getattr(arguments, name) for name in TRAINING_FIELDS}
+    own |= {"optimiser": "adamw", "beta2": 0.999, "steps": steps, "minutes": 0.0, "sample_interval": 0}
+    own |= {"max_learning_rate": rate, "min_learning_rate": 0.0}
+    own["eval_interval"] = arguments.eval_interval or max(1, steps // N_EVALUATIONS)
+    return GPTConfig.from_dict(own)
 
 
 def print_summary(examples: ExampleSplit, dataset: PackedDataset, state: TuningState, arguments: Arguments) -> None:
@@ -529,11 +492,7 @@ def _prompts(arguments: Arguments, examples: ExampleSplit) -> list[tuple[str, li
 
 
 def read_prompts(path: Path, description: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
-    """Return the (text, token ids) pairs of "prompts" in data.json, [] if absent; ValueError, naming `path`, if wrong.
-
-    Raises:
-        ValueError: data.json has no valid prompts.
-    """
+    """Return the (text, token ids) pairs of "prompts" in data.json, [] if absent; ValueError, with `path`, if wrong."""
     prompts = []
     for pair in description.get("prompts", []):
         sound = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], list)

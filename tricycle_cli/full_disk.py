@@ -26,8 +26,7 @@ LINE, SAMPLE, TENSOR, ABOUT, PICTURE = 160, 4000, 200, 20_000, 200_000
 def max_folder_bytes(state: TrainingState, tokeniser: Tokeniser) -> int:
     """Return the maximum bytes of a run folder: three checkpoints, tokenizer, metrics of all steps, samples, plot.
 
-    Counts three checkpoints: the last, the best, and one that is being written. Each contains the weights and two
-    moments of the optimizer state.
+    The checkpoints are the last, the best, and one that is being written; each has the weights and two moments.
     """
     n_tensors = len(list(state.model.parameters()))
     n_bytes = sum(parameter.array.nbytes for parameter in state.model.parameters())
@@ -58,7 +57,7 @@ def retry_on_full_disk(
 
     Args:
         write: the function, which removes its partial files when it fails.
-        folder: the folder.
+        folder: a folder on the disk.
         on_full_disk: "wait" for free space, or "stop" with the error.
         print_line: prints a line.
         stop: called while waiting; True stops the waiting.

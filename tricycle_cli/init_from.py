@@ -40,11 +40,7 @@ def default_config(model: GPT) -> GPTConfig:
 
 
 def check_shape(model: GPT, config: GPTConfig) -> None:
-    """Raise ValueError if the config has another architecture than the model, or a longer context window.
-
-    Raises:
-        ValueError: a field that differs; the message names its flag.
-    """
+    """Raise ValueError if the config has another architecture than the model, or a longer context window."""
     own = model.config
     for name in ModelConfig.__dataclass_fields__:
         expected, given = getattr(own, name), getattr(config, name)
@@ -52,30 +48,21 @@ def check_shape(model: GPT, config: GPTConfig) -> None:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"expected {flag} to be {expected}, like the model of --init-from, got {given}")
     if config.context_window > own.context_window:
-        raise ValueError(
-            f"expected --context-window to be at most {own.context_window}, like the model of --init-from, "
-            f"got {config.context_window}"
-        )
+        rule = f"at most {own.context_window}, like the model of --init-from"
+        raise ValueError(f"expected --context-window to be {rule}, got {config.context_window}")
 
 
 def initialize_from(model: GPT, config: GPTConfig) -> GPT:
-    """Return a new GPT of this config with a model's weights; softmax or shorter window may differ, else ValueError.
-
-    Raises:
-        ValueError: the config does not have the model's shape.
-    """
+    """Return a new GPT of this config with a model's weights; softmax or shorter window may differ, else ValueError."""
     check_shape(model, config)
     own = model.config
     started = GPT(replace(config, softmax=own.softmax, softmax_blocks=own.softmax_blocks), draw_weights=False)
-    weights = model.state_dict()
-    for name, parameter in started.named_parameters():
-        if name == "position_embedding.weights":  # a smaller context window has the first positions only
-            weights[name] = weights[name][: len(parameter.array)]
+    weights, positions = model.state_dict(), "position_embedding.weights"
+    if positions in weights:  # a smaller context window has the first positions only
+        weights[positions] = weights[positions][: len(started.position_embedding.weights.array)]
     started.load_state_dict(weights)
-    if (config.softmax, config.softmax_blocks) != (
-        own.softmax,
-        own.softmax_blocks,
-    ):  # else keep learned parameters
+    same_softmax = (config.softmax, config.softmax_blocks) == (own.softmax, own.softmax_blocks)
+    if not same_softmax:  # else keep learned parameters
         started.use_softmax(config.softmax, config.softmax_blocks)
     started.config = config
     return started

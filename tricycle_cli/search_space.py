@@ -69,11 +69,7 @@ SearchSpace = dict[str, Range | Categorical]
 
 
 def parse_search_space(words: Sequence[str]) -> SearchSpace:
-    """Parse --over values such as FIELD=A,B or FIELD=LOW..HIGH into choices and ranges by field; ValueError if wrong.
-
-    Raises:
-        ValueError: a wrong value; the message names the first.
-    """
+    """Parse --over values such as FIELD=A,B or FIELD=LOW..HIGH to choices and ranges by field; ValueError if wrong."""
     hints = get_type_hints(GPTConfig)
     over: SearchSpace = {}
     for word in words:
@@ -148,8 +144,6 @@ def _value(word: str, text: str, kind: Any) -> Any:
 def apply_parameters(base: GPTConfig, params: Mapping[str, Any], set_fields: Sequence[str]) -> GPTConfig:
     """Return the base config with a trial's values; min_learning_rate keeps its ratio to max unless it is set too.
 
-    The minimum learning rate keeps its ratio to the maximum, unless the command line or the trial sets it.
-
     Args:
         base: the common config of all trials.
         params: values by field name.
@@ -166,11 +160,7 @@ def apply_parameters(base: GPTConfig, params: Mapping[str, Any], set_fields: Seq
 
 
 def check_search_space(base: GPTConfig, over: SearchSpace, set_fields: Sequence[str]) -> None:
-    """Raise ValueError if the config of a corner is invalid; of many corners, check those that differ in one field.
-
-    Raises:
-        ValueError: an invalid config; the message names the first.
-    """
+    """Raise ValueError if the config of a corner is invalid; of many corners, check those that differ in one field."""
     ends = [field.ends() for field in over.values()]
     corners: Any = itertools.product(*ends)
     if math.prod(map(len, ends)) > MAX_CORNERS:
@@ -186,11 +176,7 @@ def check_search_space(base: GPTConfig, over: SearchSpace, set_fields: Sequence[
 
 
 def grid_points(over: SearchSpace) -> list[dict[str, Any]]:
-    """Return a dict of values by field for each grid point, the last field varying fastest; ValueError for a `Range`.
-
-    Raises:
-        ValueError: a range without a number of values.
-    """
+    """Return a dict of values by field for each grid point, last field varying fastest; ValueError for a `Range`."""
     for name, field in over.items():
         if isinstance(field, Range):
             raise ValueError(

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from tricycle.distributed.processes import ProcessGroup
 from tricycle.system.locks import FolderLock
 from tricycle.training import NonFiniteError
-from tricycle.training_state import TrainingState
 from tricycle_cli import clock
 from tricycle_cli.distributed import on_rank_zero, process_group
 from tricycle_cli.run import Run
@@ -49,29 +45,41 @@ def open_session(new_task: Callable[[ProcessGroup], Task]) -> Iterator[RunSessio
         try:
             task = new_task(processes)
             folder = processes.broadcast(task.folder or new_folder(task.name))
-            with run_folder_lock(folder, processes):
+            with FolderLock(folder) if processes.is_rank_zero else contextlib.nullcontext():
                 task.claim_folder(folder, processes)
                 on_rank_zero(processes, lambda: remove_partial_files(folder))
-                run = _new_run(task, folder, signals, processes)
+                run = Run(
+                    folder,
+                    print_line=print_line,
+                    stop=signals,
+                    # several processes stop together, between two updates
+                    interruptible=signals.interruptible if processes.size == 1 else contextlib.nullcontext,
+                    on_nan=task.arguments.on_nan,
+                    on_full_disk=task.arguments.on_full_disk,
+                    show_progress=processes.is_rank_zero,
+                    processes=processes,
+                )
                 with _run_task(task, run, signals, started) as session:
                     yield session
         except Interrupted as error:
-            if error.number != signal.SIGINT and processes.size == 1:
-                sys.stdout.flush()
-                exit_by_signal(error.number)
+            if processes.size == 1:
+                exit_by_signal(error)
             raise
 
 
 @contextlib.contextmanager
 def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterator[RunSession]:
     """Prepare, yield the session of the updates, and report; print the resume command of an unfinished run."""
-    resume = resume_command(task, run.folder)
+    resume = f"{command_name(task.command, task.command)} --resume {shlex.quote(run.folder.as_posix())}"
     try:
         with signals.restore_interrupts():
             state = task.prepare(run)
             run.spent = clock.awake_seconds() - started
-            run.tracking = start_tracking(task, run, state)
-            with add_checkpoint_hint_to_errors(task, run, resume), _tracked(run):
+            if task.arguments.track and run.processes.is_rank_zero:
+                settings = task.tracked_settings(state)
+                run.tracking = Tracking(task.arguments.track, run.folder, settings, print_line).start()
+            tracked = contextlib.nullcontext() if run.tracking is None else run.tracking.finishing()
+            with add_checkpoint_hint_to_errors(task, run, resume), tracked:
                 with signals.deferred(), update_session(state, run, task) as session:
                     yield session
                 if session.finished:
@@ -96,47 +104,11 @@ def remove_partial_files(folder: Path) -> None:
         partial_file.unlink()
 
 
-def run_folder_lock(folder: Path, processes: ProcessGroup) -> contextlib.AbstractContextManager[Any]:
-    """Return a run folder's lock, a context manager that raises LockedError if held; a no-op except on rank zero."""
-    return FolderLock(folder) if processes.is_rank_zero else contextlib.nullcontext()
-
-
-def _new_run(task: Task, folder: Path, signals: Signals, processes: ProcessGroup) -> Run:
-    return Run(
-        folder,
-        print_line=print_line,
-        stop=signals,
-        # several processes stop together, between two updates
-        interruptible=signals.interruptible if processes.size == 1 else contextlib.nullcontext,
-        on_nan=task.arguments.on_nan,
-        on_full_disk=task.arguments.on_full_disk,
-        show_progress=processes.is_rank_zero,
-        processes=processes,
-    )
-
-
 def print_line(text: str) -> None:
     """Print a line above the progress bar."""
     from tqdm import tqdm
 
     tqdm.write(text)
-
-
-def start_tracking(task: Task, run: Run, state: TrainingState) -> Tracking | None:
-    """Start the trackers of a run on rank zero; return None on other ranks or without trackers."""
-    names = task.arguments.track
-    if not names or not run.processes.is_rank_zero:
-        return None
-    return Tracking(names, run.folder, task.tracked_settings(state), print_line).start()
-
-
-def _tracked(run: Run) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if run.tracking is None else run.tracking.finishing()
-
-
-def resume_command(task: Task, folder: Path) -> str:
-    """Return the command line, quoted for a shell, that resumes the run in this folder."""
-    return f"{command_name(task.command, task.command)} --resume {shlex.quote(folder.as_posix())}"
 
 
 @contextlib.contextmanager

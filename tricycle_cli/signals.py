@@ -73,8 +73,7 @@ class Signals:
             signal.signal(number, handler)
         self._before = {}
         if self._hook is not None:
-            sys.unraisablehook = self._hook
-            self._hook = None
+            sys.unraisablehook, self._hook = self._hook, None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first = not self.number
@@ -101,9 +100,6 @@ class Signals:
         """Raise `Interrupted` in place of other exceptions that a signal caused within this context.
 
         C code that calls Python may replace an `Interrupted` by another exception.
-
-        Raises:
-            Interrupted: a signal arrived outside of `deferred`.
         """
         try:
             yield
@@ -127,11 +123,7 @@ class Signals:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within this context, also in `deferred`, raise `Interrupted` at a signal, or at once if one has arrived.
-
-        Raises:
-            Interrupted: a signal arrives, or has arrived before.
-        """
+        """Within this context, also in `deferred`, raise `Interrupted` at a signal, or at once if one has arrived."""
         deferring, self._deferring = self._deferring, 0
         try:
             self.check()
@@ -146,7 +138,9 @@ class Signals:
             raise Interrupted(self.number)
 
 
-def exit_by_signal(number: int) -> None:
-    """End this process by a signal with its default action, so that the parent process sees the signal."""
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+def exit_by_signal(error: Interrupted) -> None:
+    """End this process by the default action of the signal, so that the parent sees it; for Ctrl-C do nothing."""
+    if error.number != signal.SIGINT:
+        sys.stdout.flush()
+        signal.signal(error.number, signal.SIG_DFL)
+        os.kill(os.getpid(), error.number)

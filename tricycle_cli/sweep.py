@@ -13,13 +13,11 @@ import io
 import json
 import math
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -40,6 +38,7 @@ from tricycle_cli.search_space import (
     grid_points,
     parse_search_space,
 )
+from tricycle_cli.session import new_folder
 from tricycle_cli.signals import Interrupted, Signals, exit_by_signal
 from tricycle_cli.task import command_name, contains_run
 from tricycle_cli.train import Arguments as TrainArguments
@@ -53,7 +52,6 @@ POLL_SECONDS = 0.2  # between two reads of a run's metrics
 STOP_SECONDS = 60.0  # in which a terminated run saves its progress
 MAX_FAILURES = 3  # failed trials in a row, after which the sweep stops
 MAX_ROWS = 20  # of the printed table
-EXCLUDED_FLAGS = ("--find-learning-rate",)
 
 
 @dataclass(frozen=True)
@@ -159,9 +157,8 @@ def main(args: Sequence[str] | None = None) -> int:
         parse(Arguments, args=list(asked), description=__doc__ or "")
     arguments, train_words = parse_known(SweepArguments, words)
     if not all(map(importlib.util.find_spec, ("optuna", "matplotlib"))):
-        raise ModuleNotFoundError(
-            'tricycle sweep needs a library that is not installed: pip install "tricycle-gpt[sweep]"'
-        )
+        problem = "tricycle sweep needs a library that is not installed"
+        raise ModuleNotFoundError(f'{problem}: pip install "tricycle-gpt[sweep]"')
     with Signals() as signals:
         try:
             with signals.restore_interrupts():
@@ -169,9 +166,7 @@ def main(args: Sequence[str] | None = None) -> int:
                     return start_sweep(arguments, train_words)
                 return resume_sweep(arguments.resume, arguments, train_words)
         except Interrupted as error:
-            if error.number != signal.SIGINT:
-                sys.stdout.flush()
-                exit_by_signal(error.number)
+            exit_by_signal(error)
             raise
 
 
@@ -182,33 +177,20 @@ def fields_on_command_line(words: Sequence[str]) -> list[str]:
 
 
 def start_sweep(arguments: SweepArguments, train_words: list[str]) -> int:
-    """Check flags and that the folder has no run or sweep (ValueError), write sweep.json, run trials; return exit code.
-
-    Raises:
-        ValueError: a wrong command line, before any file is written.
-    """
-    for word in train_words:
-        if word.split("=")[0] in EXCLUDED_FLAGS:
-            raise ValueError(f"expected flags of training runs, got {word.split('=')[0]}")
-    over = parse_search_space(arguments.over)
-    twice = [name for name in over if name in fields_on_command_line(train_words)]
+    """Check flags and that the folder has no run or sweep (ValueError), write sweep.json, run trials; return 0."""
+    set_fields, over = fields_on_command_line(train_words), parse_search_space(arguments.over)
+    if "find_learning_rate" in set_fields:
+        raise ValueError("expected flags of training runs, got --find-learning-rate")
+    twice = [name for name in over if name in set_fields]
     if twice:
         raise ValueError(f"expected {twice[0]} in --over or as a flag, got both")
     base, _ = parse_arguments(train_words)
-    check_search_space(base.config, over, fields_on_command_line(train_words))
+    check_search_space(base.config, over, set_fields)
     combinations = len(grid_points(over)) if arguments.sampler == "grid" else None
     trials = arguments.trials if arguments.trials is not None else combinations or N_TRIALS
-    plan = SweepConfig(
-        train_words,
-        list(arguments.over),
-        trials,
-        arguments.sampler,
-        arguments.prune,
-        arguments.sampler_seed,
-        str(Path.cwd()),
-    )
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = arguments.run_folder or Path("runs") / f"sweep-{base.preset}-{base.data}-{stamp}"
+    settings = (trials, arguments.sampler, arguments.prune, arguments.sampler_seed)
+    plan = SweepConfig(train_words, list(arguments.over), *settings, str(Path.cwd()))
+    folder = arguments.run_folder or new_folder(f"sweep-{base.preset}-{base.data}")
     with FolderLock(folder):
         if (folder / "sweep.json").exists():
             advice = "continue it with --resume, or use another --run-folder"
@@ -238,11 +220,7 @@ def resume_sweep(folder: Path, arguments: SweepArguments, train_words: list[str]
 
 
 def read_sweep_config(folder: Path) -> SweepConfig:
-    """Read sweep.json; FileNotFoundError if it is missing, ValueError if fields are wrong or `where` is no folder.
-
-    Raises:
-        FileNotFoundError, ValueError: the folder is not of a sweep.
-    """
+    """Read sweep.json; FileNotFoundError if it is missing, ValueError if fields are wrong or `where` is no folder."""
     path = folder / "sweep.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: expected the folder of a sweep, got one without sweep.json")
@@ -257,11 +235,7 @@ def read_sweep_config(folder: Path) -> SweepConfig:
 
 # -------------------------------------------------------------------- trials
 def run_trials(folder: Path, plan: SweepConfig, base: TrainArguments, over: SearchSpace) -> int:
-    """Run the remaining trials, write a report after each, print it, return 0; RuntimeError if several fail in a row.
-
-    Raises:
-        RuntimeError: several trials in a row failed.
-    """
+    """Run the other trials, write a report after each, print it, return 0; RuntimeError if several fail in a row."""
     sweep = Sweep(folder.resolve(), plan, base, over, open_study(folder, plan))
     command = f"{command_name('sweep', 'sweep')} --resume {shlex.quote(folder.as_posix())}"
     print(f"sweep folder: {folder}; resume with\n  {command}", flush=True)
@@ -314,11 +288,7 @@ def next_trial(sweep: Sweep) -> Any:
 
 
 def run_trial(sweep: Sweep, trial: Any) -> str | None:
-    """Train a trial unless its run has ended, tell Optuna the result or failure; return a failure's reason, else None.
-
-    Returns:
-        The reason of a failure; None for a successful or pruned trial.
-    """
+    """Train a trial unless its run has ended, tell Optuna the result; return the reason of a failure, else None."""
     from optuna.trial import TrialState
 
     params = {name: field.suggest(trial, name) for name, field in sweep.over.items()}
@@ -342,10 +312,8 @@ def run_trial(sweep: Sweep, trial: Any) -> str | None:
     else:
         sweep.study.tell(trial.number, bits)
         best = sweep.study.best_trial
-        print(
-            f"trial {trial.number}: {bits:.4f} bits/byte (best: {best.value:.4f}, trial {best.number})",
-            flush=True,
-        )
+        result = f"{bits:.4f} bits/byte (best: {best.value:.4f}, trial {best.number})"
+        print(f"trial {trial.number}: {result}", flush=True)
     return None
 
 
@@ -399,13 +367,7 @@ def train_trial(sweep: Sweep, trial: Any, params: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def child_process(words: list[str], where: str, log: Any) -> Iterator[subprocess.Popen]:
-    """Start a process with output to `log`, and wait for its end when the context exits; terminate it on errors.
-
-    Args:
-        words: the command line.
-        where: the working directory.
-        log: the file for its output.
-    """
+    """Start a process in the folder `where`, output to `log`; wait when the context exits; terminate it on errors."""
     process = subprocess.Popen(words, cwd=where, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         yield process

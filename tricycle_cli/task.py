@@ -23,7 +23,7 @@ from tricycle_cli.run import Run
 SCRIPTS = {"train": "python train_smol_gpt.py", "generate": "python inference.py"}
 # Former names and values of flags, as older run folders store them.
 FORMER_FLAGS = {"cut_answers": "truncate_answers", "rank_stabilised": "rslora"}
-FORMER_VALUES = {("method", "all"): "full", ("loss", "likelihood"): "cross-entropy"}
+FORMER_VALUES = {"method=all": "full", "loss=likelihood": "cross-entropy"}
 
 
 class Task:
@@ -120,11 +120,7 @@ def contains_run(folder: Path) -> bool:
 
 
 def claim_new_folder(folder: Path) -> None:
-    """Raise ValueError if the folder contains a run; else delete the config.json of an incomplete one.
-
-    Raises:
-        ValueError: the folder contains a run.
-    """
+    """Raise ValueError if the folder contains a run; else delete the config.json of an incomplete one."""
     if contains_run(folder):
         raise ValueError(f"{folder} contains a run already: continue it with --resume, or use another --run-folder")
     (folder / "config.json").unlink(missing_ok=True)  # without data.json
@@ -133,18 +129,11 @@ def claim_new_folder(folder: Path) -> None:
 def present_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of an older run folder's flags with their present names and values; other flags are unchanged."""
     named = {FORMER_FLAGS.get(name, name): value for name, value in stored.items()}
-    return {
-        name: FORMER_VALUES.get((name, value), value) if isinstance(value, str) else value
-        for name, value in named.items()
-    }
+    return {name: FORMER_VALUES.get(f"{name}={value}", value) for name, value in named.items()}
 
 
 def read_stored_flags(path: Path, key: str, defaults: Any, names: Collection[str]) -> dict[str, Any]:
-    """Return the flags at `key` of an existing JSON file; ValueError if not in `names` or typed unlike `defaults`.
-
-    Raises:
-        ValueError: no flags, an unknown flag, or a value of another type.
-    """
+    """Return the flags at `key` of an existing JSON file; ValueError if not in `names` or typed unlike `defaults`."""
     stored: Any = read_json_object(path).get(key)
     stored = present_flags(stored) if isinstance(stored, dict) else stored
     if not isinstance(stored, dict) or set(stored) - set(names):

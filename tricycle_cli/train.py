@@ -166,11 +166,7 @@ def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[
 
 
 def resolve_arguments(arguments: A, words: Sequence[str], processes: ProcessGroup) -> A:
-    """Check flags, trackers and device, or raise; return a copy with accumulation_steps times the number of ranks.
-
-    Raises:
-        ValueError, RuntimeError: contradictory flags, or a tracker or device that cannot be used.
-    """
+    """Check flags, trackers and device, or raise; return a copy with accumulation_steps times the number of ranks."""
     if not arguments.files and any(word.split("=")[0] == "--files" for word in words):
         raise ValueError("expected files or folders after --files, got none")
     on_rank_zero(processes, lambda: check_trackers(arguments.track))
@@ -181,24 +177,18 @@ def resolve_arguments(arguments: A, words: Sequence[str], processes: ProcessGrou
 
 
 def run_description(arguments: Arguments) -> dict[str, Any]:
-    """Return the content of data.json (text, tokenizer, initial model, ...); raise ValueError if flags conflict.
-
-    Raises:
-        ValueError: contradictory flags.
-    """
+    """Return the content of data.json (text, tokenizer, initial model, ...); raise ValueError if flags conflict."""
     if arguments.data == "text" and not arguments.files:
         raise ValueError("expected --files with --data text, got none")
     if arguments.data != "text" and arguments.files:
         raise ValueError(f"expected --files only with --data text, got --data {arguments.data}")
     if arguments.tokeniser != "own" and arguments.init_from:
-        raise ValueError(
-            f"expected no --tokeniser with --init-from (the model has a tokenizer), got {arguments.tokeniser}"
-        )
+        rule = "no --tokeniser with --init-from (the model has a tokenizer)"
+        raise ValueError(f"expected {rule}, got {arguments.tokeniser}")
     if arguments.tokeniser == "gpt2" and arguments.config.vocab_size != 50_257:
         raise ValueError(f"expected --vocab-size 50257 with --tokeniser gpt2, got {arguments.config.vocab_size}")
     description: dict[str, Any] = {"data": arguments.data, "files": [str(path.resolve()) for path in arguments.files]}
-    description["tokeniser"] = arguments.tokeniser
-    description["on_nan"] = arguments.on_nan
+    description |= {"tokeniser": arguments.tokeniser, "on_nan": arguments.on_nan}
     if arguments.track:
         description["track"] = list(arguments.track)
     if arguments.init_from:
@@ -305,9 +295,8 @@ class TrainTask(TextTask):
         check_same(processes, {"text": corpus.digest, "config": config.to_dict(), "device": device})
         if has_last and (self.digest or corpus.digest) != corpus.digest:
             advice = f"--init-from {shlex.quote(run.last.as_posix())} starts a new run with its weights"
-            raise ValueError(
-                f"{run.folder}: expected the text that the run was started with, got a changed text; {advice}"
-            )
+            got = f"a changed text; {advice}"
+            raise ValueError(f"{run.folder}: expected the text that the run was started with, got {got}")
         description = {**self.describe(), "corpus": corpus.digest}
         on_rank_zero(processes, lambda: write_run_description(run.folder, config, description, tokeniser))
         self.prompts, self.held_out_bytes = CORPORA[arguments.data].prompts, corpus.validation_bytes
@@ -339,11 +328,7 @@ class TrainTask(TextTask):
         return new_state(config, tokens, on_gpu, model, run.processes, shard)
 
     def first_tokeniser(self, run: Run, has_last: bool) -> Any:
-        """Return the tokenizer of the last checkpoint (ValueError if none), --init-from or GPT-2; None to train one.
-
-        Raises:
-            ValueError: the last checkpoint contradicts the folder.
-        """
+        """Return the tokenizer of the last checkpoint (ValueError if none), --init-from or GPT-2; None to train one."""
         if has_last:
             checkpoint = on_rank_zero(run.processes, lambda: load_checkpoint(run.last))
             tokeniser = checkpoint.tokeniser()

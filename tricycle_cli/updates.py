@@ -64,15 +64,7 @@ def advise_on_memory(on_gpu: bool, advice: str) -> Iterator[None]:
 
 
 def check_training_memory(needed: int, on_gpu: bool) -> None:
-    """Raise MemoryError if fewer than `needed` bytes are free, in the GPU's memory or else the machine's.
-
-    Args:
-        needed: the minimum number of bytes.
-        on_gpu: check the GPU's memory.
-
-    Raises:
-        MemoryError: less memory is free.
-    """
+    """Raise MemoryError if fewer than `needed` bytes are free, in the GPU's memory or else the machine's."""
     if not on_gpu:
         check_memory(needed, "training")
     elif needed > gpu_memory()[0]:
@@ -102,6 +94,8 @@ class RunSession(StateSession):
 
         A first checkpoint is saved, so that a folder without write permission is an error now and not after hours.
         """
+        from tqdm import tqdm
+
         self.waiting: list[tuple[Any, Any]] = []
         self._rates: list[float] = []
         self._figures: list[dict[str, float]] = []
@@ -116,7 +110,9 @@ class RunSession(StateSession):
                 self.run.save(self.state, self.run.last)
             except NonFiniteError as error:
                 self.recover(error)
-        self._bar = _progress_bar(self.state, self.run)
+        options: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "mininterval": 0.5, "smoothing": 0.05}
+        options |= {"total": self.state.total_steps or None, "initial": self.state.step}
+        self._bar = tqdm(disable=not self.run.show_progress, **options)
 
     def close(self) -> None:
         """Close the progress bar."""
@@ -292,20 +288,6 @@ def _roll_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
     run.save(state, run.last)
 
 
-def _progress_bar(state: TrainingState, run: Run) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(
-        total=state.total_steps or None,
-        initial=state.step,
-        unit="step",
-        disable=not run.show_progress,
-        dynamic_ncols=True,
-        mininterval=0.5,
-        smoothing=0.05,
-    )
-
-
 def _evaluation_is_due(state: TrainingState) -> bool:
     return state.step % state.config.eval_interval == 0
 
@@ -322,21 +304,18 @@ def _is_due(state: TrainingState) -> bool:
 def evaluate_and_record(state: TrainingState, run: Run, task: Task) -> float:
     """Evaluate, record and print metrics, save the best checkpoint, apply early stopping; return the held-out loss.
 
-    The first evaluation always saves a best checkpoint. Returns the held-out loss.
+    The first evaluation always saves a best checkpoint.
     """
     metrics = task.measure(state)
     loss = metrics["held_out_loss"]
     state.evaluated_step = state.step
     is_first, is_best = state.best_loss == math.inf, loss < state.best_loss
     state.n_worse = 0 if is_best else state.n_worse + 1
-    if math.isfinite(loss):
-        run.record(step=state.step, **metrics)
-    else:
-        run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
+    values = metrics if math.isfinite(loss) else {"not_finite": f"the held-out loss is {loss}"}
+    run.record(step=state.step, **values)
     rank = "best so far" if is_best else f"no improvement for {state.n_worse} evaluations"
-    run.print_line(
-        f"step {state.step}: held-out loss {task.format_metrics(metrics)}" + ("" if is_first else f" ({rank})")
-    )
+    comparison = "" if is_first else f" ({rank})"
+    run.print_line(f"step {state.step}: held-out loss {task.format_metrics(metrics)}{comparison}")
     if is_best or not run.has(run.best):
         state.best_loss = loss if is_best else state.best_loss
         run.save(state, run.best)

@@ -18,7 +18,6 @@ import json
 import os
 import random
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -35,9 +34,9 @@ from tricycle.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 # About a second on one core, with every phase of a run, most of them several times.
-TINY = shlex.split(
+TINY = (
     "--preset debug --steps 12 --eval-interval 4 --sample-interval 6 --accumulation-steps 2 --dropout 0.1 --data text"
-)
+).split()
 WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing of rain".split()
 TIMEOUT = 120.0  # seconds for one program
 PROGRESS_BAR = re.compile(r"\d+%\||[\d.]+\w*B? \[|(it|step|merges|B)/s")
@@ -69,6 +68,19 @@ run_main(main)
 """
 
 
+def lines_without_progress_bars(stderr: str) -> list[str]:
+    """Return the non-empty lines of the error output, without progress bars."""
+    lines = [line.strip() for line in re.split(r"[\r\n]|\x1b\[A", stderr)]
+    return [line for line in lines if line and not PROGRESS_BAR.search(line)]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return environment variables for reproducible programs: on the CPU, with one BLAS thread."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    common = {"COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **threads, **common, **variables}
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of a program.
@@ -83,9 +95,11 @@ class Outcome:
 
     @property
     def error_lines(self) -> list[str]:
-        """The lines of standard error, without progress bars."""
-        parts = [part.strip() for part in re.split(r"[\r\n]|\x1b\[A", self.err)]
-        return [part for part in parts if part and not PROGRESS_BAR.search(part)]
+        return lines_without_progress_bars(self.err)
+
+    @property
+    def failure(self) -> str:
+        return f"status {self.status}: {' '.join(self.error_lines)[-400:]}"
 
 
 @dataclass(frozen=True)
@@ -124,9 +138,7 @@ class TrainingRun:
         return ["--resume", str(self.run_folder)] if (self.run_folder / "config.json").is_file() else self.start_args
 
     def environment(self) -> dict[str, str]:
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        quiet = {"COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", "TRICYCLE_CACHE": str(self.folder / "cache")}
-        return {**os.environ, **threads, **quiet}
+        return environment(TRICYCLE_CACHE=str(self.folder / "cache"))
 
     def start(
         self, words: Sequence[str] | None = None, prelude: str = "", **popen_options: Any
@@ -215,14 +227,9 @@ def differences(run: Path, other: Path) -> list[str]:
     )
     if names != others:
         return [f"files {names} and {others}"]
-    parts = {
-        "last.safetensors": checkpoint_differences,
-        "best.safetensors": checkpoint_differences,
-        "metrics.jsonl": metrics_differences,
-    }
-    return [
-        difference for name in names for difference in parts.get(name, content_differences)(run / name, other / name)
-    ]
+    compare = dict.fromkeys(("last.safetensors", "best.safetensors"), checkpoint_differences)
+    compare["metrics.jsonl"] = metrics_differences
+    return [found for name in names for found in compare.get(name, content_differences)(run / name, other / name)]
 
 
 def checkpoint_differences(path: Path, other: Path) -> list[str]:

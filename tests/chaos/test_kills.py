@@ -8,22 +8,25 @@ import sys
 
 import pytest
 
-from .kills import PHASES, SIGNALS, MonitoredProcess, Trial, kills_by_phase, measure_phases, random_kills, run_trial
+from .kills import (
+    PATIENT,
+    PHASES,
+    SIGNALS,
+    MonitoredProcess,
+    Trial,
+    check_trial,
+    kills_by_phase,
+    measure_phases,
+    random_kills,
+)
 from .runs import differences, finish
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(os.name != "posix", reason="POSIX signals")]
-PATIENT = 30.0  # seconds: for slow machines; `python -m tests.chaos.kills` has the documented limit
 
 
 @pytest.fixture(scope="module")
 def phase_times(reference):
     return measure_phases(reference)
-
-
-def check(trial: Trial, case, reference) -> None:
-    trial.limit = PATIENT
-    assert run_trial(trial, case, reference.run_folder).problems == []
-    assert trial.n_delivered  # at least one signal was delivered
 
 
 def test_all_phases_are_reported(phase_times):
@@ -33,7 +36,7 @@ def test_all_phases_are_reported(phase_times):
 def test_run_resumes_equal_after_two_kills(workspace, phase_times, reference):
     (_, trial) = random_kills(random.Random(1), phase_times, 2, signal.SIGKILL)
     trial.moments = [("update", 3, 0.0), ("evaluation", 1, 0.001)]
-    check(trial, workspace.new_run("twice"), reference)
+    check_trial(trial, workspace.new_run("twice"), reference)
     assert trial.n_delivered == 2
 
 
@@ -50,7 +53,7 @@ def test_run_resumes_equal_after_two_kills(workspace, phase_times, reference):
 )
 def test_run_resumes_equal_after_a_signal(workspace, phase_times, reference, name, phase):
     number = getattr(signal, name)
-    check(Trial(name, number, [(phase, 1, 0.0)]), workspace.new_run(f"{name} in {phase}"), reference)
+    check_trial(Trial(name, number, [(phase, 1, 0.0)]), workspace.new_run(f"{name} in {phase}"), reference)
 
 
 @pytest.mark.slow
@@ -59,8 +62,7 @@ def test_run_resumes_equal_after_a_signal(workspace, phase_times, reference, nam
 def test_run_resumes_equal_after_every_signal_and_phase(workspace, phase_times, reference, phase):
     for trial in kills_by_phase(random.Random(phase), phase_times, 1, [signal.SIGKILL, *SIGNALS]):
         if trial.name.endswith(f" in {phase}"):
-            trial.limit = PATIENT
-            assert run_trial(trial, workspace.new_run(trial.name), reference.run_folder).problems == []
+            check_trial(trial, workspace.new_run(trial.name), reference)
 
 
 # -------------------------------------------------------------------- closed terminals and pipes
