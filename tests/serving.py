@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+pytest.importorskip("jinja2")
+pytest.importorskip("tokenizers")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
 
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate

@@ -1,12 +1,13 @@
 """The gradient exercises: correct answers pass, and common mistakes get a helpful message."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from test_programs import call
 
-from tricycle.ops import OPS
+from tricycle.tensor import record
 from tricycle_lab.exercise_sheet import EPS, EXERCISES
 from tricycle_lab.exercises import CORRECT, INCORRECT, NOT_IMPLEMENTED, find_exercise, grade, main
 
@@ -57,9 +58,8 @@ ANSWERS = {
 }
 
 
-def test_every_exercise_has_an_answer_and_an_op():
+def test_every_exercise_has_an_answer():
     assert {exercise.name for exercise in EXERCISES} == set(ANSWERS)
-    assert {"matmul", "mean", "Softmax", "CrossEntropy", "Attention", "ReLU", "Sigmoid"} <= set(OPS)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -108,11 +108,6 @@ def test_messages_for_other_wrong_answers(name, function, message):
 
 
 def test_answer_equal_to_a_wrong_tricycle_gradient_fails():
-    """An answer that is wrong in the same way as Tricycle's gradient does not pass."""
-    from dataclasses import replace
-
-    from tricycle.tensor import record
-
     def wrongly(x):
         return record(x.array**2, (x,), lambda grad, needs_grad: (grad * x.array,), "square")
 
@@ -142,7 +137,7 @@ def test_sheet_is_written_and_graded(tmp_path, capsys):
 
 
 def test_module_runs_as_a_program(tmp_path):
-    assert call("-m", "tricycle_lab.exercises", tmp_path / "mine.py", "--write").returncode == 0
+    assert main([str(tmp_path / "mine.py"), "--write"]) == 0
     done = call("-m", "tricycle_lab.exercises", tmp_path / "mine.py")
     assert done.returncode == 1
     assert "softmax        not implemented" in done.stdout

@@ -11,9 +11,12 @@ import socket
 import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +25,6 @@ from test_models import TINY, lively
 
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs.encoder import EncoderConfig
-from tricycle.models import GPT
 from tricycle.sequences.attentions import AdditiveAttention
 from tricycle.sequences.seq2seq import Seq2Seq, Seq2SeqAttention, Transformer
 from tricycle.sequences.text_encoder import TextEncoder
@@ -60,9 +62,20 @@ def run(model: InspectableModel, text: str = TEXT, **interventions: Any) -> Trac
     return model.run(model.encode_input(text), Interventions(**interventions))
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
+def next_token_logs(logits: np.ndarray, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log-probabilities (T, V), and those of the actual next tokens (T - 1,)."""
     logits = logits.astype(np.float64)
-    return logits - np.logaddexp.reduce(logits, axis=-1)[..., None]
+    logs = logits - np.logaddexp.reduce(logits, axis=-1)[..., None]
+    return logs, logs[np.arange(len(logs) - 1), ids[1:]]
+
+
+def assert_close_traces(trace: Trace, expected: Trace) -> None:
+    for name, x in expected.stream.items():
+        np.testing.assert_allclose(trace.stream[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
+    for layer, expected_layer in zip(trace.attention_layers, expected.attention_layers, strict=True):
+        np.testing.assert_allclose(layer.maps(), expected_layer.maps(), rtol=1e-3, atol=1e-5)
+    for name, numbers in vars(expected.predictions).items():
+        np.testing.assert_allclose(vars(trace.predictions)[name], numbers, atol=2e-4, err_msg=name)
 
 
 def unpack(text: str, shape: list[int]) -> np.ndarray:
@@ -75,12 +88,11 @@ def test_predictions_match_the_logits(kind: str) -> None:
     inspectable = new_inspectable(KINDS[kind])
     trace = run(inspectable)
     assert "".join(trace.texts[1:]).replace("�", "") == TEXT.replace("é", "")
-    logs = log_softmax(inspectable.model(np.array(trace.ids)).array)
+    logs, actual = next_token_logs(inspectable.model(np.array(trace.ids)).array, trace.ids)
     view = trace.summary()["predictions"]
-    actual = logs[np.arange(len(logs) - 1), trace.ids[1:]]
     np.testing.assert_allclose(view["logProbs"][:-1], actual, atol=2e-4)
     assert view["ranks"][:-1] == (logs[:-1] > actual[:, None]).sum(axis=-1).tolist()
-    assert [trace.predictions.top_tokens.tolist()] == [logs.argmax(axis=-1).tolist()]
+    assert trace.predictions.top_tokens.tolist() == logs.argmax(axis=-1).tolist()
     np.testing.assert_allclose(view["topProbs"], np.exp(logs.max(axis=-1)), atol=2e-5)
     np.testing.assert_allclose(view["entropy"], -(np.exp(logs) * logs).sum(axis=-1), atol=1e-3)
 
@@ -105,17 +117,15 @@ def test_attention_maps_match_a_probe(kind: str) -> None:
             visible = levels > 0
             step = (attention_map["maxScore"] - attention_map["minScore"]) / 254
             decoded_scores = attention_map["minScore"] + (levels[visible] - 1.0) * step
-            np.testing.assert_allclose(
-                decoded_scores, scores[visible], atol=0.51 * step + 1e-3 * abs(scores[visible]).max()
-            )
+            tolerance = 0.51 * step + 1e-3 * abs(scores[visible]).max()
+            np.testing.assert_allclose(decoded_scores, scores[visible], atol=tolerance)
             np.testing.assert_allclose(attention_map["entropy"], entropy(weights[0, head]), atol=0.006)
             assert attention_map["scoreKurtosis"] == pytest.approx(excess_kurtosis(scores[visible]), rel=1e-3, abs=1e-3)
-    names = ["embedding", *(f"blocks.{i}" for i in range(3))]
-    assert [state["name"] for state in trace.stream_statistics()] == names
+    statistics = trace.stream_statistics()
+    assert [state["name"] for state in statistics] == ["embedding", *(f"blocks.{i}" for i in range(3))]
     last = probe.activations["blocks.2"][0]
-    norms = np.linalg.norm(last, axis=-1)
-    np.testing.assert_allclose(trace.stream_statistics()[-1]["norms"], norms, rtol=1e-3)
-    largest = trace.stream_statistics()[-1]["outliers"][0]
+    np.testing.assert_allclose(statistics[-1]["norms"], np.linalg.norm(last, axis=-1), rtol=1e-3)
+    largest = statistics[-1]["outliers"][0]
     assert abs(last).max() == pytest.approx(abs(largest["value"]), rel=1e-3)
     assert last[largest["position"], largest["channel"]] == pytest.approx(largest["value"], rel=1e-3)
     layers = trace.head_statistics(1, 3)["layers"]
@@ -129,9 +139,8 @@ def test_last_layer_of_the_logit_lens_is_the_prediction() -> None:
     for position in (0, 4, len(trace.ids) - 1):
         predictions = trace.top_predictions(position)
         assert predictions["top"][0]["id"] == trace.predictions.top_tokens[position]
-        assert len(predictions["top"]) == 10
         probs = [prediction["prob"] for prediction in predictions["top"]]
-        assert probs == sorted(probs, reverse=True)
+        assert len(probs) == 10 and probs == sorted(probs, reverse=True)
         assert [layer["top"][0]["id"] for layer in predictions["lens"]] == [row[position] for row in lens["tokens"]]
         assert ("rank" in predictions["lens"][0]) == (position + 1 < len(trace.ids))
 
@@ -143,10 +152,7 @@ INTERVENTIONS = {
     "a layer": {"ablated_layers": ("blocks.1",)},
     "the first attention": {"ablated_layers": ("blocks.0.attention",)},
     "a softmax": {"softmax": "softmax1"},
-    "a temperature, and heads": {
-        "temperature": 2.0,
-        "ablated_heads": (("blocks.1.attention", 0), ("blocks.1.attention", 1)),
-    },
+    "a temperature, and heads": {"temperature": 2.0, "ablated_heads": tuple(("blocks.1.attention", i) for i in (0, 1))},
 }
 
 
@@ -160,16 +166,10 @@ def test_interventions_match_a_probe_with_and_without_reuse(kind: str, case: str
     fresh = inspectable.run(before.ids, interventions)
     with Probe(inspectable.model, "") as probe, no_grad():
         interventions.apply(probe)
-        logs = log_softmax(inspectable.model(np.array(before.ids)).array)
-    actual = logs[np.arange(len(logs) - 1), before.ids[1:]]
-    for trace in (changed, fresh):
-        np.testing.assert_allclose(trace.summary()["predictions"]["logProbs"][:-1], actual, atol=2e-4)
-        assert list(trace.stream) == list(before.stream)
-    for name, x in fresh.stream.items():
-        np.testing.assert_allclose(changed.stream[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
-    for layer, other in zip(changed.attention_layers, fresh.attention_layers):
-        for one, two in zip(layer.maps(), other.maps()):
-            np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
+        _, actual = next_token_logs(inspectable.model(np.array(before.ids)).array, before.ids)
+    np.testing.assert_allclose(fresh.predictions.log_probs[:-1], actual, atol=2e-4)
+    assert list(changed.stream) == list(fresh.stream) == list(before.stream)
+    assert_close_traces(changed, fresh)
     np.testing.assert_array_equal(run(inspectable).predictions.log_probs, before.predictions.log_probs)
 
 
@@ -199,27 +199,18 @@ EDITS: dict[str, tuple[Any, Any]] = {
 def test_positions_before_an_edit_are_reused(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inspectable = new_inspectable(KINDS[kind])
     interventions = Interventions(ablated_heads=(("blocks.1.attention", 0),), temperature=0.5)
-    before = run(inspectable, ablated_heads=interventions.ablated_heads, temperature=0.5)
+    before = inspectable.run(inspectable.encode_input(TEXT), interventions)
     ids, n_reusable = EDITS[case][0](before.ids), EDITS[case][1](len(before.ids))
     fresh = inspectable.run(ids, interventions)
-    n_computed: list[int] = []
     with monkeypatch.context() as patch:
-        hidden = inspectable.model.hidden_states
-        patch.setattr(
-            inspectable.model, "hidden_states", lambda t, *more: n_computed.append(t.shape[-1]) or hidden(t, *more)
-        )
+        hidden_states = Mock(wraps=inspectable.model.hidden_states)
+        patch.setattr(inspectable.model, "hidden_states", hidden_states)
         trace = inspectable.run(ids, interventions, before)
-    assert n_computed == [len(ids) - n_reusable]
+    assert [call.args[0].shape[-1] for call in hidden_states.call_args_list] == [len(ids) - n_reusable]
     again = inspectable.run(ids, interventions, inspectable.run(before.ids, interventions, trace))
     for other in (trace, again):
         assert other.ids == ids
-        for name, numbers in vars(fresh.predictions).items():
-            np.testing.assert_allclose(vars(other.predictions)[name], numbers, atol=2e-4, err_msg=name)
-        for name, x in fresh.stream.items():
-            np.testing.assert_allclose(other.stream[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
-        for layer, fresh_layer in zip(other.attention_layers, fresh.attention_layers):
-            for one, two in zip(layer.maps(), fresh_layer.maps()):
-                np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
+        assert_close_traces(other, fresh)
 
 
 @pytest.mark.parametrize("kind", ["decoder", "transformer", "additive, before"])
@@ -244,19 +235,13 @@ def test_a_second_intervention_reuses_the_first_trace() -> None:
     inspectable = new_inspectable()
     first = Interventions(ablated_layers=("blocks.1.mlp",), temperature=2.0)
     both = replace(first, ablated_heads=(("blocks.2.attention", 1),))
-    service = ViewerService([inspectable], TEXT)
     ids = inspectable.encode_input(TEXT)
     before = inspectable.run(ids, first)
     assert inspectable.reusable_fraction(ids, both, before) == pytest.approx(2 / 3)
     assert inspectable.reusable_fraction(ids, both, inspectable.run(ids, Interventions())) == 0
     assert inspectable.reusable_fraction(ids, first, before) == 1
-    fresh = inspectable.run(ids, both)
-    np.testing.assert_allclose(
-        inspectable.run(ids, both, before).predictions.log_probs, fresh.predictions.log_probs, atol=1e-5
-    )
-    same = inspectable.run(ids, replace(first, ablated_layers=("blocks.1.mlp",) * 2), before)
-    np.testing.assert_allclose(same.predictions.log_probs, before.predictions.log_probs, atol=1e-5)
-    assert service.respond("run", {"text": TEXT})["trace"] == 1
+    assert_close_traces(inspectable.run(ids, both, before), inspectable.run(ids, both))
+    assert_close_traces(inspectable.run(ids, replace(first, ablated_layers=("blocks.1.mlp",) * 2), before), before)
 
 
 def test_an_encoder_has_attention_and_no_predictions() -> None:
@@ -295,6 +280,10 @@ def new_encoder_decoder(model: Any) -> InspectableEncoderDecoder:
     return InspectableEncoderDecoder(model, TOKENISER.encode, lambda i: TOKENISER.decode([i]), begin, end)
 
 
+def new_transformer() -> InspectableEncoderDecoder:
+    return new_encoder_decoder(encoder_decoders()["transformer"])
+
+
 @pytest.mark.parametrize("kind", encoder_decoders())
 def test_encoder_decoder_trace_matches_the_model(kind: str) -> None:
     model = encoder_decoders()[kind]
@@ -304,15 +293,13 @@ def test_encoder_decoder_trace_matches_the_model(kind: str) -> None:
     assert "".join(trace.texts) == "<begin>and the dog"
     with model.evaluating():
         logits = model(np.array([inspectable.source_ids]), np.array([trace.ids])).array[0]
-    logs = log_softmax(logits)
-    actual = logs[np.arange(len(logs) - 1), trace.ids[1:]]
+    logs, actual = next_token_logs(logits, trace.ids)
     np.testing.assert_allclose(trace.summary()["predictions"]["logProbs"][:-1], actual, atol=2e-4)
     cross = [layer for layer in trace.attention_layers if layer.kind == "cross"]
     assert cross
     for layer in cross:
-        weights = layer.maps()[1]
-        assert weights.shape == (layer.n_heads, len(trace.ids), len(trace.source_texts))
-        np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-4)
+        assert layer.maps()[1].shape == (layer.n_heads, len(trace.ids), len(trace.source_texts))
+        np.testing.assert_allclose(layer.maps()[1].sum(axis=-1), 1, rtol=1e-4)
     if trace.stream:
         assert trace.logit_lens()["tokens"][-1] == logs.argmax(axis=-1).tolist()
         off = Interventions(ablated_layers=("decoder.blocks.0.cross",), ablated_heads=(("decoder.blocks.1.cross", 0),))
@@ -351,7 +338,7 @@ def test_quantized_model_can_be_traced_and_reused(weights: str) -> None:
 
 
 def test_missing_target_is_generated() -> None:
-    inspectable = new_encoder_decoder(encoder_decoders()["transformer"])
+    inspectable = new_transformer()
     ids = inspectable.encode_input("the cat")
     assert ids[0] == inspectable.begin
     assert 1 <= len(ids) <= 2 * len(inspectable.source_ids) + 11
@@ -367,64 +354,29 @@ def interventions_from(**fields: Any) -> Interventions:
 
 LAYERS = "interventions: .*ablatedLayers.*list"
 PAIRS = "interventions: .*ablatedHeads.*pairs"
+TEMPERATURE = r"interventions: .*temperature.*0\.001 to 1000"
 
 test_bad_input = bad_input(
     {
         "no text": (lambda: INSPECTABLE.encode_input(""), "at least one character"),
-        "too long": (
-            lambda: INSPECTABLE.encode_input("z" * 40),
-            "1 to 40 tokens.*got 41",
-        ),
-        "an unknown token": (
-            lambda: INSPECTABLE.check_ids([0, 999]),
-            f"expected tokens from 0 to {TOKENISER.n_vocab - 1}",
-        ),
-        "no position": (
-            lambda: INSPECTABLE.replace_token([1, 2], 2, "a"),
-            "position.*0 to 1.*got 2",
-        ),
-        "no replacement": (
-            lambda: INSPECTABLE.replace_token([1, 2], 1, ""),
-            "text as the replacement",
-        ),
-        "no attention": (
-            lambda: new_encoder_decoder(Seq2Seq(9, 9, 4, 4)),
-            "translator: .*model with attention",
-        ),
-        "no source": (
-            lambda: new_encoder_decoder(encoder_decoders()["transformer"]).encode_input("=> a"),
-            "at least one character",
-        ),
-        "a long source": (
-            lambda: new_encoder_decoder(encoder_decoders()["transformer"]).encode_input("z" * 129),
-            "1 to 128 tokens.*got 129",
-        ),
-        "no map": (
-            lambda: run(INSPECTABLE).attention_map("blocks.9.attention", 0),
-            "expected one of blocks.0.attention,",
-        ),
-        "no head": (
-            lambda: run(INSPECTABLE).attention_map("blocks.0.attention", 2),
-            "head.*0 to 1.*got 2",
-        ),
+        "too long": (lambda: INSPECTABLE.encode_input("z" * 40), "1 to 40 tokens.*got 41"),
+        "an unknown token": (lambda: INSPECTABLE.check_ids([0, 999]), f"tokens from 0 to {TOKENISER.n_vocab - 1}"),
+        "no position": (lambda: INSPECTABLE.replace_token([1, 2], 2, "a"), "position.*0 to 1.*got 2"),
+        "no replacement": (lambda: INSPECTABLE.replace_token([1, 2], 1, ""), "text as the replacement"),
+        "no attention": (lambda: new_encoder_decoder(Seq2Seq(9, 9, 4, 4)), "translator: .*model with attention"),
+        "no source": (lambda: new_transformer().encode_input("=> a"), "at least one character"),
+        "a long source": (lambda: new_transformer().encode_input("z" * 129), "1 to 128 tokens.*got 129"),
+        "no map": (lambda: run(INSPECTABLE).attention_map("blocks.9.attention", 0), "expected.*blocks.0.attention,"),
+        "no head": (lambda: run(INSPECTABLE).attention_map("blocks.0.attention", 2), "head.*0 to 1.*got 2"),
         "unknown field": (lambda: interventions_from(on=1), "interventions: expected ablatedLayers, ablatedHeads,"),
         "an unknown layer": (lambda: interventions_from(ablatedLayers=["embedding"]), LAYERS),
         "a pattern": (lambda: interventions_from(ablatedLayers=["*"]), LAYERS),
         "half a pair": (lambda: interventions_from(ablatedHeads=[["blocks.0.attention"]]), PAIRS),
         "an unknown head": (lambda: interventions_from(ablatedHeads=[["blocks.0.attention", 2]]), PAIRS),
         "a bool as head": (lambda: interventions_from(ablatedHeads=[["blocks.0.attention", True]]), PAIRS),
-        "a list as softmax": (
-            lambda: interventions_from(softmax=["softmax"]),
-            "interventions: .*softmax.*one of",
-        ),
-        "temperature of 0": (
-            lambda: interventions_from(temperature=0),
-            r"interventions: .*temperature.*0\.001 to 1000",
-        ),
-        "temperature of nan": (
-            lambda: interventions_from(temperature=float("nan")),
-            r"interventions: .*temperature.*0\.001",
-        ),
+        "a list as softmax": (lambda: interventions_from(softmax=["softmax"]), "interventions: .*softmax.*one of"),
+        "temperature of 0": (lambda: interventions_from(temperature=0), TEMPERATURE),
+        "temperature of nan": (lambda: interventions_from(temperature=float("nan")), TEMPERATURE),
     }
 )
 
@@ -438,14 +390,23 @@ def test_nan_weights_give_valid_json() -> None:
 
 
 # -------------------------------------------------------------------- the server
+@contextmanager
+def serving(service: Any) -> Iterator[LookServer]:
+    """Serve a page until the end of the block."""
+    with LookServer(service) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.fixture
 def server() -> Iterator[LookServer]:
-    with LookServer(ViewerService([new_inspectable()], TEXT)) as serving:
-        thread = threading.Thread(target=serving.serve_forever, args=(0.01,))
-        thread.start()
-        yield serving
-        serving.shutdown()
-        thread.join()
+    with serving(ViewerService([new_inspectable()], TEXT)) as server:
+        yield server
 
 
 def call(server: LookServer, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
@@ -484,7 +445,7 @@ def test_server_returns_the_page_and_answers_each_request(server: LookServer) ->
     assert len(ask(server, "logit_lens", **known)[1]["tokens"]) == 4
     _, edited = ask(server, "run", ids=view["ids"], edit={"position": 1, "replacement": "dog"})
     assert edited["ids"] != view["ids"]
-    interventions = {"ablatedLayers": ["blocks.0.mlp"], "ablatedHeads": [["blocks.1.attention", 0]]}
+    interventions = {"ablatedLayers": ["blocks.0.mlp", "blocks.2"], "ablatedHeads": [["blocks.1.attention", 0]]}
     _, changed = ask(server, "run", ids=view["ids"], interventions=interventions)
     assert changed["predictions"]["logProbs"] != view["predictions"]["logProbs"]
     _, again = ask(server, "run", ids=view["ids"])
@@ -560,13 +521,9 @@ def test_idle_connections_do_not_block_requests(server: LookServer) -> None:
     idle[0].sendall(f"POST /{server.token}/run HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le".encode())
     with socket.create_connection(address) as dropped:
         dropped.sendall(f"GET /{server.token}/ HTTP/1.1\r\nHost: 127.0.0.1:{address[1]}\r\n\r\n".encode())
-    results: list[int] = []
-    threads = [threading.Thread(target=lambda: results.append(ask(server, "run", text=TEXT)[0])) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [200] * 8
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, server, "run", text=TEXT) for _ in range(8)]
+    assert [answer.result()[0] for answer in answers] == [200] * 8
     for connection in idle:
         connection.close()
 
@@ -633,34 +590,20 @@ def test_command_writes_standalone_pages_of_one_and_two_models(
 def test_command_serves_and_opens_the_browser(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    opened: list[str] = []
-
-    def stop(self: LookServer) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("webbrowser.open", lambda address: bool(opened.append(address)))
-    monkeypatch.setattr(LookServer, "serve_forever", stop)
+    open_browser = Mock(return_value=False)
+    monkeypatch.setattr("webbrowser.open", open_browser)
+    monkeypatch.setattr(LookServer, "serve_forever", Mock(side_effect=KeyboardInterrupt))
     look.main([str(checkpoint), "the cat"])
     captured = capsys.readouterr()
-    assert opened == [captured.out.splitlines()[0]]
     assert "no browser found" in captured.err
     look.main([str(checkpoint), "the cat", "--no-browser"])
-    assert len(opened) == 1
+    open_browser.assert_called_once_with(captured.out.splitlines()[0])
 
 
-def test_default_text_contains_dog() -> None:
-    assert "dog" in look.EXAMPLE
-    assert isinstance(lively(CONFIG), GPT)
-
-
-@pytest.mark.parametrize("source", ["nowhere.safetensors", "/nowhere/at/all"])
-def test_missing_model_file_raises(source: str) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no such"):
-        look.main([source])
-
-
-def test_empty_or_too_long_text_raises(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"text.*at least one character"):
-        look.main([str(checkpoint), ""])
-    with pytest.raises(ValueError, match=r"1 to 40 tokens.*got 101"):
-        look.main([str(checkpoint), "z" * 100, "--no-browser"])
+def test_missing_model_file_and_invalid_texts_raise(checkpoint: Path) -> None:
+    for source in ("nowhere.safetensors", "/nowhere/at/all"):
+        with pytest.raises(FileNotFoundError, match="there is no such"):
+            look.main([source])
+    for text, message in (("", r"text.*at least one character"), ("z" * 100, r"1 to 40 tokens.*got 101")):
+        with pytest.raises(ValueError, match=message):
+            look.main([str(checkpoint), text])

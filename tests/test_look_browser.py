@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from browser import DESKTOP, DISPLAYS, PHONE, Browser, each_display
-from test_look import CONFIG, TEXT, TOKENISER, encoder_decoders, new_encoder_decoder, new_inspectable
+from test_look import CONFIG, TEXT, TOKENISER, encoder_decoders, new_encoder_decoder, new_inspectable, serving
 from tiny_models import smollm2_file
 
 from tricycle.checkpoint import save_checkpoint
@@ -38,18 +37,10 @@ return [...map.getContext("2d").getImageData(map.width - 3, 3, 1, 1).data];
 TROUBLE = "return document.getElementById('trouble').textContent"
 
 
-def start_server(service: ViewerService) -> LookServer:
-    server = LookServer(service)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    return server
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[LookServer]:
-    served = start_server(ViewerService([new_inspectable()], TEXT))
-    yield served
-    served.shutdown()
-    served.server_close()
+    with serving(ViewerService([new_inspectable()], TEXT)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -64,35 +55,24 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 # -------------------------------------------------------------------- accessibility
 @each_display
-def test_file_loads_alone_and_is_accessible(browser: Browser, file: str, display: str) -> None:
-    size, dark = DISPLAYS[display]
-    browser.open(file, size, dark)
-    assert browser.errors() == []
+def test_file_and_served_page_are_accessible(browser: Browser, file: str, server: LookServer, display: str) -> None:
+    for name, address in (("served", server.address), ("file", file)):
+        browser.open(address, *DISPLAYS[display])
+        assert browser.errors() == []
+        assert browser.fits()
+        assert browser.violations() == []
+        browser.screenshot(f"{name}, {display}")
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
-    assert browser.fits()
-    assert browser.violations() == []
     background = browser.run("return getComputedStyle(document.body).backgroundColor")
+    dark = DISPLAYS[display][1]
     assert (background == "rgb(22, 22, 22)") == dark
     assert browser.run(PIXEL)[:3] == ([30, 30, 30] if dark else [255, 255, 255])  # a masked key
-    browser.screenshot(f"file, {display}")
-
-
-@each_display
-def test_served_page_is_accessible(browser: Browser, server: LookServer, display: str) -> None:
-    browser.open(server.address, *DISPLAYS[display])
-    assert browser.errors() == []
-    assert browser.fits()
-    assert browser.violations() == []
-    browser.screenshot(f"served, {display}")
-
-
-def test_file_fits_a_320_pixel_window(browser: Browser, file: str) -> None:
-    browser.open(file, (320, 640))
-    assert browser.fits()
 
 
 # -------------------------------------------------------------------- standalone file
 def test_standalone_file_shows_predictions_lens_and_maps(browser: Browser, file: str) -> None:
+    browser.open(file, (320, 640))
+    assert browser.fits()
     browser.open(file)
     assert not browser.find("#form").is_displayed()
     assert "tricycle look" in browser.find("#static").text
@@ -111,9 +91,8 @@ def test_standalone_file_shows_predictions_lens_and_maps(browser: Browser, file:
     assert summary.text != before
     browser.find("input[value=scores]").click()
     assert summary.text.startswith("Scores of layer 2, head 1, from ")
-    browser.run(
-        "document.querySelectorAll('button').forEach((b) => b.textContent === 'Show all positions' && b.click())"
-    )
+    show_all = "b.textContent === 'Show all positions' && b.click()"
+    browser.run(f"document.querySelectorAll('button').forEach((b) => {show_all})")
     browser.until("return document.querySelectorAll('[aria-label=\"Logit lens of all tokens\"] tbody tr').length === 4")
     browser.find("summary").click()
     assert "kurtosis" in browser.find("details table").text
@@ -198,46 +177,37 @@ def test_edited_tokens_and_texts_rerun_the_model(browser: Browser, server: LookS
 
 
 def test_two_models_are_shown_side_by_side(browser: Browser) -> None:
-    served = start_server(
-        ViewerService(
-            [new_inspectable(), new_encoder_decoder(encoder_decoders()["norm first, tied"])], "the cat => the dog"
-        )
-    )
-    browser.open(served.address)
-    titles = browser.run("return [...document.querySelectorAll('.model h2')].map((e) => e.textContent)")
-    assert titles == ["tiny", "translator"]
-    assert browser.run(
-        "return document.querySelectorAll('.model')[1].offsetTop === document.querySelector('.model').offsetTop"
-    )
-    assert browser.violations() == []
-    browser.open(served.address, PHONE)
-    assert browser.fits()
-    assert browser.errors() == []
-    served.shutdown()
-    served.server_close()
+    models = [new_inspectable(), new_encoder_decoder(encoder_decoders()["norm first, tied"])]
+    with serving(ViewerService(models, "the cat => the dog")) as served:
+        browser.open(served.address)
+        titles = browser.run("return [...document.querySelectorAll('.model h2')].map((e) => e.textContent)")
+        assert titles == ["tiny", "translator"]
+        tops = browser.run("return [...document.querySelectorAll('.model')].map((e) => e.offsetTop)")
+        assert tops[0] == tops[1]
+        assert browser.violations() == []
+        browser.open(served.address, PHONE)
+        assert browser.fits()
+        assert browser.errors() == []
 
 
 @pytest.mark.parametrize("kind", ["transformer", "additive, before"])
 def test_cross_attention_is_shown_with_source_tokens(browser: Browser, kind: str) -> None:
-    served = start_server(ViewerService([new_encoder_decoder(encoder_decoders()[kind])], "the cat => the dog"))
-    browser.open(served.address)
-    names = browser.run("return [...document.querySelectorAll('.heads .name')].map((e) => e.textContent)")
-    last = len(browser.driver.find_elements("css selector", ".heads button")) - 1
-    assert names[-1] == ("decoder layer 1 cross" if kind == "transformer" else "attention")
-    assert "cross" in browser.find(".frame + p").text or kind != "transformer"  # the page shows cross-attention first
-    browser.run(f"document.querySelectorAll('.heads button')[{last}].click()")
-    shaded = (
-        "return [...document.querySelectorAll('[aria-label=\"Source tokens\"] > span')].some((e) => e.style.background)"
-    )
-    browser.until(shaded)
-    labels = "return [...document.querySelectorAll('.frame .BOX span')].map((e) => e.textContent).join(' ')"
-    assert browser.run(labels.replace("BOX", "rows")).startswith("<begin> the ␣ d")
-    assert browser.run(labels.replace("BOX", "columns")).replace(" ", "") == "thecat"
-    assert browser.violations() == []
-    assert browser.errors() == []
-    browser.screenshot(f"alignment, {kind}")
-    served.shutdown()
-    served.server_close()
+    with serving(ViewerService([new_encoder_decoder(encoder_decoders()[kind])], "the cat => the dog")) as served:
+        browser.open(served.address)
+        names = browser.run("return [...document.querySelectorAll('.heads .name')].map((e) => e.textContent)")
+        last = len(browser.driver.find_elements("css selector", ".heads button")) - 1
+        assert names[-1] == ("decoder layer 1 cross" if kind == "transformer" else "attention")
+        # the page shows cross-attention first
+        assert "cross" in browser.find(".frame + p").text or kind != "transformer"
+        browser.run(f"document.querySelectorAll('.heads button')[{last}].click()")
+        source_tokens = "document.querySelectorAll('[aria-label=\"Source tokens\"] > span')"
+        browser.until(f"return [...{source_tokens}].some((e) => e.style.background)")
+        labels = "return [...document.querySelectorAll('.frame .BOX span')].map((e) => e.textContent).join(' ')"
+        assert browser.run(labels.replace("BOX", "rows")).startswith("<begin> the ␣ d")
+        assert browser.run(labels.replace("BOX", "columns")).replace(" ", "") == "thecat"
+        assert browser.violations() == []
+        assert browser.errors() == []
+        browser.screenshot(f"alignment, {kind}")
 
 
 def test_map_has_token_labels_if_there_is_room(browser: Browser, server: LookServer) -> None:
@@ -245,9 +215,8 @@ def test_map_has_token_labels_if_there_is_room(browser: Browser, server: LookSer
         browser.open(server.address, size)
         browser.run("document.getElementById('text').value = arguments[0]", text)
         browser.find("#run").click()
-        browser.until(
-            f"return document.querySelector('.tokens[role=listbox]').textContent.includes({text.strip()[-4:]!r})"
-        )
+        shown = "document.querySelector('.tokens[role=listbox]').textContent"
+        browser.until(f"return {shown}.includes({text.strip()[-4:]!r})")
         browser.until("return document.getElementById('status').textContent.startsWith('Loss')")
         for box in ("rows", "columns"):
             assert browser.find(f".frame .{box}").is_displayed() == expected, (text, box)
@@ -326,10 +295,8 @@ def test_backward_pass_can_be_stepped_through(browser: Browser, graph: str) -> N
 @each_display
 def test_softmax_comparison_is_accessible(browser: Browser, tmp_path: Path, display: str) -> None:
     runs = [[[3.0, 2.5, 2.25], [3.1, 2.6, 2.4]], [[3.0, 2.4, 2.2], [3.2, 2.7, 2.3]]]
-    rows = [
-        {"name": name, "losses": losses, "mean": losses[0][-1], "spread": 0.1, "ms": 20.5}
-        for name, losses in zip(("Mine", "softmax"), runs)
-    ]
+    common = {"spread": 0.1, "ms": 20.5}
+    rows = [{"name": n, "losses": x, "mean": x[0][-1], **common} for n, x in zip(("Mine", "softmax"), runs)]
     about = {"own": "Mine", "file": "mine.py", "source": "class Mine(RowSoftmax):\n    …", "seeds": 2, "minutes": 1.5}
     data = {**about, "shape": "2 layers", "steps": [1, 2, 3], "softmaxes": rows}
     path = tmp_path / "softmax.html"
@@ -364,25 +331,23 @@ def test_smollm2_page_shows_all_heads_and_fits_a_phone(browser: Browser) -> None
     path = str(smollm2_file())
     model = look.load_inspectable(look.Arguments(path), path)
     model.title = "smollm2"
-    served = start_server(ViewerService([model], SENTENCE))
-    browser.open(served.address, (1440, 900))
-    browser.until("return document.querySelectorAll('.heads button[title*=entropy]').length === 270", 120)
-    assert browser.run("return document.querySelectorAll('[role=option]').length") == 19
-    browser.run("document.querySelectorAll('[role=option]')[9].click()")
-    browser.run("document.querySelectorAll('.heads button')[8 * 9 + 4].click()")
-    browser.until("return document.querySelector('.frame + p').textContent.includes('layer 8, head 4')")
-    lens = "[aria-label='Logit lens of the selected token']"
-    browser.until(f'return document.querySelectorAll("{lens} tbody tr").length === 31')
-    browser.screenshot("look", 960)
-    browser.run("document.querySelector('fieldset input[type=checkbox]').click()")
-    wait_for_interventions(browser)
-    browser.open(served.address, PHONE, dark=True)
-    assert browser.fits()
-    browser.until("return document.querySelectorAll('.heads button[title*=entropy]').length === 270", 120)
-    browser.screenshot("look-phone", 1250)
-    assert browser.errors() == []
-    served.shutdown()
-    served.server_close()
+    with serving(ViewerService([model], SENTENCE)) as served:
+        browser.open(served.address, (1440, 900))
+        browser.until("return document.querySelectorAll('.heads button[title*=entropy]').length === 270", 120)
+        assert browser.run("return document.querySelectorAll('[role=option]').length") == 19
+        browser.run("document.querySelectorAll('[role=option]')[9].click()")
+        browser.run("document.querySelectorAll('.heads button')[8 * 9 + 4].click()")
+        browser.until("return document.querySelector('.frame + p').textContent.includes('layer 8, head 4')")
+        lens = "[aria-label='Logit lens of the selected token']"
+        browser.until(f'return document.querySelectorAll("{lens} tbody tr").length === 31')
+        browser.screenshot("look", 960)
+        browser.run("document.querySelector('fieldset input[type=checkbox]').click()")
+        wait_for_interventions(browser)
+        browser.open(served.address, PHONE, dark=True)
+        assert browser.fits()
+        browser.until("return document.querySelectorAll('.heads button[title*=entropy]').length === 270", 120)
+        browser.screenshot("look-phone", 1250)
+        assert browser.errors() == []
 
 
 @pytest.mark.slow
@@ -391,18 +356,15 @@ def test_translator_page_shows_cross_attention_over_the_source(browser: Browser)
     paths = find_translators(os.environ.get("TRICYCLE_TRANSLATOR", "runs/translation"))
     if not paths:
         pytest.skip("no translator has been trained here")
-    served = start_server(
-        ViewerService([load_inspectable_translator(paths[0])], "A little girl in a red dress is playing with a dog.")
-    )
-    browser.open(served.address, (1440, 900))
-    browser.until("return document.querySelectorAll('.heads button:not([title*=entropy])').length === 0", 60)
-    browser.find(".heads button[title^='decoder layer 1 cross, head 3']").click()
-    browser.until("return document.querySelector('.frame + p').textContent.includes('layer 1 cross, head 3')")
-    browser.run("document.querySelectorAll('.tokens[role=listbox] [role=option]')[5].click()")
-    browser.until("return document.querySelectorAll('[aria-label=\"Next-token predictions\"] button').length")
-    assert browser.find(".frame .columns").text.split()[:3] == ["A", "little", "girl"]
-    assert browser.violations() == []
-    browser.screenshot("look-alignment", 1000)
-    assert browser.errors() == []
-    served.shutdown()
-    served.server_close()
+    text = "A little girl in a red dress is playing with a dog."
+    with serving(ViewerService([load_inspectable_translator(paths[0])], text)) as served:
+        browser.open(served.address, (1440, 900))
+        browser.until("return document.querySelectorAll('.heads button:not([title*=entropy])').length === 0", 60)
+        browser.find(".heads button[title^='decoder layer 1 cross, head 3']").click()
+        browser.until("return document.querySelector('.frame + p').textContent.includes('layer 1 cross, head 3')")
+        browser.run("document.querySelectorAll('.tokens[role=listbox] [role=option]')[5].click()")
+        browser.until("return document.querySelectorAll('[aria-label=\"Next-token predictions\"] button').length")
+        assert browser.find(".frame .columns").text.split()[:3] == ["A", "little", "girl"]
+        assert browser.violations() == []
+        browser.screenshot("look-alignment", 1000)
+        assert browser.errors() == []

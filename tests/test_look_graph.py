@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import bad_input
 
-from tricycle.ops import OPS
-from tricycle.tensor import Tensor, to_tensor
+from tricycle.tensor import to_tensor
 from tricycle_cli import look
 from tricycle_lab.look.examples import EXAMPLES
 from tricycle_lab.look.graph import FORMULAS, build_graph, find_formula, format_array
@@ -29,10 +28,10 @@ def final_gradients(graph: dict[str, Any]) -> dict[int, str]:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_steps_end_with_the_gradients_of_backward(name: str) -> None:
-    example = EXAMPLES[name]
+    function, values = EXAMPLES[name]
     graph = build_graph_from_spec(name)
-    inputs = {key: to_tensor(value) for key, value in example.values.items()}
-    example.function(**inputs).backward()
+    inputs = {key: to_tensor(value) for key, value in values.items()}
+    function(**inputs).backward()
     sums = final_gradients(graph)
     by_name = {node["name"]: i for i, node in enumerate(graph["nodes"]) if node["kind"] == "input"}
     for key, tensor in inputs.items():
@@ -96,11 +95,10 @@ def test_derivative_formula_of_each_operation(text: str, expected: str) -> None:
     assert expected in result["formula"]
 
 
-def test_formulas_belong_to_existing_operations() -> None:
+def test_formulas_are_found_by_the_start_of_a_name() -> None:
     assert find_formula("einsum ij->ji") == FORMULAS["einsum"]
     assert find_formula("* 0.5") == FORMULAS["*"]
     assert find_formula("a custom op") is None
-    assert {"exp", "tanh", "matmul", "reshape", "where", "softcap"} <= OPS.keys()
 
 
 # -------------------------------------------------------------------- functions and formulas
@@ -134,8 +132,6 @@ def test_formula_is_evaluated_and_its_size_is_limited() -> None:
     for text in ("x * 9 ** 9 ** 9", "x * 10.0 ** 999"):
         with pytest.raises(ValueError, match="finite numbers"):
             build_graph_from_spec(text)
-    with pytest.raises(ValueError, match="at most 400 Tensors"):
-        build_graph_from_spec("+".join("x" * 450))
 
 
 def test_input_values_are_parsed() -> None:
@@ -144,41 +140,22 @@ def test_input_values_are_parsed() -> None:
     assert [node["label"] for node in build_graph_from_spec("x - y + z")["nodes"]][:2] == ["2", "3"]
 
 
-def parse(text: str) -> Any:
-    return lambda: parse_values(text)
-
-
 MESSAGE = "values such as.*got "
 
 test_bad_input = bad_input(
     {
-        "no values": (parse("2"), MESSAGE + "'2'"),
-        "a call": (parse("x=open('a')"), MESSAGE + r"\"x=open\('a'\)"),
-        "a bracket": (parse("x=1) + f("), MESSAGE + r"'x=1\) \+ f\('"),
-        "stars": (parse("**x"), MESSAGE + r"'\*\*x'"),
-        "an unknown name": (
-            lambda: build_graph_from_spec("x * 2", "y=1"),
-            r"x \* 2: .*for x.*for y",
-        ),
+        "no values": (lambda: parse_values("2"), MESSAGE + "'2'"),
+        "a call": (lambda: parse_values("x=open('a')"), MESSAGE + r"\"x=open\('a'\)"),
+        "a bracket": (lambda: parse_values("x=1) + f("), MESSAGE + r"'x=1\) \+ f\('"),
+        "stars": (lambda: parse_values("**x"), MESSAGE + r"'\*\*x'"),
+        "an unknown name": (lambda: build_graph_from_spec("x * 2", "y=1"), r"x \* 2: .*for x.*for y"),
         "no Tensor": (lambda: build_graph(lambda x: 3, {"x": 1}, "f"), "f: .*Tensor.*int"),
         "an input itself": (lambda: build_graph(lambda x: x, {"x": 1}, "f"), "f: .*result"),
         "no gradient": (lambda: build_graph(lambda x: x.detach() * 2, {"x": 1}, "f"), "f: .*result"),
-        "too many nodes": (
-            lambda: build_graph(add_many_times, {"x": 1}, "f"),
-            "f: .*at most 400 Tensors",
-        ),
-        "shapes that do not fit": (
-            lambda: build_graph_from_spec("x + y", "x=[1, 2], y=[1, 2, 3]"),
-            r"add: .*\(2,\) and \(3,\)",
-        ),
+        "too many nodes": (lambda: build_graph_from_spec("+".join("x" * 450)), "at most 400 Tensors"),
+        "other shapes": (lambda: build_graph_from_spec("x + y", "x=[1, 2], y=[1, 2, 3]"), r"add: .*\(2,\) and \(3,\)"),
     }
 )
-
-
-def add_many_times(x: Tensor) -> Tensor:
-    for _ in range(401):
-        x = x + 1
-    return x
 
 
 def test_graph_command_writes_a_page_or_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,8 +74,7 @@ def test_curves_summary_and_differences_match_the_run_folders(two: list[Path]) -
         "finalLoss": 2.5,
         "finalBitsPerByte": 1.25,
     }
-    assert b["summary"]["state"] == "step 25 of 40"
-    assert b["summary"]["finalLoss"] is None
+    assert (b["summary"]["state"], b["summary"]["finalLoss"]) == ("step 25 of 40", None)
     assert {row["field"]: row["values"] for row in data["differences"]} == {
         "n_layers": ["2", "3"],
         "max_learning_rate": [f"{DebugConfig().max_learning_rate:g}", "0.01"],
@@ -83,11 +82,7 @@ def test_curves_summary_and_differences_match_the_run_folders(two: list[Path]) -
     }
     assert data["unit"] == "bits"
     assert data["notes"] == []
-    assert [sample["title"] for sample in a["samples"]] == [
-        "sample at step 10",
-        "sample at step 20",
-        "sample at step 30",
-    ]
+    assert [sample["title"] for sample in a["samples"]] == [f"sample at step {step}" for step in (10, 20, 30)]
     assert a["samples"][0]["text"] == "def f(x):\n    return <b>10</b>"
 
 
@@ -188,16 +183,8 @@ def test_are_runs_recognizes_run_folders_in_arguments(
     monkeypatch.chdir(tmp_path)
     assert are_runs(["a", "b"])
     assert are_runs(["a", "--out", "x.html", "b", "--no-browser"])
-    for words in (
-        ["a"],
-        ["a", "a text"],
-        ["a", "--compare-with", "b"],
-        ["a", "b", "--graph"],
-        ["--out"],
-        ["a", "--port"],
-        [],
-    ):
-        assert not are_runs(words)
+    for words in ("a", "a text", "a --compare-with b", "a b --graph", "--out", "a --port", ""):
+        assert not are_runs(words.split())
     with pytest.raises(ValueError, match=r"c: .*run folder"):
         are_runs(["a", "b", "c"])
 

@@ -5,16 +5,15 @@ With TRICYCLE_SCREENSHOTS=FOLDER the tests write screenshots. docs/look-runs.png
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
 from browser import DISPLAYS, Browser, each_display
+from test_look import serving
 from test_look_runs import write_run
 
 from tricycle_cli.compare import Runs
 from tricycle_lab.look.page import write_page
-from tricycle_lab.look.server import LookServer
 
 pytestmark = pytest.mark.nightly
 
@@ -50,12 +49,9 @@ def test_runs_page_is_accessible(browser: Browser, file: str, display: str) -> N
     browser.screenshot(f"runs, {display}", 1500 if "phone" not in display else 2300)
 
 
-def test_runs_page_fits_a_320_pixel_window(browser: Browser, file: str) -> None:
+def test_page_shows_notes_curves_summary_and_samples(browser: Browser, file: str) -> None:
     browser.open(file, (320, 640))
     assert browser.fits()
-
-
-def test_page_shows_notes_curves_summary_and_samples(browser: Browser, file: str) -> None:
     browser.open(file)
     notes = browser.find("#notes").text
     assert "bits/byte" in notes
@@ -122,14 +118,11 @@ def test_cursor_moves_by_keyboard_and_pointer(browser: Browser, file: str) -> No
 
 
 def test_a_reload_shows_new_metrics(browser: Browser, folders: list[Path]) -> None:
-    server = LookServer(Runs(folders))
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    browser.open(server.address)
-    assert "step 25 of 40" in browser.find("#summary").text
-    with (folders[1] / "metrics.jsonl").open("a") as file:
-        file.write('\n{"step": 26, "loss": 2.5, "tokens_per_second": 1000}\n')
-    browser.open(server.address)
-    assert "step 26 of 40" in browser.find("#summary").text
-    assert browser.errors() == []
-    server.shutdown()
-    server.server_close()
+    with serving(Runs(folders)) as server:
+        browser.open(server.address)
+        assert "step 25 of 40" in browser.find("#summary").text
+        with (folders[1] / "metrics.jsonl").open("a") as file:
+            file.write('\n{"step": 26, "loss": 2.5, "tokens_per_second": 1000}\n')
+        browser.open(server.address)
+        assert "step 26 of 40" in browser.find("#summary").text
+        assert browser.errors() == []

@@ -7,12 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("jinja2")
-pytest.importorskip("tokenizers")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
 from browser import DISPLAYS, each_display
 from serving import ReferenceGenerator, run_server, wait_until
 from tiny_models import smollm2_file, write_folder

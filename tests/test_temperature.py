@@ -19,9 +19,8 @@ def test_fitting_finds_a_known_polynomial(rng):
 
     def costs(i, weights):
         tried = betas[np.argmin([np.abs(at - weights).max() for at in weights_at[i]])]
-        return (np.log(tried) - np.log(np.polyval(coefficients, entropy[i][:, 0]))) ** 2 + 0.01 * rng.random(
-            len(weights)
-        )
+        best = np.polyval(coefficients, entropy[i][:, 0])
+        return np.log(tried / best) ** 2 + 0.01 * rng.random(len(weights))
 
     found = fit_adaptive_temperature(scores, costs, betas, degree=2)
     at = np.linspace(0.5, 5, 10)

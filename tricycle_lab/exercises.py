@@ -52,15 +52,11 @@ class WrongAnswerError(ValueError):
 
 
 def find_exercise(name: str) -> Exercise:
-    """Return the exercise with this name; raise ValueError if there is none.
-
-    Raises:
-        ValueError: no exercise has this name.
-    """
-    for exercise in EXERCISES:
-        if exercise.name == name:
-            return exercise
-    raise ValueError(f"expected one of {', '.join(one.name for one in EXERCISES)}, got {name!r}")
+    """Return the exercise with this name; raise ValueError if there is none."""
+    by_name = {exercise.name: exercise for exercise in EXERCISES}
+    if name not in by_name:
+        raise ValueError(f"expected one of {', '.join(by_name)}, got {name!r}")
+    return by_name[name]
 
 
 def grade(exercise: Exercise | str, function: Callable[..., Any] | None) -> Grade:
@@ -110,14 +106,13 @@ def _check(exercise: Exercise, function: Callable[..., Any], inputs: list[np.nda
 
 
 def _tensor(array: np.ndarray) -> Tensor:
-    is_integer = array.dtype.kind in "iu"
-    return to_tensor(array.copy(), dtype=array.dtype, requires_grad=not is_integer)
+    return to_tensor(array.copy(), dtype=array.dtype, requires_grad=array.dtype.kind == "f")
 
 
-def _differentiable_inputs(exercise: Exercise, inputs: list[np.ndarray]) -> list[str]:
-    """Return the names of the inputs that have a gradient."""
+def _differentiable_inputs(exercise: Exercise, inputs: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the inputs that have a gradient, by name."""
     names = exercise.arguments.split(", ")
-    return [name for name, array in zip(names, inputs) if array.dtype.kind == "f"]
+    return {name: array for name, array in zip(names, inputs) if array.dtype.kind == "f"}
 
 
 def _close(answer: np.ndarray, right: np.ndarray) -> bool:
@@ -145,8 +140,7 @@ def _call_function(
         raise WrongAnswerError(
             f"expected the gradients of {', '.join(names)}, in this order, got {len(gradients)} of {len(names)}"
         )
-    shapes = [array.shape for array in inputs if array.dtype.kind == "f"]
-    return tuple(_check_gradient(one, name, shape) for one, name, shape in zip(gradients, names, shapes))
+    return tuple(_check_gradient(one, name, array.shape) for one, (name, array) in zip(gradients, names.items()))
 
 
 def _check_gradient(answer: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:

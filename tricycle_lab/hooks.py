@@ -139,11 +139,7 @@ def _index_mask(caller: str, argument: str, indices: Sequence[int], size: int) -
 
 
 def as_indices(caller: str, argument: str, indices: Any) -> list[int] | None:
-    """Convert an integer or a 1-D sequence of integers to a list, and None to None; else raise ValueError.
-
-    Raises:
-        ValueError: any other value.
-    """
+    """Convert an integer or a 1-D sequence of integers to a list, and None to None; else raise ValueError."""
     if indices is None:
         return None
     array = np.atleast_1d(np.asarray(indices))

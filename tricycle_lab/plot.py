@@ -42,6 +42,22 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def new_panels(n: int, n_columns: int, size: tuple[float, float], margin: tuple[float, float], **options: Any) -> Any:
+    """Return a matplotlib figure and a list of `n` axes in rows of at most `n_columns`; unused axes are hidden.
+
+    Args:
+        size, margin: width and height of a panel, and of the figure without its panels, in inches.
+        options: of `Figure.subplots`.
+    """
+    n_columns = min(n_columns, n)
+    n_rows = math.ceil(n / n_columns)
+    figure = new_figure(size[0] * n_columns + margin[0], size[1] * n_rows + margin[1])
+    panels = list(figure.subplots(n_rows, n_columns, squeeze=False, **options).flat)
+    for axes in panels[n:]:
+        axes.set_visible(False)
+    return figure, panels[:n]
+
+
 def plot_losses(
     metrics: Sequence[Mapping[str, Any]],
     path: Path,
@@ -59,9 +75,6 @@ def plot_losses(
         references: bits per byte of other compressors, drawn as horizontal lines.
         title: of the plot.
         unit: the label of the y axis.
-
-    Returns:
-        The path of the written file.
     """
     curves, limits = _loss_curves(metrics, bits_per_nat, references)
     if importlib.util.find_spec("matplotlib") is None:
@@ -89,9 +102,7 @@ def plot_losses(
 
 
 def _loss_curves(
-    metrics: Sequence[Mapping[str, Any]],
-    bits_per_nat: float,
-    references: Mapping[str, float],
+    metrics: Sequence[Mapping[str, Any]], bits_per_nat: float, references: Mapping[str, float]
 ) -> tuple[list[Curve], tuple[float, float] | None]:
     """Return the curves of `plot_losses` and the limits of the y axis, None without values."""
     steps, bits = _series(metrics, "step", "loss", bits_per_nat)
@@ -197,16 +208,10 @@ def plot_distributions(
 
     Args:
         arrays: by name, of any shape; values that are not finite (scores of masked keys) are ignored.
-
-    Raises:
-        ValueError: no array, or one without a finite element.
     """
     if not arrays:
         raise ValueError("plot_distributions: expected at least one array")
-    n_columns = min(n_columns, len(arrays))
-    n_rows = math.ceil(len(arrays) / n_columns)
-    figure = new_figure(2.6 * n_columns + 0.6, 2.1 * n_rows + 0.9)
-    panels = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
+    figure, panels = new_panels(len(arrays), n_columns, (2.6, 2.1), (0.6, 0.9))
     for axes, (name, array) in zip(panels, arrays.items()):
         values = to_cpu(array).astype(np.float64).ravel()
         values = values[np.isfinite(values)]
@@ -216,8 +221,6 @@ def plot_distributions(
         axes.set_title(f"{name}\nexcess kurtosis {excess_kurtosis(values):.3g}", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.25)
-    for axes in panels[len(arrays) :]:
-        axes.set_visible(False)
     figure.supxlabel(xlabel, fontsize=9)
     figure.supylabel("count", fontsize=9)
     figure.suptitle(title, fontsize=11)
@@ -252,20 +255,20 @@ def plot_curves(
     if not labels:
         raise ValueError("plot_curves: expected at least one line")
     n_columns = min(n_columns, len(curves))
-    n_rows = math.ceil(len(curves) / n_columns)
-    legend_rows = math.ceil(len(labels) / 4)
-    figure = new_figure(max(6, 3.7 * n_columns + 0.6), 0.6 + 3 * n_rows + 0.25 * legend_rows)
-    panels = list(figure.subplots(n_rows, n_columns, squeeze=False, sharey=share_y).flat)
+    margin = (0.6 if n_columns > 1 else 2.3, 0.6 + 0.25 * math.ceil(len(labels) / 4))
+    figure, panels = new_panels(len(curves), n_columns, (3.7, 3), margin, sharey=share_y)
     drawn: dict[str, Any] = {}
     for axes, (panel, lines) in zip(panels, curves.items()):
         for label, (x, ys) in lines.items():
             drawn[label] = _draw_line(axes, label, x, ys, labels.index(label))
-        _set_log_scales(axes, log)
+        if "x" in log:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:.7g}")
+        if "y" in log:
+            axes.set_yscale("log")
         axes.set_title(panel, fontsize=10)
         axes.set_xlabel(xlabel)
         axes.grid(alpha=0.25)
-    for axes in panels[len(curves) :]:
-        axes.set_axis_off()
     for axes in panels[::n_columns]:
         axes.set_ylabel(ylabel)
     figure.suptitle(title, fontsize=11)
@@ -284,11 +287,7 @@ def plot_curves(
 
 
 def _draw_line(axes: Any, label: str, x: Any, ys: Any, index: int) -> Any:
-    """Draw a line with the color and line style of its index, for several seeds with a band; return the line.
-
-    Raises:
-        ValueError: x and ys of different lengths.
-    """
+    """Draw a line with the color and line style of its index, for several seeds with a band; return the line."""
     x = np.asarray(x)
     ys = np.atleast_2d(ys)
     if x.ndim != 1 or ys.shape[1:] != x.shape:
@@ -301,15 +300,6 @@ def _draw_line(axes: Any, label: str, x: Any, ys: Any, index: int) -> Any:
     if len(ys) > 1:
         axes.fill_between(x, ys.min(axis=0), ys.max(axis=0), color=colour, alpha=0.2, linewidth=0)
     return line
-
-
-def _set_log_scales(axes: Any, log: str) -> None:
-    """Make axes logarithmic: "x", "y", "xy", or none for ""."""
-    if "x" in log:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.7g}")
-    if "y" in log:
-        axes.set_yscale("log")
 
 
 # -------------------------------------------------------------------- the attention page

@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, S keys, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
@@ -130,11 +130,8 @@ class Probe:
         caller = "Probe.replace"
         if not (isinstance(value, (Tensor, int, float)) or is_array(value) or callable(value)):
             raise ValueError(f"{caller}: expected a Tensor, an array, a number or a function, got {value!r}")
-        head_indices, position_indices = as_indices(caller, "heads", heads), as_indices(caller, "positions", positions)
-        change = make_replacement(caller, value, head_indices, position_indices)
-        return self._add_changes(
-            caller, dict.fromkeys(self._matching_layers(caller, pattern), change), heads is not None
-        )
+        make_change = lambda layer, *selection: make_replacement(caller, value, *selection)
+        return self._add_changes(caller, pattern, heads, positions, make_change)
 
     def ablate(
         self,
@@ -148,12 +145,8 @@ class Probe:
         Args, returns and raises: as of `replace`.
         """
         caller = "Probe.ablate"
-        head_indices, position_indices = as_indices(caller, "heads", heads), as_indices(caller, "positions", positions)
-        changes = {
-            layer: make_ablation(layer, caller, head_indices, position_indices)
-            for layer in self._matching_layers(caller, pattern)
-        }
-        return self._add_changes(caller, changes, heads is not None)
+        make_change = lambda layer, *selection: make_ablation(layer, caller, *selection)
+        return self._add_changes(caller, pattern, heads, positions, make_change)
 
     def change_softmax(
         self, pattern: str = "*", softmax: str | RowSoftmax | None = None, temperature: float | None = None
@@ -188,12 +181,17 @@ class Probe:
             raise ValueError(f"{caller}: no layer matches {pattern!r}; the layers are {', '.join(filter(None, named))}")
         return layers
 
-    def _add_changes(self, caller: str, changes: dict[Layer, Change], in_heads: bool) -> ExitStack:
-        for layer in changes:
-            if in_heads and attention_of(layer) is None:
+    def _add_changes(
+        self, caller: str, pattern: str, heads: Any, positions: Any, make_change: Callable[..., Change]
+    ) -> ExitStack:
+        selection = as_indices(caller, "heads", heads), as_indices(caller, "positions", positions)
+        targets = []
+        for layer in self._matching_layers(caller, pattern):
+            target = layer if heads is None else attention_of(layer)
+            if target is None:
                 got = type(layer).__name__
                 raise ValueError(f"{caller}: expected a layer with attention for `heads`, got {got}")
-        targets = [(attention_of(layer) if in_heads else layer, change) for layer, change in changes.items()]
+            targets.append((target, make_change(layer, *selection)))
         return self._add_hooks(caller, "changes", targets)
 
     def _add_hooks(self, caller: str, kind: str, targets: Sequence[tuple[Any, Change | Substitution]]) -> ExitStack:

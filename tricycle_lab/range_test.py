@@ -49,11 +49,7 @@ class RangeTest:
 
     @property
     def suggestion(self) -> float | None:
-        """The suggested rate: steepest, or its geometric mean with divergence / 10, at most that; None if no descent.
-
-        The geometric mean of the steepest rate and a tenth of the divergence rate, or this tenth if it is lower. The
-        steepest rate if the loss does not diverge.
-        """
+        """Suggested rate: steepest, or its geometric mean with divergence / 10, at most that; None if no descent."""
         if self.steepest_rate is None:
             return None
         limit = self.steepest_rate if self.divergence_rate is None else DIVERGENCE_FRACTION * self.divergence_rate
@@ -148,11 +144,8 @@ def analyze_losses(rates: np.ndarray, losses: np.ndarray) -> RangeTest:
     slopes = np.gradient(smoothed[:n], np.log(rates[:n]))
     steepest_rate = float(rates[int(np.argmin(slopes[: lowest + 1]))])
     risen = np.flatnonzero(smoothed[lowest:n] > smoothed[lowest] + RISE_FRACTION * decrease)
-    divergence_rate = None
-    if risen.size:
-        divergence_rate = float(rates[lowest + int(risen[0])])
-    elif n < len(losses):
-        divergence_rate = float(rates[n])
+    diverged = lowest + int(risen[0]) if risen.size else n
+    divergence_rate = float(rates[diverged]) if diverged < len(losses) else None
     return RangeTest(rates, losses, smoothed, steepest_rate, divergence_rate)
 
 
@@ -170,12 +163,8 @@ def plot_range_test(test: RangeTest, path: Path, title: str = "") -> None:
     axes = figure.subplots()
     axes.plot(test.rates, test.losses, color="#9ecae1", linewidth=0.8)
     axes.plot(test.rates, test.smoothed, color="#3182bd", label="loss (moving average)")
-    marks = [
-        ("steepest descent", test.steepest_rate, ":"),
-        ("divergence", test.divergence_rate, "--"),
-        ("suggestion", test.suggestion, "-"),
-    ]
-    for (name, rate, linestyle), colour in zip(marks, COLOURS[1:]):
+    rates = {"steepest descent": test.steepest_rate, "divergence": test.divergence_rate, "suggestion": test.suggestion}
+    for (name, rate), linestyle, colour in zip(rates.items(), (":", "--", "-"), COLOURS[1:]):
         if rate is not None:
             axes.axvline(rate, color=colour, linestyle=linestyle, linewidth=1.2, label=f"{name}: {rate:.1e}")
     use_log_x_axis(axes)

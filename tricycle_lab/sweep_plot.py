@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_lab.plot import COLOURS, new_figure, save_figure
+from tricycle_lab.plot import COLOURS, new_panels, save_figure
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,7 @@ def plot_sweep(trials: Sequence[TrialResult], path: Path, log_fields: Collection
         log_fields: the fields with a logarithmic axis.
     """
     names = list(trials[0].params) if trials else []
-    n_columns = min(3, 1 + len(names))
-    n_rows = math.ceil((1 + len(names)) / n_columns)
-    figure = new_figure(4.2 * n_columns, 3.2 * n_rows)
-    panels = list(figure.subplots(n_rows, n_columns, squeeze=False, sharey=True).flat)
+    figure, panels = new_panels(1 + len(names), 3, (4.2, 3.2), (0, 0), sharey=True)
     done = [trial for trial in trials if trial.bits_per_byte is not None]
     early = [trial for trial in trials if trial.bits_per_byte is None and trial.last_estimate is not None]
     first = panels[0]
@@ -57,11 +53,9 @@ def plot_sweep(trials: Sequence[TrialResult], path: Path, log_fields: Collection
     first.set_xlabel("trial")
     for axes, name in zip(panels[1:], names):
         _plot_field(axes, name, done, early, name in log_fields)
-    for axes in panels[1 + len(names) :]:
-        axes.set_axis_off()
-    for axes in panels[: 1 + len(names)]:
+    for axes in panels:
         axes.grid(alpha=0.25)
-    for axes in panels[::n_columns]:
+    for axes in panels[::3]:
         axes.set_ylabel("held-out loss (bits per byte)")
     figure.suptitle(title, fontsize=11)
     save_figure(figure, path)

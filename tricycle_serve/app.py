@@ -18,8 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tricycle_serve.embeddings import EmbeddingsResponse
 from tricycle_serve.engine_request import RequestCancelled
-from tricycle_serve.errors import ApiError
-from tricycle_serve.json_responses import error_response, json_response
+from tricycle_serve.errors import JSON, ApiError, encode_json
 from tricycle_serve.middleware import AccessMiddleware
 from tricycle_serve.request_fields import RequestFields, parse_json_object
 from tricycle_serve.responses import CompletionResponse
@@ -94,7 +93,7 @@ class _Endpoints:
                     raise
                 if isinstance(error, ClientDisconnect):
                     return Response(status_code=499)
-                return error_response(_internal_error(error, request.url.path))
+                return _internal_error(error, request.url.path).response()
 
         return endpoint
 
@@ -123,20 +122,20 @@ class _Endpoints:
     async def health(self, request: Request) -> Response:
         """Return status 200 while the engine thread runs, and 503 after it has ended."""
         if self._service.engine.is_alive:
-            return json_response({"status": "ok"})
+            return _json_response({"status": "ok"})
         message = "the model's thread has ended: restart the server"
-        return error_response(ApiError(message, 503, code="model_failed"))
+        return ApiError(message, 503, code="model_failed").response()
 
     async def list_models(self, request: Request) -> Response:
         """Return the list of models, which contains the served model."""
-        return json_response({"object": "list", "data": [self._service.model_info()]})
+        return _json_response({"object": "list", "data": [self._service.model_info()]})
 
     async def get_model(self, request: Request) -> Response:
         """Return the model whose name is in the path."""
         name = request.path_params["name"]
         if name != self._service.name:
             raise model_not_found(name, self._service.name)
-        return json_response(self._service.model_info())
+        return _json_response(self._service.model_info())
 
 
 class _ResponseSender:
@@ -173,19 +172,23 @@ class _ResponseSender:
 
     async def _complete_response(self, path: str) -> Response:
         try:
-            return json_response(await self._response.collect())
+            return _json_response(await self._response.collect())
         except (RequestCancelled, asyncio.CancelledError):
             raise
         except ApiError as error:
-            return error_response(error)
+            return error.response()
         except BaseException as error:  # panics of Rust extensions are not of type Exception
-            return error_response(_internal_error(error, path))
+            return _internal_error(error, path).response()
 
     async def _send_events(self, response: CompletionResponse, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         async for event in response.events():
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _json_response(value: Any) -> Response:
+    return Response(encode_json(value), media_type=JSON)
 
 
 def _page_endpoint(name: str, media_type: str) -> Endpoint:
@@ -199,7 +202,7 @@ def _page_endpoint(name: str, media_type: str) -> Endpoint:
 
 
 async def _handle_api_error(request: Request, error: ApiError) -> Response:
-    return error_response(error)
+    return error.response()
 
 
 async def _handle_http_exception(request: Request, error: HTTPException) -> Response:
@@ -209,7 +212,7 @@ async def _handle_http_exception(request: Request, error: HTTPException) -> Resp
         405: f"expected another method than {request.method[:20]} for {path}",
     }
     code = "not_found" if status == 404 else None
-    return error_response(ApiError(messages.get(status, error.detail), status, code=code), dict(error.headers or {}))
+    return ApiError(messages.get(status, error.detail), status, code=code).response(dict(error.headers or {}))
 
 
 def _internal_error(error: BaseException, path: str) -> ApiError:

@@ -73,9 +73,6 @@ class CompletionRequest:
             prompts: token ids.
             max_tokens: the server's limit for new tokens of a sequence.
             context_window: maximum number of tokens of a prompt and its continuation.
-
-        Raises:
-            ApiError: a prompt fills the context window, or the request has too many sequences.
         """
         n_sequences = len(prompts) * self.n
         if n_sequences > MAX_SEQUENCES:
@@ -97,11 +94,7 @@ class CompletionRequest:
 def parse_completion_request(
     fields: RequestFields, default_sampling: PenalizedSamplingParams, is_chat: bool
 ) -> CompletionRequest:
-    """Parse a completion's remaining fields, after messages or prompt; ApiError if one is invalid or unknown.
-
-    Raises:
-        ApiError: a field is invalid or unknown.
-    """
+    """Parse a completion's remaining fields, after messages or prompt; ApiError if one is invalid or unknown."""
     stream = fields.get_bool("stream")
     include_usage = _parse_stream_options(fields, stream)
     fields.ignore(*IGNORED_FIELDS)
@@ -233,8 +226,7 @@ def _parse_content(content: Any, path: str) -> str:
         return replace_surrogates(content)
     texts = []
     for part in content if isinstance(content, list) else [content]:
-        is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        if not is_text:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             expected = f"expected {path}.content to be a string, or a list of parts of type text"
             raise ApiError(f"{expected}, got {format_value(part)}", param=f"{path}.content")
         texts.append(replace_surrogates(part["text"]))

@@ -6,8 +6,6 @@ import base64
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from tricycle.pretrained.sentence_encoder import SentenceEncoder
 from tricycle_serve.engine import Engine, timeout_error
 from tricycle_serve.engine_request import EngineRequest
@@ -32,15 +30,11 @@ class EmbeddingsRequest(NamedTuple):
 
 
 def parse_embeddings_request(fields: RequestFields, embedding_dim: int) -> EmbeddingsRequest:
-    """Parse texts, `truncate` and encoding of an embeddings request; raise ApiError for other or invalid fields.
-
-    Raises:
-        ApiError: a field is invalid or unknown.
-    """
+    """Parse texts, `truncate` and encoding of an embeddings request; raise ApiError for other or invalid fields."""
     texts = fields.get("input")
     texts = [texts] if isinstance(texts, str) else texts
-    is_valid = isinstance(texts, list) and 0 < len(texts) <= MAX_TEXTS and all(isinstance(text, str) for text in texts)
-    if not is_valid:
+    is_list = isinstance(texts, list) and 0 < len(texts) <= MAX_TEXTS
+    if not is_list or not all(isinstance(text, str) for text in texts):
         fields.reject("input", f"a string, or a list of 1 to {MAX_TEXTS} strings")
     encoding_format = fields.get("encoding_format", "float")
     if encoding_format not in ("float", "base64"):
@@ -53,13 +47,6 @@ def parse_embeddings_request(fields: RequestFields, embedding_dim: int) -> Embed
     fields.ignore("user")
     fields.reject_unknown()
     return EmbeddingsRequest([replace_surrogates(text) for text in texts], truncate, encoding_format == "base64")
-
-
-def encode_embedding(embedding: np.ndarray, as_base64: bool) -> Any:
-    """Return an embedding as a JSON value: a list of numbers, or its little-endian float32 bytes in base64."""
-    if as_base64:
-        return base64.b64encode(embedding.astype("<f4").tobytes()).decode("ascii")
-    return embedding.tolist()
 
 
 class EmbeddingEngine(Engine):
@@ -131,8 +118,9 @@ class EmbeddingsResponse:
         """
         data: list[dict[str, Any]] = []
         async for batches in self.engine_request.outputs():
-            for embedding in (embedding for batch in batches for embedding in batch):
-                value = encode_embedding(embedding, self.as_base64)
+            for row in (row for batch in batches for row in batch):
+                # base64 is of the little-endian float32 bytes
+                value = base64.b64encode(row.astype("<f4").tobytes()).decode() if self.as_base64 else row.tolist()
                 data.append({"object": "embedding", "index": len(data), "embedding": value})
         usage = {"prompt_tokens": self.n_tokens, "total_tokens": self.n_tokens}
         return {"object": "list", "data": data, "model": self.model, "usage": usage}

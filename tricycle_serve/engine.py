@@ -8,7 +8,7 @@ import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tricycle.decoding.batch import GenerationBatch
@@ -158,22 +158,6 @@ class EngineLimits:
     max_cache_tokens: float = math.inf
 
 
-@dataclass
-class _PrefixCache:
-    """Decoding states that no active sequence uses, the most recent last."""
-
-    max_states: int
-    states: list[SpeculativeState] = field(default_factory=list)
-
-    def n_tokens(self) -> int:
-        return sum(len(state.tokens) for state in self.states)
-
-    def add(self, state: SpeculativeState) -> None:
-        if state.tokens:
-            self.states.append(state)
-        del self.states[: max(0, len(self.states) - self.max_states)]
-
-
 class GenerationEngine(Engine):
     """Generates text with continuous batching.
 
@@ -194,7 +178,8 @@ class GenerationEngine(Engine):
         self._prefilling: deque[_Sequence] = deque()
         self._decoding: dict[int, _Sequence] = {}
         self._batch = GenerationBatch(model)
-        self._prefix_cache = _PrefixCache(limits.n_cached_sequences)
+        # decoding states that no active sequence uses, the most recent last
+        self._prefix_cache: deque[SpeculativeState] = deque(maxlen=limits.n_cached_sequences)
 
     def submit(self, requests: list[SequenceRequest], timeout_seconds: float) -> EngineRequest:
         """Queue sequences, or ApiError over a queue or memory limit; return the request, with `TextDelta` outputs.
@@ -235,18 +220,14 @@ class GenerationEngine(Engine):
 
     def _remove_finished(self) -> None:
         """Remove sequences whose request is finished, cancelled or timed out."""
+        is_over = lambda sequence: sequence.engine_request.is_finished or sequence.engine_request.has_timed_out
         with self._condition:
-            removed = [
-                sequence
-                for sequence in self._queue
-                if sequence.engine_request.is_finished or sequence.engine_request.has_timed_out
-            ]
+            removed = list(filter(is_over, self._queue))
             for sequence in removed:
                 self._queue.remove(sequence)
-        for sequence in self._active():
-            if sequence.engine_request.is_finished or sequence.engine_request.has_timed_out:
-                self._release(sequence)
-                removed.append(sequence)
+        for sequence in filter(is_over, self._active()):
+            self._release(sequence)
+            removed.append(sequence)
         for sequence in removed:
             if sequence.engine_request.is_finished:
                 continue
@@ -262,7 +243,8 @@ class GenerationEngine(Engine):
         else:
             self._batch.remove(sequence.batch_number)
             del self._decoding[sequence.batch_number]
-        self._prefix_cache.add(sequence.state)
+        if sequence.state.tokens:
+            self._prefix_cache.append(sequence.state)
 
     def _admit(self) -> None:
         """Start the prefill of queued sequences, within the limits."""
@@ -275,8 +257,8 @@ class GenerationEngine(Engine):
                 continue  # it can reuse that prompt's keys and values after the prefill
             limit = self._limits.max_cache_tokens
             n_reserved = sequence.max_length + sum(other.max_length for other in self._active())
-            while self._prefix_cache.states and n_reserved + self._prefix_cache.n_tokens() > limit:
-                del self._prefix_cache.states[0]  # the oldest
+            while self._prefix_cache and n_reserved + sum(len(state.tokens) for state in self._prefix_cache) > limit:
+                self._prefix_cache.popleft()  # the oldest
             if n_reserved > limit:
                 return
             sequence.state = self._new_state(sequence.request.prompt)
@@ -289,14 +271,13 @@ class GenerationEngine(Engine):
 
     def _new_state(self, prompt: list[int]) -> SpeculativeState:
         """Return a decoding state for a prompt, with the longest prefix that any sequence or the cache contains."""
-        cached = self._prefix_cache.states
         active = [sequence.state for sequence in (*self._decoding.values(), *self._prefilling)]
-        candidates = [(common_prefix_length(state.tokens, prompt), state) for state in (*active, *cached)]
+        candidates = [(common_prefix_length(state.tokens, prompt), state) for state in (*active, *self._prefix_cache)]
         n_shared, best = max(candidates, key=lambda pair: pair[0], default=(0, None))
         if best is None or n_shared < min(MIN_SHARED_PREFIX, len(prompt)):
             return SpeculativeState(self.model, self._cache_dtype)
-        if any(best is state for state in cached) and 2 * n_shared >= len(best.tokens):
-            cached[:] = [state for state in cached if state is not best]
+        if best in self._prefix_cache and 2 * n_shared >= len(best.tokens):
+            self._prefix_cache.remove(best)
             # The fork drops the tokens after the prefix, so that the state's length is the number of cached tokens.
             return best.fork(n_shared) if n_shared < len(best.tokens) else best
         return best.fork(n_shared)
@@ -354,8 +335,7 @@ class GenerationEngine(Engine):
                 continue
             if delta is None:
                 continue
-            is_last = delta.finish_reason is not None
-            if is_last:
+            if is_last := delta.finish_reason is not None:
                 self._release(sequence)
             sequence.engine_request.put(delta, is_last)
 
@@ -366,7 +346,7 @@ class GenerationEngine(Engine):
         self._prefilling.clear()
         self._decoding.clear()
         self._batch = GenerationBatch(self.model)
-        self._prefix_cache.states.clear()
+        self._prefix_cache.clear()
         for sequence in sequences:
             sequence.engine_request.fail(error)
 

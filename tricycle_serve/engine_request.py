@@ -73,12 +73,7 @@ class EngineRequest:
         self._queue.put_nowait((None, False, None))
 
     async def outputs(self) -> AsyncIterator[list[Any]]:
-        """Yield lists of available outputs until complete; raise ApiError if failed, RequestCancelled if cancelled.
-
-        Raises:
-            ApiError: the request failed.
-            RequestCancelled: the request was cancelled.
-        """
+        """Yield lists of available outputs until complete; raise ApiError if failed, RequestCancelled if cancelled."""
         is_complete = False
         while not is_complete:
             items = [await self._queue.get()]

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 from tricycle_cli.flags import on_one_line
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+JSON = "application/json"
+
+
+def encode_json(value: Any) -> bytes:
+    """Return a value as compact JSON in ASCII bytes; raise ValueError for NaN or infinity."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 class ApiError(Exception):
@@ -34,18 +45,14 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the response body {"error": ...} with message, type, param and code, as of OpenAI's API."""
-        error = {"message": str(self), "type": _error_type(self.status), "param": self.param, "code": self.code}
-        return {"error": error}
+        other = "invalid_request_error" if self.status < 500 else "server_error"
+        error_type = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, other)
+        return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}
 
-    def headers(self) -> dict[str, str]:
-        """Return the additional headers: Retry-After if seconds are given, WWW-Authenticate for status 401; else {}."""
-        headers = {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
-        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+    def response(self, headers: dict[str, str] | None = None) -> Response:
+        """Return the HTTP response with `headers`, Retry-After if seconds are given, and WWW-Authenticate for 401."""
+        from starlette.responses import Response
 
-
-def _error_type(status: int) -> str:
-    if status == 401:
-        return "authentication_error"
-    if status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if status < 500 else "server_error"
+        retry = {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
+        authenticate = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        return Response(encode_json(self.body()), self.status, {**(headers or {}), **retry, **authenticate}, JSON)

@@ -15,20 +15,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tricycle_serve.errors import ApiError
-from tricycle_serve.json_responses import error_response
 
 # Pages may load files from this server and send requests to it, and nothing else.
-CONTENT_SECURITY_POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "connect-src 'self'",
-        "img-src 'self' data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 SECURITY_HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
@@ -88,7 +79,7 @@ class AccessMiddleware:
                 return
             self._check_api_key(headers, scope["path"])
         except ApiError as error:
-            await error_response(error, extra_headers)(scope, receive, send)
+            await error.response(extra_headers)(scope, receive, send)
             return
 
         async def send_with_headers(message: Any) -> None:

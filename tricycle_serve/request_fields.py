@@ -15,11 +15,7 @@ MAX_NAME_CHARACTERS = 40  # of an unknown field's name in an error message
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a UTF-8 request body; raise ApiError for any other content.
-
-    Raises:
-        ApiError: the body is not a JSON object in UTF-8.
-    """
+    """Return the JSON object of a UTF-8 request body; raise ApiError for any other content."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_reject_constant)
     except UnicodeDecodeError:
@@ -66,18 +62,14 @@ class RequestFields:
         self._known.add(name)
         return self._values.get(name, default)
 
-    def has(self, name: str) -> bool:
-        """Return whether the request contains a field that is not null; do not mark it as read."""
-        return name in self._values
-
     def reject(self, name: str, expected: str) -> NoReturn:
         """Raise ApiError of status 400: expected `name` to be `expected`, got its value."""
         raise ApiError(f"expected {name} to be {expected}, got {format_value(self._values.get(name))}", param=name)
 
     def get_int(self, name: str, default: Any, minimum: int, maximum: int | None = None) -> Any:
         """Return an integer field in a range (2.0 counts as 2), or `default` if absent; raise ApiError if invalid."""
-        value = self.get(name, default)
-        if not self.has(name):
+        value = self.get(name)
+        if value is None:
             return default
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -88,23 +80,23 @@ class RequestFields:
 
     def get_float(self, name: str, default: Any, minimum: float, maximum: float) -> Any:
         """Return a number field in a range as a float, or `default` if absent; raise ApiError if invalid."""
-        value = self.get(name, default)
-        if not self.has(name):
+        value = self.get(name)
+        if value is None:
             return default
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not minimum <= value <= maximum:
             self.reject(name, f"a number from {minimum:g} to {maximum:g}")
         return float(value)
 
-    def get_bool(self, name: str, default: bool = False) -> bool:
-        """Return a Boolean field, or `default` if it is absent; raise ApiError for another type."""
-        value = self.get(name, default)
+    def get_bool(self, name: str) -> bool:
+        """Return a Boolean field, or False if it is absent; raise ApiError for another type."""
+        value = self.get(name, False)
         if not isinstance(value, bool):
             self.reject(name, "true or false")
         return value
 
-    def get_str(self, name: str, default: str | None = None) -> Any:
-        """Return a string field, unpaired surrogates as U+FFFD, or `default` if absent; ApiError for another type."""
-        value = self.get(name, default)
+    def get_str(self, name: str) -> str | None:
+        """Return a string field, unpaired surrogates as U+FFFD, or None if absent; ApiError for another type."""
+        value = self.get(name)
         if value is not None and not isinstance(value, str):
             self.reject(name, "a string")
         return None if value is None else replace_surrogates(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -12,7 +11,7 @@ from typing import Any
 import tricycle
 from tricycle_serve.completion_requests import CompletionRequest, SequenceRequest
 from tricycle_serve.engine_request import EngineRequest
-from tricycle_serve.errors import ApiError
+from tricycle_serve.errors import ApiError, encode_json
 from tricycle_serve.output_processor import TextDelta, TokenDecoder, TokenLogprob
 
 MAX_MERGED_TOKENS = 32  # per streamed chunk, if several deltas are waiting
@@ -22,11 +21,6 @@ DONE_EVENT = b"data: [DONE]\n\n"
 def format_event(value: dict[str, Any]) -> bytes:
     """Return a JSON object as the bytes of a server-sent event: "data: ", the JSON, and an empty line."""
     return b"data: " + encode_json(value) + b"\n\n"
-
-
-def encode_json(value: Any) -> bytes:
-    """Return a value as compact JSON in ASCII bytes; raise ValueError for NaN or infinity."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 @dataclass
@@ -53,8 +47,12 @@ class CompletionResponse:
     object_type = ""
     chunk_object_type = ""
 
-    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
-        """Return an element of "choices" for a complete sequence; NotImplementedError unless a subclass defines it."""
+    def content(self, index: int, text: str) -> dict[str, Any]:
+        """Return the fields of a complete sequence in "choices"; NotImplementedError unless a subclass defines it."""
+        raise NotImplementedError
+
+    def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """Return log-probabilities as JSON data; in this class NotImplementedError."""
         raise NotImplementedError
 
     def initial_choices(self) -> list[dict[str, Any]]:
@@ -66,6 +64,14 @@ class CompletionResponse:
         raise NotImplementedError
 
     # ---------------------------------------------------------------- common to both kinds
+    def choice(
+        self, index: int, content: dict[str, Any], logprobs: list[TokenLogprob] | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        """Return an element of "choices": index, the fields of `content`, logprobs or None, and finish_reason."""
+        has_logprobs = logprobs is not None and self.request.n_top_logprobs is not None
+        logprobs_json = self.format_logprobs(logprobs or []) if has_logprobs else None
+        return {"index": index, **content, "logprobs": logprobs_json, "finish_reason": finish_reason}
+
     def common_fields(self, object_type: str) -> dict[str, Any]:
         """Return id, object type, creation time, model and fingerprint, with which a response and its chunks begin."""
         return {
@@ -99,7 +105,7 @@ class CompletionResponse:
             own = [delta for delta in deltas if delta.sequence_index == index]
             text = "".join(delta.text for delta in own)
             logprobs = [entry for delta in own for entry in delta.logprobs]
-            choices.append(self.choice(index, text, logprobs, own[-1].finish_reason))
+            choices.append(self.choice(index, self.content(index, text), logprobs, own[-1].finish_reason))
         n_completion_tokens = sum(delta.n_tokens for delta in deltas)
         return {**self.common_fields(self.object_type), "choices": choices, "usage": self.usage(n_completion_tokens)}
 
@@ -130,10 +136,7 @@ class CompletionResponse:
 
 
 def merge_deltas(deltas: list[TextDelta]) -> list[TextDelta]:
-    """Return deltas with consecutive ones of a sequence merged up to MAX_MERGED_TOKENS tokens, for fewer chunks.
-
-    A merged delta has at most `MAX_MERGED_TOKENS` tokens, which limits the bytes that are sent at once.
-    """
+    """Return deltas with consecutive ones of a sequence merged up to MAX_MERGED_TOKENS tokens, for fewer chunks."""
     merged: list[TextDelta] = []
     for delta in deltas:
         last = merged[-1] if merged else None
@@ -143,13 +146,8 @@ def merge_deltas(deltas: list[TextDelta]) -> list[TextDelta]:
             and last.sequence_index == delta.sequence_index
             and last.finish_reason is None
         ):
-            merged[-1] = TextDelta(
-                delta.sequence_index,
-                last.text + delta.text,
-                last.logprobs + delta.logprobs,
-                last.n_tokens + delta.n_tokens,
-                delta.finish_reason,
-            )
+            text, logprobs = last.text + delta.text, last.logprobs + delta.logprobs
+            merged[-1] = delta._replace(text=text, logprobs=logprobs, n_tokens=last.n_tokens + delta.n_tokens)
         else:
             merged.append(delta)
     return merged
@@ -162,35 +160,27 @@ class ChatCompletionResponse(CompletionResponse):
     object_type = "chat.completion"
     chunk_object_type = "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
-        """Return a dict of index, assistant's message, logprobs (None unless requested) and finish_reason."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        logprobs_json = self._format_logprobs(logprobs)
-        return {"index": index, "message": message, "logprobs": logprobs_json, "finish_reason": finish_reason}
+    def content(self, index: int, text: str) -> dict[str, Any]:
+        """Return the message of the assistant."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def initial_choices(self) -> list[dict[str, Any]]:
         """Return one choice per sequence, with the role and no text."""
-        content = {"role": "assistant", "content": ""}
-        return [self._chunk_choice(index, content, None, None) for index in range(len(self.sequences))]
+        content = {"delta": {"role": "assistant", "content": ""}}
+        return [self.choice(index, content, None, None) for index in range(len(self.sequences))]
 
     def delta_choices(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Return up to 2 choices, for a chunk each: text or log-probabilities, if any; then finish reason, if any."""
         choices: list[dict[str, Any]] = []
         if delta.text or delta.logprobs:
-            logprobs = self._format_logprobs(delta.logprobs)
-            choices.append(self._chunk_choice(delta.sequence_index, {"content": delta.text}, logprobs, None))
+            content = {"delta": {"content": delta.text}}
+            choices.append(self.choice(delta.sequence_index, content, delta.logprobs, None))
         if delta.finish_reason is not None:
-            choices.append(self._chunk_choice(delta.sequence_index, {}, None, delta.finish_reason))
+            choices.append(self.choice(delta.sequence_index, {"delta": {}}, None, delta.finish_reason))
         return choices
 
-    def _chunk_choice(
-        self, index: int, content: dict[str, str], logprobs: dict[str, Any] | None, finish_reason: str | None
-    ) -> dict[str, Any]:
-        return {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    def _format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
-        if self.request.n_top_logprobs is None:
-            return None
+    def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """Return the tokens with their bytes and their most probable alternatives."""
 
         def format_token(token: int, logprob: float) -> dict[str, Any]:
             text, token_bytes = self.decode_token(token)
@@ -210,29 +200,24 @@ class TextCompletionResponse(CompletionResponse):
     object_type = "text_completion"
     chunk_object_type = "text_completion"
 
-    def choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
-        """Return a dict of index, text (after its prompt if `echo` is set), logprobs or None, and finish_reason."""
-        return self._choice(index, self._echoed_prompt(index) + text, logprobs, finish_reason)
+    def content(self, index: int, text: str) -> dict[str, Any]:
+        """Return the text, after its prompt if `echo` is set."""
+        return {"text": self._echoed_prompt(index) + text}
 
     def initial_choices(self) -> list[dict[str, Any]]:
         """Return a choice with the prompt for each sequence if `echo` is set and it is not empty; else []."""
         prompts = [(index, self._echoed_prompt(index)) for index in range(len(self.sequences))]
-        return [self._choice(index, prompt, [], None) for index, prompt in prompts if prompt]
+        return [self.choice(index, {"text": prompt}, [], None) for index, prompt in prompts if prompt]
 
     def delta_choices(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Return a list of one choice with index, new text, logprobs (None unless requested) and finish_reason."""
-        return [self._choice(delta.sequence_index, delta.text, delta.logprobs, delta.finish_reason)]
-
-    def _choice(self, index: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None) -> dict[str, Any]:
-        logprobs_json = self._format_logprobs(logprobs)
-        return {"index": index, "text": text, "logprobs": logprobs_json, "finish_reason": finish_reason}
+        return [self.choice(delta.sequence_index, {"text": delta.text}, delta.logprobs, delta.finish_reason)]
 
     def _echoed_prompt(self, index: int) -> str:
         return self.prefixes[index // self.request.n] if self.prefixes else ""
 
-    def _format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
-        if self.request.n_top_logprobs is None:
-            return None
+    def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """Return the texts, log-probabilities, alternatives and offsets of the tokens as four lists."""
         top_logprobs = [
             {self.decode_token(token)[0]: logprob for token, logprob in entry.top_logprobs} for entry in logprobs
         ]

@@ -132,10 +132,10 @@ class GenerationService(ModelService):
         self.engine: GenerationEngine = GenerationEngine(loaded.model, self.tokeniser, limits, cache_dtype)
         self._defaults = defaults
         if hasattr(self.tokeniser, "backend"):
-            token_lengths = map(len, self.tokeniser.backend.get_vocab(with_added_tokens=True))
+            tokens = self.tokeniser.backend.get_vocab(with_added_tokens=True)
         else:
-            token_lengths = map(len, map(self.tokeniser.token_bytes, range(self.tokeniser.n_vocab)))
-        self._max_characters = MAX_NORMALIZATION_RATIO * self.context_window * max(token_lengths)
+            tokens = map(self.tokeniser.token_bytes, range(self.tokeniser.n_vocab))
+        self._max_characters = MAX_NORMALIZATION_RATIO * self.context_window * max(map(len, tokens))
         self._has_chat_template = bool(self.tokeniser.chat_template)
         self.kind = "chat" if self._has_chat_template else "text"
         if self._has_chat_template:
@@ -147,11 +147,7 @@ class GenerationService(ModelService):
                     self._defaults = replace(defaults, chat=chat)
 
     async def chat(self, fields: RequestFields) -> CompletionResponse:
-        """Validate and queue a chat completion; return its response to `collect` or stream by `events`; else ApiError.
-
-        Raises:
-            ApiError: an invalid request, or a full queue.
-        """
+        """Validate and queue a chat completion; return its response to `collect` or stream; else ApiError."""
         if not self._has_chat_template:
             message = f"{self.name} has no chat template; /v1/completions continues a text"
             raise ApiError(message, code="no_chat_template")
@@ -167,11 +163,7 @@ class GenerationService(ModelService):
         return self._submit(ChatCompletionResponse, request, [prompt], [])
 
     async def complete(self, fields: RequestFields) -> CompletionResponse:
-        """Validate and queue completions of prompts; return their response to `collect` or stream; else ApiError.
-
-        Raises:
-            ApiError: an invalid request, or a full queue.
-        """
+        """Validate and queue completions of prompts; return their response to `collect` or stream; else ApiError."""
         self.check_model_name(fields)
         inputs = parse_prompts(fields, self.tokeniser.n_vocab)
         self._check_length(max(len(item) for item in inputs), "prompt")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,20 +14,6 @@ from tricycle.layers import RMSNorm
 from tricycle.loss import CrossEntropy
 from tricycle.ops import tanh
 from tricycle.tensor import Tensor
-
-
-class Example(NamedTuple):
-    """A function of Tensors.
-
-    Attributes:
-        description: one sentence for the page.
-        function: the function.
-        values: the values of its inputs, by name.
-    """
-
-    description: str
-    function: Callable[..., Tensor]
-    values: dict[str, Any]
 
 
 def sums_and_products(a: Tensor, b: Tensor) -> Tensor:
@@ -72,16 +58,14 @@ def norm_layer(x: Tensor) -> Tensor:
     return RMSNorm(4)(x).max()
 
 
-EXAMPLES: dict[str, Example] = {
-    name: Example((function.__doc__ or "").strip(), function, values)
-    for name, function, values in (
-        ("product", sums_and_products, {"a": 2.0, "b": 3.0}),
-        ("neuron", neuron, {"w": [0.5, -1.0], "x": [1.0, 2.0], "b": 0.25, "y": 1.0}),
-        ("softmax", softmax_loss, {"scores": [1.0, 2.0, 0.5]}),
-        ("cross-entropy", cross_entropy, {"scores": [[1.0, 2.0, 0.5]]}),
-        ("attention", attention, {"q": [[1, 0], [0, 1]], "k": [[1, 0], [1, 1], [0, 2]], "v": [[1, 2], [3, 4], [5, 6]]}),
-        ("norm", norm, {"x": [1.0, -2.0, 0.5, 3.0]}),
-        ("norm-layer", norm_layer, {"x": [1.0, -2.0, 0.5, 3.0]}),
-        ("block", block, {"x": [[[0.5, -1.0, 0.25, 1.0], [1.0, 0.5, -0.5, 0.0]]]}),
-    )
+# By name: a function, whose docstring describes it on the page, and the values of its inputs.
+EXAMPLES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "product": (sums_and_products, {"a": 2.0, "b": 3.0}),
+    "neuron": (neuron, {"w": [0.5, -1.0], "x": [1.0, 2.0], "b": 0.25, "y": 1.0}),
+    "softmax": (softmax_loss, {"scores": [1.0, 2.0, 0.5]}),
+    "cross-entropy": (cross_entropy, {"scores": [[1.0, 2.0, 0.5]]}),
+    "attention": (attention, {"q": [[1, 0], [0, 1]], "k": [[1, 0], [1, 1], [0, 2]], "v": [[1, 2], [3, 4], [5, 6]]}),
+    "norm": (norm, {"x": [1.0, -2.0, 0.5, 3.0]}),
+    "norm-layer": (norm_layer, {"x": [1.0, -2.0, 0.5, 3.0]}),
+    "block": (block, {"x": [[[0.5, -1.0, 0.25, 1.0], [1.0, 0.5, -0.5, 0.0]]]}),
 }

@@ -103,13 +103,15 @@ def build_graph(
     if not result.requires_grad or not result.args:
         raise ValueError(f"{title}: expected a result that was computed from its inputs, got one without a gradient")
     tensors = _collect_tensors(result, title)
-    names = _node_names(tensors, inputs)
+    input_names = {id(tensor): name for name, tensor in inputs.items()}
     indices = {id(tensor): i for i, tensor in enumerate(tensors)}
-    nodes = [_describe_node(tensor, names[i], indices, result) for i, tensor in enumerate(tensors)]
+    nodes = [_describe_node(tensor, input_names.get(id(tensor)), indices, result) for tensor in tensors]
     edges = [(indices[id(arg)], i) for i, tensor in enumerate(tensors) for arg in tensor.args]
-    sizes = [_node_size(node) for node in nodes]
+    n_characters = [max(len(node["name"]), len(node["label"]) + 2, 9) for node in nodes]
+    height = 3 * LINE_HEIGHT + 2 * PADDING  # of name, value and gradient
+    sizes = [(n * CHARACTER_WIDTH + 2 * PADDING, height) for n in n_characters]
     layout = layout_graph(sizes, edges)
-    for node, (width, height), (x, y) in zip(nodes, sizes, layout.centers):
+    for node, (width, _), (x, y) in zip(nodes, sizes, layout.centers):
         node |= {"x": round(x, 1), "y": round(y, 1), "width": round(width, 1), "height": height}
     lines = [
         {"from": start, "to": stop, "points": [[round(x, 1), round(y, 1)] for x, y in points]}
@@ -144,15 +146,6 @@ def _collect_tensors(result: Tensor, title: str) -> list[Tensor]:
     return order
 
 
-def _node_names(tensors: list[Tensor], inputs: Mapping[str, Tensor]) -> list[str]:
-    input_names = {id(tensor): name for name, tensor in inputs.items()}
-    names = []
-    for tensor in tensors:
-        role = getattr(tensor, "role", None) or ("input" if tensor.requires_grad else "constant")
-        names.append(input_names.get(id(tensor)) or (_operation_name(tensor) if tensor.args else role))
-    return names
-
-
 def _operation_name(tensor: Tensor) -> str:
     """Return the name of the operation that computed a Tensor, with the usual operators: + in place of `badd`."""
     operators = {"badd": "+", "bsub": "-", "bmul": "*", "bdiv": "/", "bpow": "**"}
@@ -160,10 +153,14 @@ def _operation_name(tensor: Tensor) -> str:
     return " ".join(f"{float(word):.4g}" if NUMBER.fullmatch(word) else word for word in words)
 
 
-def _describe_node(tensor: Tensor, name: str, indices: Mapping[int, int], result: Tensor) -> dict[str, Any]:
-    kind = "result" if tensor is result else "op" if tensor.args else "input" if tensor.requires_grad else "constant"
+def _describe_node(
+    tensor: Tensor, input_name: str | None, indices: Mapping[int, int], result: Tensor
+) -> dict[str, Any]:
+    leaf_kind = "input" if tensor.requires_grad else "constant"
+    kind = "result" if tensor is result else "op" if tensor.args else leaf_kind
+    other_name = _operation_name(tensor) if tensor.args else getattr(tensor, "role", None) or leaf_kind
     return {
-        "name": name,
+        "name": input_name or other_name,
         "op": tensor.name if tensor.args else None,
         "kind": kind,
         "shape": list(tensor.shape),
@@ -189,12 +186,6 @@ def format_array(array: Any) -> str:
     return np.array2string(
         np.asarray(array), precision=4, threshold=60, edgeitems=3, suppress_small=True, max_line_width=60
     )
-
-
-def _node_size(node: dict[str, Any]) -> tuple[float, float]:
-    """Return width and height of a node with three lines: name, value and gradient."""
-    n_characters = max(len(node["name"]), len(node["label"]) + 2, 9)
-    return n_characters * CHARACTER_WIDTH + 2 * PADDING, 3 * LINE_HEIGHT + 2 * PADDING
 
 
 def find_formula(name: str | None) -> str | None:

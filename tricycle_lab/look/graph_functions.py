@@ -58,26 +58,30 @@ def build_graph_from_spec(spec: str, values: str = "") -> dict[str, Any]:
         FileNotFoundError, ValueError: an invalid specification or value.
     """
     given = parse_values(values)
-    if spec in EXAMPLES:
-        example = EXAMPLES[spec]
-        _check_names(spec, given, list(example.values))
-        return build_graph(example.function, {**example.values, **given}, spec, example.description)
+    title, description = spec, ""
+    defaults: dict[str, Any] = {}
+    function: Any
     path, colon, name = spec.rpartition(":")
-    if colon and path.endswith(".py"):
-        function = load_function(Path(path), name)
+    if spec in EXAMPLES:
+        function, defaults = EXAMPLES[spec]
+        names, description = list(defaults), function.__doc__ or ""
+    elif colon and path.endswith(".py"):
+        function = getattr(load_module(Path(path)), name, None)
+        if not callable(function):
+            raise ValueError(f"{path}: expected a function {name!r} in it, got none")
+        names, title = _argument_names(function, spec), f"{Path(path).name}:{name}"
         description = (inspect.getdoc(function) or "").partition("\n")[0]
-        inputs = _add_default_values(spec, _argument_names(function, spec), given)
-        return build_graph(function, inputs, f"{Path(path).name}:{name}", description)
-    function, names = parse_formula(spec)
-    return build_graph(function, _add_default_values(spec, names, given), spec)
+    else:
+        function, names = parse_formula(spec)
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise ValueError(f"{spec[:80]}: expected values for {', '.join(names)}, got one for {unknown[0]}")
+    inputs = {name: given.get(name, defaults.get(name, 2.0 + i)) for i, name in enumerate(names)}
+    return build_graph(function, inputs, title, description)
 
 
 def parse_values(text: str) -> dict[str, Any]:
-    """Parse values such as "x=2, y=[1, 2]" into a dict by name; ValueError for another form.
-
-    Raises:
-        ValueError: a text of another form.
-    """
+    """Parse values such as "x=2, y=[1, 2]" into a dict by name; ValueError for another form."""
     message = f'expected values such as "x=2, y=[1, 2]", got {text[:80]!r}'
     try:
         call = ast.parse(f"f({text})", mode="eval").body
@@ -92,9 +96,6 @@ def parse_formula(text: str) -> tuple[Callable[..., Any], list[str]]:
     """Parse a formula by a whitelist of syntax, else ValueError; return a function of its variables, and sorted names.
 
     The function can call `FORMULA_FUNCTIONS` only, so that a formula from an untrusted source is safe.
-
-    Raises:
-        ValueError: a formula with other syntax, or without variables.
     """
     accepted = f"an example ({', '.join(EXAMPLES)}), FILE.py:function or a formula"
     try:
@@ -121,11 +122,7 @@ def parse_formula(text: str) -> tuple[Callable[..., Any], list[str]]:
 
 
 def _evaluate_formula(node: ast.AST, **inputs: Any) -> Any:
-    """Return the value of a parsed formula for values of its variables.
-
-    Raises:
-        ValueError: a number that is too large, or too deep nesting.
-    """
+    """Return the value of a parsed formula; raise ValueError for a number that is too large, or too deep nesting."""
     try:
         return _evaluate(node, inputs)
     except RecursionError:
@@ -154,18 +151,6 @@ def _evaluate(node: ast.AST | None, inputs: Mapping[str, Any]) -> Any:
         elements = [_evaluate(element, inputs) for element in node.elts]
         return tuple(elements) if isinstance(node, ast.Tuple) else elements
     return node.value if isinstance(node, ast.Constant) else None
-
-
-def load_function(path: Path, name: str) -> Callable[..., Any]:
-    """Execute a Python file, and return its function `name`; FileNotFoundError or ValueError if there is none.
-
-    Raises:
-        FileNotFoundError, ValueError: no such file or function.
-    """
-    function = getattr(load_module(path), name, None)
-    if not callable(function):
-        raise ValueError(f"{path}: expected a function {name!r} in it, got none")
-    return function
 
 
 def load_module(path: Path) -> Any:
@@ -197,15 +182,3 @@ def _argument_names(function: Callable[..., Any], spec: str) -> list[str]:
         raise ValueError(f"{spec}: expected a function with named arguments") from None
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [argument.name for argument in parameters if argument.default is argument.empty and argument.kind in named]
-
-
-def _add_default_values(spec: str, names: list[str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a value for each input: the given one, or 2, 3, 4 and so on."""
-    _check_names(spec, given, names)
-    return {name: given.get(name, float(2 + i)) for i, name in enumerate(names)}
-
-
-def _check_names(spec: str, given: Mapping[str, Any], names: list[str]) -> None:
-    unknown = [name for name in given if name not in names]
-    if unknown:
-        raise ValueError(f"{spec[:80]}: expected values for {', '.join(names)}, got one for {unknown[0]}")

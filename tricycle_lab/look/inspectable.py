@@ -5,8 +5,8 @@ Shapes: T tokens, S source tokens, H heads, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,19 +62,14 @@ class InspectableModel:
             got = type(model).__name__
             raise ValueError(f"{title}: expected a model with attention to inspect, got a {got} without attention")
         self.n_heads = {layer.name: layer.n_heads for layer in self.attention_layers}
-        self.block_names = [name for name, _ in model.named_layers() if name.rpartition(".")[0].endswith("blocks")]
-        self.ablatable = []
-        for name, _ in model.named_layers():
-            parent, _, last = name.rpartition(".")
-            if name in self.block_names or (parent in self.block_names and last in ("attention", "mlp", "cross")):
-                self.ablatable.append(name)
+        names = [name for name, _ in model.named_layers()]
+        self.block_names = [name for name in names if name.rpartition(".")[0].endswith("blocks")]
+        parts = {f"{block}{part}" for block in self.block_names for part in ("", ".attention", ".mlp", ".cross")}
+        self.ablatable = [name for name in names if name in parts]
         self._token_texts: dict[int, str] = {}
 
     def describe(self) -> dict[str, Any]:
-        """Return JSON data: title, kind, class, nParameters, ablatable (layers), initialLayer (index shown first).
-
-        `initialLayer` is the index of the attention layer that the page shows first.
-        """
+        """Return JSON data: title, kind, class, nParameters, ablatable layers, initialLayer (index shown first)."""
         cross = [i for i, layer in enumerate(self.attention_layers) if layer.kind == "cross"]
         return {
             "title": self.title,
@@ -90,11 +85,7 @@ class InspectableModel:
         return [int(token) for token in self.tokeniser.encode_plain(text)]
 
     def encode_input(self, text: str) -> list[int]:
-        """Convert a text to token ids with special tokens, such as the start of text; ValueError if empty or too long.
-
-        Raises:
-            ValueError: an empty text, or too many tokens.
-        """
+        """Convert a text to token ids with special tokens such as start of text; ValueError if empty or too long."""
         plain = self.encode(text)
         if not plain:
             raise ValueError("expected a text of at least one character, got none")
@@ -109,11 +100,7 @@ class InspectableModel:
         return ids
 
     def replace_token(self, ids: Sequence[int], position: int, replacement: str | int) -> list[int]:
-        """Return the tokens with one replaced by a token id, or by the tokens of a text; ValueError if invalid.
-
-        Raises:
-            ValueError: no such position or token, or too many tokens.
-        """
+        """Return the tokens with one replaced by a token id, or by the tokens of a text; ValueError if invalid."""
         if not self.first_editable <= position < len(ids):
             last = len(ids) - 1
             raise ValueError(f"expected the position of a token, {self.first_editable} to {last}, got {position}")
@@ -125,11 +112,7 @@ class InspectableModel:
         return result
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Raise ValueError if there are no tokens or too many, or a token is outside of the vocabulary.
-
-        Raises:
-            ValueError: no tokens, too many, or tokens outside of the vocabulary.
-        """
+        """Raise ValueError if there are no tokens or too many, or a token is outside of the vocabulary."""
         if not 0 < len(ids) <= self.max_tokens:
             raise ValueError(f"expected a text of 1 to {self.max_tokens} tokens to inspect, got {len(ids)}")
         n_vocab = self.tokeniser.n_vocab
@@ -141,7 +124,12 @@ class InspectableModel:
         if token not in self._token_texts:
             if len(self._token_texts) > MAX_CACHED_TEXTS:
                 self._token_texts.clear()
-            self._token_texts[token] = _decode_token(self.tokeniser, token)
+            text = ""  # of an unused row of the model's embedding
+            if token < self.tokeniser.n_vocab:
+                # decoded after another token, because some tokenizers omit a space at the start of a text
+                stream = self.tokeniser.stream(self.encode("a")[-1:])
+                text = str(stream.push([token])) or str(self.tokeniser.decode([token]))
+            self._token_texts[token] = text or f"⟨{token}⟩"
         return self._token_texts[token]
 
     def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
@@ -171,50 +159,31 @@ def find_attention_layers(model: Any) -> list[AttentionLayer]:
     return layers
 
 
-def _decode_token(tokeniser: Any, token: int) -> str:
-    """Decode a token after another token, because some tokenizers omit a space at the start of a text."""
-    if token >= tokeniser.n_vocab:
-        return f"⟨{token}⟩"  # an unused row of the model's embedding
-    stream = tokeniser.stream([int(first) for first in tokeniser.encode_plain("a")][-1:])
-    text = str(stream.push([token]))
-    return text or str(tokeniser.decode([token])) or f"⟨{token}⟩"
-
-
 # -------------------------------------------------------------------- recording
-class Recorder:
-    """A context in which the arguments of attention and the residual stream of a model are recorded.
+@contextmanager
+def recording(inspectable: InspectableModel) -> Iterator[tuple[dict[str, AttentionLayer], dict[str, np.ndarray]]]:
+    """Record in a context; yield attention layers and residual stream before and after each block, by name.
 
-    Attributes:
-        attention_layers: the attention layers with the recorded arguments, by name.
-        stream: the residual stream before the first block and after each block, by name.
+    The forward pass in the context stores the arguments of attention in the layers.
     """
+    layers = {one.name: AttentionLayer(one.name, one.kind, one.n_heads) for one in inspectable.attention_layers}
+    stream: dict[str, np.ndarray] = {}
+    layers_by_name = dict(inspectable.model.named_layers())
 
-    def __init__(self, model: Any, attention_layers: Sequence[AttentionLayer], block_names: Sequence[str]) -> None:
-        self.attention_layers = {
-            layer.name: AttentionLayer(layer.name, layer.kind, layer.n_heads) for layer in attention_layers
-        }
-        self.stream: dict[str, np.ndarray] = {}
-        self._layers_by_name = dict(model.named_layers())
-        self._block_names = block_names
-        self._hooks = ExitStack()
+    def record_stream(name: str, layer: Any, out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
+        if not stream:
+            stream["embedding"] = _to_float_array(x)
+        stream[name] = _to_float_array(out)
 
-    def __enter__(self) -> Recorder:
-        for name, layer in self.attention_layers.items():
-            attention = attention_of(self._layers_by_name[name]) if name in self._layers_by_name else None
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            attention = attention_of(layers_by_name[name]) if name in layers_by_name else None
             if attention is not None:
                 observer = lambda op, out, *args, layer=layer: record_arguments(layer, op, args)
-                self._hooks.callback(add_hook(attention, "observers", observer))
-        for name in self._block_names:
-            self._hooks.callback(add_hook(self._layers_by_name[name], "observers", partial(self._record_stream, name)))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.close()
-
-    def _record_stream(self, name: str, layer: Any, out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
-        if not self.stream:
-            self.stream["embedding"] = _to_float_array(x)
-        self.stream[name] = _to_float_array(out)
+                hooks.callback(add_hook(attention, "observers", observer))
+        for name in inspectable.block_names:
+            hooks.callback(add_hook(layers_by_name[name], "observers", partial(record_stream, name)))
+        yield layers, stream
 
 
 def record_arguments(layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> None:
@@ -225,11 +194,6 @@ def record_arguments(layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> N
         return scores[0], weights[0]
 
     layer.compute_maps, layer.args, layer.op = compute_maps, args, op
-
-
-def _join_queries(earlier: Tensor, count: int, later: Tensor) -> Tensor:
-    """Concatenate the first `count` of earlier queries (1, T, H, D) and later queries."""
-    return Tensor(later.xp.concatenate([earlier.array[:, :count], later.array], axis=1), requires_grad=False)
 
 
 def _to_float_array(x: Tensor) -> np.ndarray:
@@ -250,11 +214,9 @@ class InspectableStack(InspectableModel):
         """Run the model on ids (not checked), return its trace; reuse first blocks or positions of an earlier one."""
         n_blocks, n_tokens = (0, 0) if earlier is None else self._count_reusable(ids, interventions, earlier)
         model = self.model
-        new_recorder = Recorder(model, self.attention_layers, self.block_names)
-        with model.evaluating(), new_recorder as recorder, Probe(model, "") as probe:
+        with model.evaluating(), recording(self) as (layers, stream), Probe(model, "") as probe:
             interventions.apply(probe)
             self._forward(ids, earlier, n_blocks, n_tokens)
-        layers, stream = recorder.attention_layers, recorder.stream
         if earlier is not None and n_blocks:
             stream = {**stream, **dict(list(earlier.stream.items())[: 1 + n_blocks])}
             stream = {name: stream[name] for name in earlier.stream}
@@ -264,9 +226,10 @@ class InspectableStack(InspectableModel):
         elif earlier is not None and n_tokens:
             stream = {name: np.concatenate([earlier.stream[name][:n_tokens], x]) for name, x in stream.items()}
             for name, layer in layers.items():
-                queries, *others = layer.args
-                earlier_queries = earlier.attention_layer(name).args[0]
-                record_arguments(layer, layer.op, (_join_queries(earlier_queries, n_tokens, queries), *others))
+                queries, *others = layer.args  # (1, T, H, D)
+                reused = earlier.attention_layer(name).args[0].array[:, :n_tokens]
+                joined = queries.xp.concatenate([reused, queries.array], axis=1)
+                record_arguments(layer, layer.op, (Tensor(joined, requires_grad=False), *others))
         unembed = self._unembed if isinstance(model, GPT) else None
         texts = [self.token_text(token) for token in ids]
         trace = Trace(list(ids), texts, None, list(layers.values()), stream, unembed, self.token_text)
@@ -275,7 +238,7 @@ class InspectableStack(InspectableModel):
             known = None
             if n_tokens and earlier is not None and earlier.predictions is not None:
                 # the last reused position is followed by another token, so its log-probability is computed again
-                known = earlier.predictions.first(n_tokens - 1)
+                known = Predictions(*(array[: n_tokens - 1] for array in vars(earlier.predictions).values()))
             trace.compute_predictions(list(stream.values())[-1], known)
         return trace
 
@@ -368,10 +331,7 @@ class InspectableEncoderDecoder(InspectableModel):
         return "<begin>" if token == self.begin else "<end>" if token == self.end else self._token_text(token)
 
     def encode_input(self, text: str) -> list[int]:
-        """Set `source_ids` from "SOURCE => TARGET", or ValueError; return target ids, truncated, or generate them.
-
-        The tokens of the source become the attribute `source_ids`.
-        """
+        """Set `source_ids` from "SOURCE => TARGET", return the target's tokens; without "=>" the model generates it."""
         source, arrow, target = text.partition("=>")
         self.source_ids = self.encode(source)
         if not self.source_ids:
@@ -405,22 +365,20 @@ class InspectableEncoderDecoder(InspectableModel):
 
         with ExitStack() as stack:
             stack.enter_context(model.evaluating())
-            recorder = stack.enter_context(Recorder(model, self.attention_layers, self.block_names))
+            layers, stream = stack.enter_context(recording(self))
             if isinstance(model, Seq2SeqAttention):
                 stack.callback(add_hook(model.attention.softmax, "observers", record_row))
-                stack.callback(
-                    add_hook(model.attention.softmax, "substitutions", substitute_row_softmax(interventions))
-                )
+                substitution = substitute_row_softmax(interventions)
+                stack.callback(add_hook(model.attention.softmax, "substitutions", substitution))
             else:
                 interventions.apply(stack.enter_context(Probe(model, "")))
             logits = model.decode(target, model.start_decoding(source, [len(self.source_ids)])).array[0]
             if isinstance(model, Seq2SeqAttention):
                 scores, weights = (np.concatenate([row[i] for row in rows])[None] for i in (0, 1))
-                recorder.attention_layers["attention"].compute_maps = lambda: (scores, weights)
+                layers["attention"].compute_maps = lambda: (scores, weights)
         texts, source_texts = ([self.token_text(token) for token in tokens] for tokens in (ids, self.source_ids))
         unembed = partial(unembed_decoder_states, model) if isinstance(model, Transformer) else None
-        layers = list(recorder.attention_layers.values())
-        trace = Trace(list(ids), texts, source_texts, layers, recorder.stream, unembed, self.token_text)
+        trace = Trace(list(ids), texts, source_texts, list(layers.values()), stream, unembed, self.token_text)
         trace.source_ids = tuple(self.source_ids)
         next_tokens = np.array([*trace.ids[1:], -1])
         float_logits = to_cpu(logits).astype(np.float32)

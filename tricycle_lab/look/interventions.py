@@ -37,9 +37,6 @@ class Interventions:
             fields: the JSON object; None for no interventions.
             ablatable: names of the layers that may be ablated.
             n_heads: the number of heads of each attention layer, by name.
-
-        Raises:
-            ValueError: unknown fields or values.
         """
         fields = {} if fields is None else fields
         if not isinstance(fields, dict) or set(fields) - {"ablatedLayers", "ablatedHeads", "softmax", "temperature"}:
@@ -73,11 +70,7 @@ class Interventions:
         return self.softmax is not None or not math.isclose(self.temperature, 1.0)
 
     def first_changed_block(self, block_names: Sequence[str], other: Interventions) -> int:
-        """Return the index of the first block that these and other interventions change differently, else their number.
-
-        Returns:
-            the number of blocks if none differs.
-        """
+        """Return the index of the first block that this and `other` change differently; their number if none."""
         if (self.softmax, self.temperature) != (other.softmax, other.temperature):
             return 0
         layers = {*self.ablated_layers} ^ {*other.ablated_layers}

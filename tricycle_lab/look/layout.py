@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 N_SWEEPS = 12
@@ -84,17 +85,12 @@ def _assign_layers(n_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
     for start, stop in edges:
         predecessors[stop].append(start)
         successors[start].append(stop)
-    n_waiting = [len(nodes) for nodes in predecessors]
-    ready = [node for node in range(n_nodes) if not n_waiting[node]]
     layer = [0] * n_nodes
-    for node in ready:  # the list grows during the loop
-        for successor in successors[node]:
-            layer[successor] = max(layer[successor], layer[node] + 1)
-            n_waiting[successor] -= 1
-            if not n_waiting[successor]:
-                ready.append(successor)
-    if len(ready) < n_nodes:
-        raise ValueError("layout_graph: expected a graph without a cycle")
+    try:
+        for node in TopologicalSorter(dict(enumerate(predecessors))).static_order():
+            layer[node] = max((layer[other] + 1 for other in predecessors[node]), default=0)
+    except CycleError:
+        raise ValueError("layout_graph: expected a graph without a cycle") from None
     for node in range(n_nodes):
         if not predecessors[node] and successors[node]:
             layer[node] = min(layer[successor] for successor in successors[node]) - 1
@@ -113,13 +109,11 @@ def _order_layers(layers: list[list[int]], above: list[list[int]], below: list[l
         neighbors = above if is_downward else below
         for i in range(1, len(layers)) if is_downward else range(len(layers) - 2, -1, -1):
             adjacent = {node: index for index, node in enumerate(layers[i - 1 if is_downward else i + 1])}
-            current = {node: index for index, node in enumerate(layers[i])}
-
-            def mean(node: int, adjacent: dict[int, int] = adjacent, current: dict[int, int] = current) -> float:
-                indices = [adjacent[other] for other in neighbors[node] if other in adjacent]  # noqa: B023 (used at once)
-                return sum(indices) / len(indices) if indices else current[node]
-
-            layers[i].sort(key=mean)
+            means: dict[int, float] = {}
+            for index, node in enumerate(layers[i]):
+                indices = [adjacent[other] for other in neighbors[node] if other in adjacent]
+                means[node] = sum(indices) / len(indices) if indices else index
+            layers[i].sort(key=means.__getitem__)
         n_crossings = _count_crossings(layers, below)
         if n_crossings < fewest:
             fewest, best = n_crossings, [list(layer) for layer in layers]

@@ -31,8 +31,14 @@ MAX_REQUEST_BYTES = 2**20
 SOCKET_TIMEOUT_SECONDS = 30.0
 MAX_TRACES = 6  # traces that are kept of each model
 
-Fields = dict[str, Any]
+SECURITY_HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
 
+Fields = dict[str, Any]
 
 # Requests for a part of a trace: the name is that of a method of `Trace`, the fields are its arguments.
 TRACE_REQUESTS: dict[str, dict[str, type]] = {
@@ -104,7 +110,7 @@ class ViewerService:
         interventions = Interventions.from_json(fields.get("interventions"), model.ablatable, model.n_heads)
         traces = self._traces[index]
         for key, trace in traces.items():
-            if trace.interventions == interventions and trace.matches(ids, model.source_ids):
+            if (trace.interventions, trace.ids, trace.source_ids) == (interventions, ids, tuple(model.source_ids)):
                 traces.move_to_end(key)
                 return self._summarize(key, trace, fields)
         most_reusable = max(
@@ -145,11 +151,8 @@ class ViewerService:
         edit = fields.get("edit")
         if edit is None:
             return ids
-        if (
-            not isinstance(edit, dict)
-            or type(edit.get("position")) is not int
-            or type(edit.get("replacement")) not in (int, str)
-        ):
+        types = (type(edit.get("position")), type(edit.get("replacement"))) if isinstance(edit, dict) else None
+        if types not in ((int, int), (int, str)):
             raise ValueError("expected an edit with a position, and a replacement that is a text or a token")
         return model.replace_token(ids, edit["position"], edit["replacement"])
 
@@ -243,9 +246,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get_content_type() != "application/json":
             self._reject(415, "expected JSON")
             return
-        body = self._read_body()
-        if body is None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isascii() or not length.isdigit():
+            self._reject(411, "expected a request with its length")
             return
+        if len(length) > 9 or int(length) > MAX_REQUEST_BYTES:
+            self._reject(413, f"expected a request of at most {MAX_REQUEST_BYTES:,} bytes")
+            return
+        body = self.rfile.read(int(length))
         try:
             response = self.server.service.respond(request, json.loads(body))
             text = json.dumps(response, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -271,31 +279,13 @@ class _Handler(BaseHTTPRequestHandler):
         has_token = len(parts) == 3 and hmac.compare_digest(parts[1].encode(), self.server.token.encode())
         return parts[2] if has_token and self.headers.get("Host") in hosts else None
 
-    def _read_body(self) -> bytes | None:
-        """Return the body of the request; reject a request without a valid length."""
-        length = self.headers.get("Content-Length", "")
-        if not length.isascii() or not length.isdigit():
-            self._reject(411, "expected a request with its length")
-        elif len(length) > 9 or int(length) > MAX_REQUEST_BYTES:
-            self._reject(413, f"expected a request of at most {MAX_REQUEST_BYTES:,} bytes")
-        else:
-            return self.rfile.read(int(length))
-        return None
-
     def _reject(self, status: int, message: str) -> None:
         self.close_connection = True  # the rest of the request is not read
         self._send(status, json.dumps({"error": message}).encode("utf-8"), "application/json")
 
     def _send(self, status: int, content: bytes, content_type: str) -> None:
         self.send_response(status)
-        headers = {
-            "Content-Type": content_type,
-            "Content-Length": str(len(content)),
-            "Cache-Control": "no-store",
-            "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
-            "X-Frame-Options": "DENY",
-        }
+        headers = {**SECURITY_HEADERS, "Content-Type": content_type, "Content-Length": str(len(content))}
         if self.close_connection:
             headers["Connection"] = "close"
         for name, value in headers.items():

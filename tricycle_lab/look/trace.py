@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,10 +79,6 @@ class Predictions:
     top_probs: np.ndarray
     entropy: np.ndarray
 
-    def first(self, count: int) -> Predictions:
-        """Return the predictions at the first `count` positions, as views of the arrays."""
-        return Predictions(*(array[:count] for array in vars(self).values()))
-
 
 @dataclass
 class Trace:
@@ -114,22 +110,12 @@ class Trace:
     logits: np.ndarray | None = None
     interventions: Interventions = field(default_factory=Interventions)
 
-    def matches(self, ids: Sequence[int], source_ids: Sequence[int]) -> bool:
-        """Return whether the trace is of these tokens and source tokens."""
-        return self.ids == list(ids) and self.source_ids == tuple(source_ids)
-
     def attention_layer(self, name: str) -> AttentionLayer:
-        """Return the attention layer with this name; raise ValueError if there is none.
-
-        Raises:
-            ValueError: no such attention layer.
-        """
-        for layer in self.attention_layers:
-            if layer.name == name:
-                return layer
-        raise ValueError(
-            f"expected one of {', '.join(layer.name for layer in self.attention_layers)}, got {name!r}"[:300]
-        )
+        """Return the attention layer with this name; raise ValueError if there is none."""
+        by_name = {layer.name: layer for layer in self.attention_layers}
+        if name not in by_name:
+            raise ValueError(f"expected one of {', '.join(by_name)}, got {name!r}"[:300])
+        return by_name[name]
 
     # ---------------------------------------------------------------- JSON for the page
     def summary(self) -> dict[str, Any]:
@@ -209,22 +195,18 @@ class Trace:
         return [_stream_statistics(name, x) for name, x in self.stream.items()]
 
     def top_predictions(self, position: int) -> dict[str, Any]:
-        """Return "position", "top" next tokens, logit-"lens" ones by layer, [] if unknown; ValueError if out of range.
-
-        Raises:
-            ValueError: no such position.
-        """
+        """Return "position", "top" next tokens and logit-"lens" by layer, [] if unknown; ValueError if out of range."""
         if not 0 <= position < len(self.ids):
             raise ValueError(f"expected a position from 0 to {len(self.ids) - 1}, got {position}")
         next_token = self.ids[position + 1] if position + 1 < len(self.ids) else None
+        top, lens = [], []
         if self.logits is not None:
             top = self._top_k(self.logits[position], N_TOP_TOKENS, next_token)["top"]
-            return {"position": position, "top": top, "lens": []}
-        if self.unembed is None:
-            return {"position": position, "top": [], "lens": []}
-        logits = self._compute_logits(np.stack([x[position] for x in self.stream.values()]))
-        lens = [self._top_k(row, N_LENS_TOKENS, next_token) for row in logits]
-        return {"position": position, "top": self._top_k(logits[-1], N_TOP_TOKENS, next_token)["top"], "lens": lens}
+        elif self.unembed is not None:
+            logits = self._compute_logits(np.stack([x[position] for x in self.stream.values()]))
+            top = self._top_k(logits[-1], N_TOP_TOKENS, next_token)["top"]
+            lens = [self._top_k(row, N_LENS_TOKENS, next_token) for row in logits]
+        return {"position": position, "top": top, "lens": lens}
 
     def logit_lens(self) -> dict[str, Any]:
         """Return "tokens" and "probs"[layer][position], top by logit lens ([] without it), and "texts" by token id."""
