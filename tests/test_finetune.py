@@ -28,6 +28,7 @@ from tricycle_cli import updates
 from tricycle_cli.evaluate import main as evaluate
 from tricycle_cli.export import main as export
 from tricycle_cli.finetune import main as finetune
+from tricycle_cli.finetune import read_prompts
 from tricycle_cli.generate import main as generate_main
 from tricycle_cli.run import read_metrics
 from tricycle_datasets.examples import ExampleEncoder, Record, _record, load_examples, read_records
@@ -451,3 +452,9 @@ def test_a_changed_base_model_is_rejected(weights, data, tmp_path):
     export_folder(other, tiny_tokeniser(), base)
     with pytest.raises(ValueError, match=r"changed .*base"):
         finetune(["--resume", str(run)])
+
+
+@pytest.mark.parametrize("prompts", [None, 3, [3], [["a"]], [["a", "b"]], [["a", [1.5]]], {"a": [1]}])
+def test_wrong_prompts_of_a_run_are_refused(prompts: object) -> None:
+    with pytest.raises(ValueError, match=r"data\.json: expected prompts"):
+        read_prompts(Path("data.json"), {"prompts": prompts})

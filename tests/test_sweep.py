@@ -286,8 +286,9 @@ def test_resuming_folders_without_a_sweep(tmp_path: Path, trainer: Trainer) -> N
     sweep(tmp_path / "a", "--trials", "1")
     with pytest.raises(ValueError, match="already"):
         sweep(tmp_path / "a")
-    with pytest.raises(ValueError, match=r"--trials.*--resume.*--n-layers 2"):
-        main(["--resume", str(tmp_path / "a"), "--n-layers", "2"])
+    for flags in ("--n-layers 2", "--over n_layers=1,2", "--sampler random", "--prune", "--run-folder b"):
+        with pytest.raises(ValueError, match=rf"--trials.*--resume.*{flags.split()[0]}"):
+            main(["--resume", str(tmp_path / "a"), *flags.split()])
     plan = tmp_path / "a" / "sweep.json"
     for damaged in ("{", "[]", '{"train": 3}', plan.read_text().replace('"tpe"', '"cat"')):
         plan.write_text(damaged)

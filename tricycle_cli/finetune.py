@@ -493,8 +493,8 @@ def _prompts(arguments: Arguments, examples: ExampleSplit) -> list[tuple[str, li
 
 def read_prompts(path: Path, description: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
     """Return the (text, token ids) pairs of "prompts" in data.json, [] if absent; ValueError, with `path`, if wrong."""
-    prompts = []
-    for pair in description.get("prompts", []):
+    prompts, stored = [], description.get("prompts", [])
+    for pair in stored if isinstance(stored, list) else [stored]:
         sound = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], list)
         if not sound or not all(type(token) is int for token in pair[1]):
             raise ValueError(f"{path}: expected prompts of a text and ids, got {reprlib.repr(pair)}")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -202,13 +202,17 @@ def start_sweep(arguments: SweepArguments, train_words: list[str]) -> int:
 
 
 def resume_sweep(folder: Path, arguments: SweepArguments, train_words: list[str]) -> int:
-    """Resume a folder's sweep, with new --trials if any; return exit status; ValueError for --over or train flags.
+    """Resume a folder's sweep, with new --trials if any; return exit status; ValueError for any other flag.
 
     Raises:
         FileNotFoundError, ValueError: a wrong command line or folder.
     """
-    if train_words or arguments.over:
-        raise ValueError(f"expected only --trials with --resume, got {' '.join([*arguments.over, *train_words])}")
+    others = replace(arguments, trials=None, resume=None)
+    changed = [
+        f"--{field.name.replace('_', '-')}" for field in fields(others) if getattr(others, field.name) != field.default
+    ]
+    if train_words or changed:
+        raise ValueError(f"expected only --trials with --resume, got {' '.join([*changed, *train_words])}")
     plan = read_sweep_config(folder)
     with FolderLock(folder):
         if arguments.trials is not None:
