@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from transformers_families import FAMILIES, LLAMA3_SCALING
+from transformers_families import FAMILIES, HF_SIZES, LLAMA3_SCALING, new_hf_model
 
 RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3"}
 ARCHITECTURES = {name: RENAMED.get(family.model_type, family.model_type) for name, family in FAMILIES.items()}
@@ -28,30 +28,14 @@ KNOWN = {
 
 def new_model(name: str) -> Any:
     """Return a transformers model with random weights, large enough that each part affects the logits."""
-    import transformers
-
-    family = FAMILIES[name]
-    torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model(family.model_type, **{**family.hf_fields, **KNOWN.get(name, {})})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape)
-    return model
+    return new_hf_model(FAMILIES[name].model_type, {**FAMILIES[name].hf_fields, **KNOWN.get(name, {})})
 
 
 def new_bert() -> Any:
     """Return a small BERT without a pooler, as llama.cpp converts it."""
     import transformers
 
-    config = transformers.BertConfig(
-        vocab_size=61,
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=40,
-        max_position_embeddings=32,
-    )
+    config = transformers.BertConfig(**HF_SIZES, num_attention_heads=3, intermediate_size=40)
     torch.manual_seed(3)
     return transformers.BertModel(config, add_pooling_layer=False).eval()
 

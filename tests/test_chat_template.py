@@ -24,7 +24,6 @@ from tricycle.pretrained import chat_template, template_process
 from tricycle.pretrained.chat_template import ChatTemplate
 from tricycle.pretrained.template_process import UntrustedTemplate, open_template
 
-ROOT = Path(__file__).resolve().parents[1]
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "It's <hot> é", "parameters": {}}}]
 
 
@@ -137,15 +136,13 @@ def test_hostile_templates_are_rejected_quickly_in_one_line(name):
     assert time.perf_counter() - started < 10
 
 
-@pytest.mark.parametrize(
-    "source", ["{{ " + "(" * 5000 + ")" * 5000 + " }}", "{{ " + "-" * 5000 + "1 }}", "{{" + "[" * 999]
-)
-def test_deeply_nested_templates_are_rejected(source):
-    with pytest.raises(ValueError, match=r"^chat template(, line 1)?: \S"):
-        ChatTemplate(source).render()
+NESTED = ["{{ " + "(" * 5000 + ")" * 5000 + " }}", "{{ " + "-" * 5000 + "1 }}", "{{" + "[" * 999]
 
 
-def test_template_longer_than_1_mib_is_rejected():
+def test_deeply_nested_and_long_templates_are_rejected():
+    for source in NESTED:
+        with pytest.raises(ValueError, match=r"^chat template(, line 1)?: \S"):
+            ChatTemplate(source).render()
     with pytest.raises(ValueError, match=r"1,048,576.*1,048,577"):
         ChatTemplate("a" * (2**20 + 1))
 
@@ -206,18 +203,15 @@ def generated(seed: int) -> str:
 
     lines = [f"{{% set a = {value(3)} %}}"]
     for _ in range(draw.randrange(1, 6)):
-        lines.append(
-            draw.choice(
-                [
-                    f"{{% set a = {value(2)} %}}",
-                    "{% set a = a ~ a %}" * draw.choice([1, 20, 400]),
-                    f"{{% for i in {value(2)} %}}{{{{ {value(2)} }}}}{{% endfor %}}",
-                    f"{{% macro f(n) %}}{{{{ {value(2)} }}}}{{% if n %}}{{{{ f(n - 1) }}}}{{% endif %}}{{% endmacro %}}"
-                    f"{{{{ f({draw.choice(NUMBERS)}) }}}}",
-                    f"{{{{ {value(4)} }}}}",
-                ]
-            )
-        )
+        statements = [
+            f"{{% set a = {value(2)} %}}",
+            "{% set a = a ~ a %}" * draw.choice([1, 20, 400]),
+            f"{{% for i in {value(2)} %}}{{{{ {value(2)} }}}}{{% endfor %}}",
+            f"{{% macro f(n) %}}{{{{ {value(2)} }}}}{{% if n %}}{{{{ f(n - 1) }}}}{{% endif %}}{{% endmacro %}}"
+            f"{{{{ f({draw.choice(NUMBERS)}) }}}}",
+            f"{{{{ {value(4)} }}}}",
+        ]
+        lines.append(draw.choice(statements))
     return "\n".join([*lines, "{{ a }}"])
 
 
@@ -362,15 +356,12 @@ def test_errors_name_the_line(source, line, reason):
         ChatTemplate(source).render(messages=HELLO)
 
 
-def test_unsupported_objects_are_rejected():
-    with pytest.raises(ValueError, match=r"conversation, got a (Posix|Windows)Path"):
-        ChatTemplate("{{ messages }}").render(messages=[{"role": "user", "content": ROOT}])
-
-
 class Loud(str):
     def shout(self):
         raise AssertionError
 
 
-def test_str_subclasses_render_as_plain_strings():
+def test_unsupported_objects_are_rejected_and_str_subclasses_are_plain_strings():
+    with pytest.raises(ValueError, match=r"conversation, got a (Posix|Windows)Path"):
+        ChatTemplate("{{ messages }}").render(messages=[{"role": "user", "content": Path()}])
     assert ChatTemplate("{{ x }} {{ x.shout is defined }}").render(x=Loud("a")) == "a False"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tricycle.pretrained.gguf import read_gguf, read_metadata
+from tricycle.pretrained.gguf import read_gguf
 from tricycle.pretrained.gguf_file import read_gguf_header
 
 STRING, ARRAY = 8, 9
@@ -47,53 +47,37 @@ def padded(header: bytes, alignment: int = 32) -> bytes:
     return header + bytes(-len(header) % alignment)
 
 
+# keys, types, stored bytes and values
+METADATA: list[tuple[str, int, bytes, Any]] = [
+    ("general.architecture", STRING, text("llama"), "llama"),
+    ("a.u8", U8, struct.pack("<B", 200), 200),
+    ("a.i8", I8, struct.pack("<b", -100), -100),
+    ("a.u16", U16, struct.pack("<H", 60_000), 60_000),
+    ("a.i16", I16, struct.pack("<h", -30_000), -30_000),
+    ("a.u32", U32, u32(4_000_000_000), 4_000_000_000),
+    ("a.i32", I32, struct.pack("<i", -2_000_000_000), -2_000_000_000),
+    ("a.f32", F32, struct.pack("<f", 0.5), 0.5),
+    ("a.bool", BOOL, b"\x01", True),
+    ("a.u64", U64, u64(2**63 + 1), 2**63 + 1),
+    ("a.i64", I64, struct.pack("<q", -(2**62)), -(2**62)),
+    ("a.f64", F64, struct.pack("<d", 0.1), 0.1),
+    ("a.text", STRING, text("Grüße ▁"), "Grüße ▁"),
+    ("a.texts", ARRAY, u32(STRING) + u64(3) + text("a") + text("") + text("Ġ"), ["a", "", "Ġ"]),
+    ("a.numbers", ARRAY, u32(I32) + u64(2) + struct.pack("<ii", 1, -1), [1, -1]),
+    ("a.flags", ARRAY, u32(BOOL) + u64(2) + b"\x00\x01", [False, True]),
+    ("a.none", ARRAY, u32(F32) + u64(0), []),
+]
+VALUES = {key: value for key, _, _, value in METADATA}
+
+
 def whole_file() -> bytes:
     """Return a file with metadata of every type and two tensors."""
-    pairs = [
-        pair("general.architecture", STRING, text("llama")),
-        pair("a.u8", U8, struct.pack("<B", 200)),
-        pair("a.i8", I8, struct.pack("<b", -100)),
-        pair("a.u16", U16, struct.pack("<H", 60_000)),
-        pair("a.i16", I16, struct.pack("<h", -30_000)),
-        pair("a.u32", U32, u32(4_000_000_000)),
-        pair("a.i32", I32, struct.pack("<i", -2_000_000_000)),
-        pair("a.f32", F32, struct.pack("<f", 0.5)),
-        pair("a.bool", BOOL, b"\x01"),
-        pair("a.u64", U64, u64(2**63 + 1)),
-        pair("a.i64", I64, struct.pack("<q", -(2**62))),
-        pair("a.f64", F64, struct.pack("<d", 0.1)),
-        pair("a.text", STRING, text("Grüße ▁")),
-        pair("a.texts", ARRAY, u32(STRING) + u64(3) + text("a") + text("") + text("Ġ")),
-        pair("a.numbers", ARRAY, u32(I32) + u64(2) + struct.pack("<ii", 1, -1)),
-        pair("a.flags", ARRAY, u32(BOOL) + u64(2) + b"\x00\x01"),
-        pair("a.none", ARRAY, u32(F32) + u64(0)),
-    ]
+    pairs = [pair(key, kind, stored) for key, kind, stored, _ in METADATA]
     tensors = [entry("first", (3, 2)), entry("second", (32,), 8, 32)]
     header = padded(start(len(tensors), len(pairs)) + b"".join(pairs + tensors))
     first = np.arange(6, dtype="<f4").tobytes()
     second = np.float16(0.5).tobytes() + np.arange(-16, 16, dtype=np.int8).tobytes()
     return header + padded(first) + second
-
-
-METADATA: dict[str, Any] = {
-    "general.architecture": "llama",
-    "a.u8": 200,
-    "a.i8": -100,
-    "a.u16": 60_000,
-    "a.i16": -30_000,
-    "a.u32": 4_000_000_000,
-    "a.i32": -2_000_000_000,
-    "a.f32": 0.5,
-    "a.bool": True,
-    "a.u64": 2**63 + 1,
-    "a.i64": -(2**62),
-    "a.f64": 0.1,
-    "a.text": "Grüße ▁",
-    "a.texts": ["a", "", "Ġ"],
-    "a.numbers": [1, -1],
-    "a.flags": [False, True],
-    "a.none": [],
-}
 
 
 def written(tmp_path: Path, content: bytes) -> Path:
@@ -115,8 +99,8 @@ def refused(path: Path, pattern: str) -> None:
 def test_metadata_and_tensors_of_every_type_are_read(tmp_path, version):
     content = whole_file()
     path = written(tmp_path, content[:4] + u32(version) + content[8:])
-    assert read_metadata(path) == METADATA
-    assert [type(value) for value in read_metadata(path).values()] == [type(value) for value in METADATA.values()]
+    metadata = read_gguf_header(path).metadata
+    assert metadata == VALUES and list(map(type, metadata.values())) == list(map(type, VALUES.values()))
     file = read_gguf_header(path)
     first, second = file.tensors.values()
     assert (first.name, first.shape, first.dtype_name) == ("first", (2, 3), "F32")
@@ -131,7 +115,7 @@ def test_gguf_package_reads_equal_metadata(tmp_path):
     gguf = pytest.importorskip("gguf")
     reader = gguf.GGUFReader(written(tmp_path, whole_file()))
     expected = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    assert expected == METADATA
+    assert expected == VALUES
 
 
 def test_float_tensors_are_memory_mapped(tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ from transformers_families import LIKE_LLAMA
 from tricycle.configs import ModelConfig
 from tricycle.generate import generate
 from tricycle.models import GPT
-from tricycle.pretrained import load
+from tricycle.pretrained import load, tokenizer_json
 from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.pretrained.ggml_quantization import dequantize_blocks, quantize_blocks
-from tricycle.pretrained.gguf import read_gguf, read_metadata
+from tricycle.pretrained.gguf import read_gguf
 from tricycle.pretrained.gguf_file import read_gguf_header
 from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
@@ -81,7 +83,7 @@ def test_exported_model_round_trips(tmp_path, name):
     architecture, _ = MODELS[name]
     model = new_model(name)
     assert export_gguf(model, bpe_tokeniser(), tmp_path / "a.gguf") == architecture
-    assert read_metadata(tmp_path / "a.gguf")["general.architecture"] == architecture
+    assert read_gguf_header(tmp_path / "a.gguf").metadata["general.architecture"] == architecture
     back = load(tmp_path / "a.gguf").model
     neutral = {"qkv_bias", "output_bias", "mlp_bias"}  # what one part has another gets too, as 0
     assert set(differing_fields(model.config, back.config)) <= (neutral if "bias" in name else set())
@@ -174,35 +176,24 @@ def test_export_replaces_the_file_atomically(tmp_path):
 # -------------------------------------------------------------------- tokenisers
 def other_tokeniser(**changes: Any) -> PretrainedTokeniser:
     """Return a tokeniser like SmolLM2's, with a chat template and added tokens."""
-    document = json.loads(PretrainedTokeniser(_bpe_document()).to_tokenizer_json())
-    document["pre_tokenizer"] = {
-        "type": "Sequence",
-        "pretokenizers": [
-            {"type": "Digits", "individual_digits": True},
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
-        ],
-    }
+    document = json.loads(tokenizer_json.to_tokenizer_json(bpe_tokeniser()))
+    digits = {"type": "Digits", "individual_digits": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, byte_level]}
     document["model"]["ignore_merges"] = False
     n = len(document["model"]["vocab"]) + 1
-    for i, (text, special) in enumerate([("<|im_start|>", True), ("<|im_end|>", True), ("<tool>", False)]):
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        document["added_tokens"].append({"id": n + i, "content": text, **flags, "special": special})
+    for i, text in enumerate(["<|im_start|>", "<|im_end|>", "<tool>"]):
+        document["added_tokens"].append(tokenizer_json.added_token(n + i, text, special=text != "<tool>"))
     document |= changes
     special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
     templates = {"default": "{{ messages[0]['content'] }}", "tool": "{{ tools }}"}
     return PretrainedTokeniser(json.dumps(document), special, templates)
 
 
-def _bpe_document() -> str:
-    from tricycle.pretrained.tokenizer_json import to_tokenizer_json
-
-    return to_tokenizer_json(bpe_tokeniser())
-
-
 def test_bpe_tokeniser_is_exported(tmp_path):
     tokeniser = bpe_tokeniser()
     export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
-    metadata = read_metadata(tmp_path / "a.gguf")
+    metadata = read_gguf_header(tmp_path / "a.gguf").metadata
     assert metadata["tokenizer.ggml.pre"] == "gpt-2"
     assert len(metadata["tokenizer.ggml.tokens"]) == VOCABULARY  # llama.cpp wants as many as rows
     assert metadata["tokenizer.ggml.tokens"][-1] == "[PAD299]" and metadata["tokenizer.ggml.token_type"][-1] == 5
@@ -213,6 +204,7 @@ def test_bpe_tokeniser_is_exported(tmp_path):
     assert loaded.generation.stop_tokens == (tokeniser.end_of_text,)
 
 
+@functools.cache
 def learnt_tokeniser() -> BPETokeniser:
     """Return a BPE tokeniser trained on a text with GPT-2's pattern."""
     return BPETokeniser(400, split="gpt2").train(Path(argparse.__file__).read_text(encoding="utf-8"), progress=False)
@@ -236,7 +228,7 @@ def test_trained_tokeniser_is_exported(tmp_path):
 def test_pretrained_tokeniser_is_exported(tmp_path):
     tokeniser = other_tokeniser()
     export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
-    metadata = read_metadata(tmp_path / "a.gguf")
+    metadata = read_gguf_header(tmp_path / "a.gguf").metadata
     assert metadata["tokenizer.ggml.pre"] == "smollm"
     assert metadata["tokenizer.ggml.add_bos_token"] is False and metadata["tokenizer.ggml.add_eos_token"] is False
     kinds = metadata["tokenizer.ggml.token_type"][tokeniser.n_vocab - 3 : tokeniser.n_vocab + 1]
@@ -248,28 +240,19 @@ def test_pretrained_tokeniser_is_exported(tmp_path):
 
 
 def test_bos_token_of_the_post_processor_is_exported(tmp_path):
-    around = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [264], "tokens": ["<|im_start|>"]}},
-    }
-    tokeniser = other_tokeniser(post_processor=around)
+    tokeniser = other_tokeniser(post_processor=tokenizer_json.template_processing({"<|im_start|>": 264}, {}))
     assert tokeniser.encode("in")[0] == tokeniser.bos == 264
     export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
-    assert read_metadata(tmp_path / "a.gguf")["tokenizer.ggml.add_bos_token"] is True
+    assert read_gguf_header(tmp_path / "a.gguf").metadata["tokenizer.ggml.add_bos_token"] is True
     assert load(tmp_path / "a.gguf").tokeniser.encode("in") == tokeniser.encode("in")
 
 
 def test_export_without_a_tokeniser(tmp_path):
     export_gguf(new_model("gpt2"), None, tmp_path / "a.gguf")
-    assert not [key for key in read_metadata(tmp_path / "a.gguf") if key.startswith("tokenizer.")]
     assert load(tmp_path / "a.gguf").tokeniser is None
 
 
 # -------------------------------------------------------------------- rejected files and models
-
-
 def test_damaged_files_load_or_give_a_one_line_error(tmp_path):
     """Bytes flipped anywhere before the weights, from the container to the tokeniser."""
     path = tmp_path / "a.gguf"
@@ -350,11 +333,7 @@ def greedy_of_llama_cpp(path: Path, prompt: list[int], n: int) -> list[int]:
     """Generate greedily with llama.cpp, with a KV cache in float32."""
     llama_cpp = pytest.importorskip("llama_cpp")
     model = llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, type_k=0, type_v=0, verbose=False)
-    tokens = []
-    for token in model.generate(prompt, temp=0.0, repeat_penalty=1.0):
-        tokens.append(token)
-        if len(tokens) == n:
-            break
+    tokens = list(islice(model.generate(prompt, temp=0.0, repeat_penalty=1.0), n))
     model.close()
     return tokens
 

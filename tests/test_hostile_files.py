@@ -19,14 +19,11 @@ from hostile import corpus  # noqa: E402
 from hostile.kinds import KINDS  # noqa: E402
 from hostile.mutations import MUTATIONS_BY_FORMAT, mutate  # noqa: E402
 
+HTTP = "HTTP/1.1 200 OK"
 # Earlier failures: the kind of file, the file, and its replacement.
 REGRESSIONS = {
     "a line of 100,000 characters": ("config of a run", "data.json", '{"data": "' + "x" * 100_000 + '", "files": []}'),
-    "thousands of unknown fields": (
-        "config of a run",
-        "config.json",
-        json.dumps({str(i): i for i in range(20_000)}),
-    ),
+    "thousands of unknown fields": ("config of a run", "config.json", json.dumps(dict(enumerate(range(20_000))))),
     "a terabyte as a config": ("config of a run", "data.json", lambda path: path.open("wb").truncate(2**40)),
     "a terabyte as a tokeniser": ("tokeniser", "tokeniser.json", lambda path: path.open("wb").truncate(2**40)),
     "samples that are elsewhere": ("metrics", "samples.txt", lambda path: path.symlink_to("../victim")),
@@ -47,11 +44,7 @@ REGRESSIONS = {
     "a text that is a pipe": ("texts to evaluate", "texts/a.txt", os.mkfifo),
     "a text without end": ("texts to evaluate", "texts/a.txt", lambda path: path.symlink_to("/dev/zero")),
     "an answer without end": ("downloads", "response.http", "HTTP/1.1 200 Fine\r\n\r\n"),
-    "a length of 5,000 digits": (
-        "downloads",
-        "response.http",
-        f"HTTP/1.1 200 OK\r\nContent-Length: {'9' * 5000}\r\n\r\n",
-    ),
+    "a length of 5,000 digits": ("downloads", "response.http", f"{HTTP}\r\nContent-Length: {'9' * 5000}\r\n\r\n"),
 }
 
 

@@ -129,15 +129,6 @@ def test_greedy_text(loaded, hf_pair, question):
     assert [int(token) for token in answer][-N_TOKENS:] == expected
 
 
-@slow
-def test_tokens(loaded, hf_pair):
-    for text in (TEXT, "1234 + 56  =\n\n\tx", "Grüße, 世界! <|im_end|>"):
-        assert loaded.tokeniser.encode(text) == hf_pair[0](text)["input_ids"]
-    messages = [{"role": "user", "content": QUESTIONS[0]}]
-    expected = hf_pair[0].apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert loaded.tokeniser.chat(messages) == expected
-
-
 # -------------------------------------------------------------------- handed on
 @slow
 def test_exported_gguf_has_equal_weights_tokens_and_settings(loaded, tmp_path):
@@ -171,17 +162,9 @@ def test_llama_cpp_continues_with_equal_tokens(loaded, tmp_path):
 MEASURE = """
 import sys, time
 start = time.perf_counter()
-if sys.argv[1] == "tricycle":
-    from tricycle.pretrained import load
-    loaded = time.perf_counter()
-    load(sys.argv[2])
-else:
-    import os, torch, transformers
-    torch.set_num_threads(2)
-    from transformers import AutoModelForCausalLM
-    loaded = time.perf_counter()
-    folder, name = os.path.split(sys.argv[2])
-    AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+from tricycle.pretrained import load
+loaded = time.perf_counter()
+load(sys.argv[1])
 end = time.perf_counter()
 # of this process alone: getrusage counts what the one that started it had
 most = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -192,18 +175,12 @@ print(loaded - start, end - loaded, int(most.split()[1]) / 2**10)
 @slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the most memory as Linux does")
 def test_seconds_and_memory(capsys):
-    """Of loading, in processes of their own: import, load (s), the most memory (MiB)."""
-    path = smollm2_file()
-    library = "transformers" if "TRICYCLE_BESIDE" in os.environ else "tricycle"
+    """Measure the import (s), the loading (s) and the most memory (MiB) in a process of its own."""
     environment = os.environ | {"OMP_NUM_THREADS": "2", "TRICYCLE_NUM_THREADS": "2"}
-    measured = {}
-    for name in dict.fromkeys(["tricycle", library]):
-        command = [sys.executable, "-c", MEASURE, name, str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        measured[name] = [float(word) for word in done.stdout.split()]
+    command = [sys.executable, "-c", MEASURE, str(smollm2_file())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    importing, loading, memory = map(float, done.stdout.split())
     with capsys.disabled():
-        for name, (importing, loading, memory) in measured.items():
-            print(f"\n{name}: import {importing:.2f} s, load {loading:.2f} s, {memory:.0f} MiB at most", end="")
-    _, loading, memory = measured["tricycle"]
+        print(f"\nimport {importing:.2f} s, load {loading:.2f} s, {memory:.0f} MiB at most", end="")
     weights = 134_515_008 * 4 / 2**20
     assert loading < 5 and memory < weights + 150  # the interpreter and NumPy have 36, the tokeniser 46

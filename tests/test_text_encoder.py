@@ -1,45 +1,28 @@
-"""TextEncoder against transformers' BertModel, and what it refuses."""
+"""TextEncoder by itself, and what it refuses; test_pretrained_bert.py compares it with transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from tables import bad_input
+from transformers_families import difference
 
 from tricycle.configs import EncoderConfig, ModelConfig
 from tricycle.gradcheck import gradcheck
 from tricycle.models import GPT
 from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
-from tricycle.tensor import Tensor, no_grad, to_tensor
+from tricycle.tensor import Tensor, to_tensor
 from tricycle_lab.probe import Probe
 
-AGREED = 2e-5  # relative to the largest element
 SMALL = EncoderConfig(
     vocab_size=61, context_window=20, embedding_dim=24, n_heads=3, n_layers=2, hidden_size=40, token_types=3
 )
-CONFIGS = {
-    "BERT": SMALL,
-    "one head, one layer": replace(SMALL, n_heads=1, n_layers=1, hidden_size=7),
-    "many narrow heads": replace(SMALL, n_heads=12, n_layers=3),
-    "tanh GELU, another eps": replace(SMALL, activation="gelu", norm_eps=0.3),
-    "ReLU, one type": replace(SMALL, activation="relu", token_types=1),
-}
-each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-
-
-def difference(actual: Any, expected: Any) -> float:
-    """Relative to the largest element."""
-    expected = np.asarray(expected)
-    assert actual.shape == expected.shape
-    return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
 def a_batch(config: EncoderConfig, n_tokens: int = 11) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, mask and types (4, T): a whole text, one with padding behind and one before, and one of one token."""
+    """Return tokens, mask and types (4, T): a text, one with padding behind and one before, and one of one token."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, (4, n_tokens))
     types = rng.integers(0, max(1, config.token_types), (4, n_tokens))
@@ -48,108 +31,6 @@ def a_batch(config: EncoderConfig, n_tokens: int = 11) -> tuple[np.ndarray, np.n
     mask[2, :3] = False
     mask[3, 1:] = False
     return tokens, mask, types
-
-
-# -------------------------------------------------------------------- against transformers
-@pytest.fixture(scope="module")
-def torch() -> Iterator[Any]:
-    """With one thread: two pools that wait for each other's cores take seconds for milliseconds."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch
-    torch.set_num_threads(before)
-
-
-def new_hf_model(torch: Any, config: EncoderConfig) -> Any:
-    """A BertModel with weights so large that all of them show."""
-    import transformers
-
-    words = {"gelu_exact": "gelu", "gelu": "gelu_new", "relu": "relu"}
-    fields = transformers.BertConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.embedding_dim,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        intermediate_size=config.mlp_width,
-        hidden_act=words[config.activation],
-        max_position_embeddings=config.context_window,
-        type_vocab_size=config.token_types,
-        layer_norm_eps=config.norm_eps,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation="eager",
-    )
-    model = transformers.BertModel(fields, add_pooling_layer=False).float()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            p.copy_(p + 0.2 * noise if p.ndim == 1 else noise * p.shape[1] ** -0.5)
-    return model
-
-
-NAMES = {
-    "token_embedding": ["embeddings.word_embeddings"],
-    "position_embedding": ["embeddings.position_embeddings"],
-    "type_embedding": ["embeddings.token_type_embeddings"],
-    "embedding_norm": ["embeddings.LayerNorm"],
-    "attention.qkv": [f"attention.self.{part}" for part in ("query", "key", "value")],
-    "attention.projection": ["attention.output.dense"],
-    "attention_norm": ["attention.output.LayerNorm"],
-    "mlp.up": ["intermediate.dense"],
-    "mlp.projection": ["output.dense"],
-    "mlp_norm": ["output.LayerNorm"],
-}
-
-
-def to_tricycle_state(model: TextEncoder, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return weights or gradients of transformers with Tricycle's names and layouts; all are used."""
-    state = {}
-    left = set(tensors)
-    for name, parameter in model.named_parameters():
-        layer, _, kind = name.rpartition(".")
-        place = ""
-        if layer.startswith("blocks."):
-            _, number, layer = layer.split(".", 2)
-            place = f"encoder.layer.{number}."
-        sources = [f"{place}{their}.{'bias' if kind == 'bias' else 'weight'}" for their in NAMES[layer]]
-        left -= set(sources)
-        whole = np.concatenate([tensors[source].detach().numpy() for source in sources])
-        state[name] = whole.T if getattr(parameter, "role", "") == "matrix" else whole
-    assert left == set()
-    return state
-
-
-@each_config
-def test_hidden_states_and_gradients_are_those_of_bert(torch: Any, config: EncoderConfig) -> None:
-    hf_model = new_hf_model(torch, config)
-    model = TextEncoder(config, draw_weights=False)
-    model.load_state_dict(to_tricycle_state(model, dict(hf_model.named_parameters())))
-    tokens, mask, types = a_batch(config)
-    hidden = model(tokens, mask, types)
-    expected = hf_model(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(types)).last_hidden_state
-    assert difference(hidden.array, expected.detach()) < AGREED
-    weights = np.random.default_rng(2).standard_normal(hidden.shape).astype(np.float32) * mask[..., None]
-    (hidden * weights).sum().backward()
-    (expected * torch.from_numpy(weights)).sum().backward()
-    grads = to_tricycle_state(model, {name: p.grad for name, p in hf_model.named_parameters()})
-    # beside those of queries and values, for of keys' biases it is 0: they add the same to all scores of a query
-    differences = {name: difference(p.grad.array, grads[name]) for name, p in model.named_parameters()}
-    assert max(differences.values()) < AGREED, differences
-
-
-@each_config
-def test_without_types_and_mask(torch: Any, config: EncoderConfig) -> None:
-    hf_model = new_hf_model(torch, config).eval()
-    model = TextEncoder(config).eval()
-    model.load_state_dict(to_tricycle_state(model, dict(hf_model.named_parameters())))
-    for n_tokens in (1, config.context_window):
-        tokens, _, _ = a_batch(config, n_tokens) if n_tokens > 6 else (np.array([[5], [7]]), None, None)
-        with torch.no_grad(), no_grad():
-            expected = hf_model(torch.from_numpy(tokens)).last_hidden_state
-            assert difference(model(tokens).array, expected) < AGREED
 
 
 # -------------------------------------------------------------------- by itself

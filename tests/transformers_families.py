@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tricycle.configs import ModelConfig
+from tricycle.pretrained.families import build_model
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 
 VOCABULARY = 61
 LONGEST = 32  # tokens
@@ -65,38 +68,8 @@ def llama(rope: dict[str, Any], **rotary: Any) -> Family:
     return Family("llama", hf_fields, config)
 
 
-def mistral() -> Family:
-    """Return a Mistral, with a sliding window in every layer."""
-    rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
-    hf_fields = hf_llama_fields(sliding_window=7, rope_parameters=rope, tie_word_embeddings=False, rms_norm_eps=1e-4)
-    config = llama_config(window=7, rotary_base=1_000_000.0, tied=False, norm_eps=1e-4)
-    return Family("mistral", hf_fields, config)
-
-
-def qwen2() -> Family:
-    """Return a Qwen2: biases of queries, keys and values only; a sliding window in the second half of the layers."""
-    layers = {"num_hidden_layers": 3, "max_window_layers": 2, "use_sliding_window": True, "sliding_window": 5}
-    hf_fields = hf_llama_fields(**layers, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
-    config = llama_config(n_layers=3, window=5, full_layers=(0, 1), qkv_bias=True)
-    return Family("qwen2", hf_fields, config)
-
-
-def qwen3() -> Family:
-    """Return a Qwen3: norms of queries and keys, and more channels of all heads than of the model."""
-    rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
-    hf_fields = hf_llama_fields(head_dim=16, rms_norm_eps=1e-2, rope_parameters=rope)
-    config = llama_config(
-        head_size=16, norm_eps=1e-2, rotary_base=1_000_000.0, qk_norm=True, qk_norm_gain=True, qk_norm_eps=1e-2
-    )
-    return Family("qwen3", hf_fields, config)
-
-
-def olmo2() -> Family:
-    """Return an OLMo2: norms after attention and MLP, and of queries and keys over all heads together."""
-    hf_fields = hf_llama_fields(rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
-    norms = {"norm_placement": "output", "qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": 1e-5}
-    config = llama_config(rotary_base=500_000.0, qk_norm_per_head=False, **norms)
-    return Family("olmo2", hf_fields, config)
+def default_rope(theta: float, **fields: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta, **fields}
 
 
 def hf_gemma_fields(**fields: Any) -> dict[str, Any]:
@@ -110,17 +83,9 @@ def gemma_config(**fields: Any) -> ModelConfig:
     return llama_config(**norms, **common, **fields)
 
 
-def gemma2() -> Family:
-    """Return a Gemma 2: norms before and after, soft-caps of scores and logits, and a window in every other layer."""
-    rope = {"rope_type": "default", "rope_theta": 10_000.0}
-    hf_fields = hf_gemma_fields(attn_logit_softcapping=1.5, final_logit_softcapping=2.5, rope_parameters=rope)
-    config = gemma_config(full_layers=(1,), score_cap=1.5, logit_cap=2.5)
-    return Family("gemma2", hf_fields, config)
-
-
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "sliding_attention": default_rope(10_000.0),
 }
 
 
@@ -141,7 +106,7 @@ def neox(parallel: bool) -> Family:
         "num_attention_heads": 3,
         "layer_norm_eps": 1e-3,
         "use_parallel_residual": parallel,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+        "rope_parameters": default_rope(1000.0, partial_rotary_factor=0.25),
     }
     sizes = {**TRICYCLE_SIZES, "embedding_dim": 48, "hidden_size": 56, "n_heads": 3}
     rotary = {"positions": "rotary", "rotary_base": 1000.0, "rotary_fraction": 0.25}
@@ -151,42 +116,22 @@ def neox(parallel: bool) -> Family:
 
 def opt(before: bool, embedding_size: int = 0) -> Family:
     """Return an OPT; OPT-350M has post-norms and narrow embeddings."""
-    hf_fields = HF_SIZES | {
-        "ffn_dim": 40,
-        "num_attention_heads": 3,
-        "do_layer_norm_before": before,
-        "word_embed_proj_dim": embedding_size or 24,
-        "pad_token_id": None,
-    }
+    heads = {"ffn_dim": 40, "num_attention_heads": 3, "pad_token_id": None}
+    hf_fields = HF_SIZES | heads | {"do_layer_norm_before": before, "word_embed_proj_dim": embedding_size or 24}
     sizes = {**TRICYCLE_SIZES, "hidden_size": 40, "n_heads": 3, "embedding_size": embedding_size}
     norms = {"norm_placement": "before" if before else "after"}
-    config = ModelConfig(**sizes, **norms, activation="relu", position_offset=2)
-    return Family("opt", hf_fields, config)
-
-
-def gpt2() -> Family:
-    """Return a GPT-2, with the default config of Tricycle."""
-    sizes = {"vocab_size": VOCABULARY, "n_positions": LONGEST, "n_embd": 24, "n_layer": N_LAYERS, "n_head": 3}
-    hf_fields = {**sizes, "bos_token_id": 1, "eos_token_id": 2}
-    config = ModelConfig(**TRICYCLE_SIZES, n_heads=3)
-    return Family("gpt2", hf_fields, config)
+    return Family("opt", hf_fields, ModelConfig(**sizes, **norms, activation="relu", position_offset=2))
 
 
 def phi() -> Family:
     """Return a Phi: attention and MLP in parallel, after one norm."""
-    hf_fields = hf_llama_fields(
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        layer_norm_eps=1e-3,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
-    )
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "layer_norm_eps": 1e-3, "tie_word_embeddings": False}
+    hf_fields = hf_llama_fields(**heads, rope_parameters=default_rope(10_000.0, partial_rotary_factor=0.5))
     del hf_fields["rms_norm_eps"]
     sizes = {**TRICYCLE_SIZES, "hidden_size": 40, "n_heads": 3}
     norms = {"norm_eps": 1e-3, "parallel": True, "shared_norm": True}
     rotary = {"positions": "rotary", "rotary_fraction": 0.5}
-    config = ModelConfig(**sizes, **norms, **rotary, tied=False, head_bias=True)
-    return Family("phi", hf_fields, config)
+    return Family("phi", hf_fields, ModelConfig(**sizes, **norms, **rotary, tied=False, head_bias=True))
 
 
 LLAMA3_SCALING = {
@@ -196,59 +141,93 @@ LLAMA3_SCALING = {
     "high_freq_factor": 5.0,
     "original_max_position_embeddings": 64,
 }
+LLAMA3_ROTARY = {"rotary_factor": 8.0, "rotary_low_frequency": 1.5, "rotary_high_frequency": 5.0}
+QWEN2_LAYERS = {"num_hidden_layers": 3, "max_window_layers": 2, "use_sliding_window": True, "sliding_window": 5}
+QK_NORM = {"qk_norm": True, "qk_norm_gain": True}
+GPT2_SIZES = {"vocab_size": VOCABULARY, "n_positions": LONGEST, "n_embd": 24, "n_layer": N_LAYERS, "n_head": 3}
 FAMILIES: dict[str, Family] = {
     "Llama": llama({"rope_type": "default"}),
-    "Llama 3": llama(
-        LLAMA3_SCALING,
-        rotary_scaling="llama3",
-        rotary_factor=8.0,
-        rotary_low_frequency=1.5,
-        rotary_high_frequency=5.0,
-        rotary_original_window=64,
-    ),
+    "Llama 3": llama(LLAMA3_SCALING, rotary_scaling="llama3", rotary_original_window=64, **LLAMA3_ROTARY),
     "Llama, linear": llama({"rope_type": "linear", "factor": 4.0}, rotary_scaling="linear", rotary_factor=4.0),
-    "Mistral": mistral(),
-    "Qwen2": qwen2(),
-    "Qwen3": qwen3(),
-    "OLMo 2": olmo2(),
-    "Gemma 2": gemma2(),
+    # a sliding window in every layer
+    "Mistral": Family(
+        "mistral",
+        hf_llama_fields(
+            sliding_window=7, rope_parameters=default_rope(1e6), tie_word_embeddings=False, rms_norm_eps=1e-4
+        ),
+        llama_config(window=7, rotary_base=1e6, tied=False, norm_eps=1e-4),
+    ),
+    # biases of queries, keys and values only; a sliding window in the second half of the layers
+    "Qwen2": Family(
+        "qwen2",
+        hf_llama_fields(**QWEN2_LAYERS, rope_parameters=default_rope(10_000.0)),
+        llama_config(n_layers=3, window=5, full_layers=(0, 1), qkv_bias=True),
+    ),
+    # norms of queries and keys, and more channels of all heads than of the model
+    "Qwen3": Family(
+        "qwen3",
+        hf_llama_fields(head_dim=16, rms_norm_eps=1e-2, rope_parameters=default_rope(1e6)),
+        llama_config(head_size=16, norm_eps=1e-2, rotary_base=1e6, qk_norm_eps=1e-2, **QK_NORM),
+    ),
+    # norms after attention and MLP, and of queries and keys over all heads together
+    "OLMo 2": Family(
+        "olmo2",
+        hf_llama_fields(rope_parameters=default_rope(500_000.0)),
+        llama_config(
+            rotary_base=500_000.0, norm_placement="output", qk_norm_eps=1e-5, qk_norm_per_head=False, **QK_NORM
+        ),
+    ),
+    # norms before and after, soft-caps of scores and logits, and a window in every other layer
+    "Gemma 2": Family(
+        "gemma2",
+        hf_gemma_fields(
+            attn_logit_softcapping=1.5, final_logit_softcapping=2.5, rope_parameters=default_rope(10_000.0)
+        ),
+        gemma_config(full_layers=(1,), score_cap=1.5, logit_cap=2.5),
+    ),
     "Gemma 3": gemma3(),
     "Pythia": neox(parallel=True),
     "GPT-NeoX, one after the other": neox(parallel=False),
     "OPT": opt(before=True),
     "OPT-350m": opt(before=False, embedding_size=16),
-    "GPT-2": gpt2(),
+    "GPT-2": Family(
+        "gpt2", {**GPT2_SIZES, "bos_token_id": 1, "eos_token_id": 2}, ModelConfig(**TRICYCLE_SIZES, n_heads=3)
+    ),
     "Phi": phi(),
 }
 
-# 134,515,008 parameters.
-SMOLLM2 = Family(
-    "llama",
-    hf_llama_fields(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-    ),
-    llama_config(
-        vocab_size=49_152,
-        context_window=2048,
-        embedding_dim=576,
-        hidden_size=1536,
-        n_layers=30,
-        n_heads=9,
-        n_key_heads=3,
-        head_size=64,
-        rotary_base=100_000.0,
-    ),
-)
+SMOLLM2 = {**FAMILIES["Llama"].hf_fields, "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536}
+SMOLLM2 |= {"num_hidden_layers": 30, "max_position_embeddings": 2048}
 
 
-# -------------------------------------------------------------------- weights and differences
+# -------------------------------------------------------------------- models, weights and differences
+def new_hf_model(model_type: str, hf_fields: dict[str, Any], lively: bool = True) -> Any:
+    """Return a transformers model with random weights; if `lively`, large enough that each part affects the logits."""
+    import torch
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(model_type, **hf_fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    randomize_weights(model, lively)
+    return model
+
+
+def read(hf_model: Any, part: str = "data") -> Any:
+    """Return our model, as if read from files of hf_model; with part="grad" its gradients stand in the weights."""
+    arrays = {name: getattr(parameter, part) for name, parameter in hf_model.named_parameters()}
+    arrays = {name: array.numpy() for name, array in arrays.items() if array is not None}
+    tensors = {name: StoredTensor(array.shape, "F32", lambda array=array: array) for name, array in arrays.items()}
+    return build_model(StoredModel(Path("memory"), hf_model.config.to_dict(), tensors))
+
+
+def hf_logits(hf_model: Any, tokens: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return hf_model(torch.tensor(tokens)).logits.numpy()
+
+
 def randomize_weights(hf_model: Any, lively: bool = True) -> None:
     """Draw random weights of a transformers model; if `lively`, large enough that each part affects the logits."""
     import torch

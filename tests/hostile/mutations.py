@@ -34,13 +34,14 @@ def flip_bits(content: bytes, rng: random.Random) -> bytes:
     return bytes(damaged)
 
 
+_BYTES = [b"\0", b"\xff", b"\x7f", b"\x80", b"\n", b'"', b"]"]
+
+
 def set_bytes(content: bytes, rng: random.Random) -> bytes:
     damaged = bytearray(content or b"\0")
     for _ in range(rng.choice([1, 2, 4])):
         start = rng.randrange(min(len(damaged), rng.choice([64, 4096, len(damaged)])))
-        damaged[start : start + rng.choice([1, 4, 8])] = rng.choice(
-            [b"\0", b"\xff", b"\x7f", b"\x80", b"\n", b'"', b"]"]
-        )
+        damaged[start : start + rng.choice([1, 4, 8])] = rng.choice(_BYTES)
     return bytes(damaged)
 
 
@@ -65,11 +66,8 @@ def repeat_range(content: bytes, rng: random.Random) -> bytes:
     first, last = sorted(rng.randrange(len(content) + 1) for _ in range(2))
     last = min(last, first + rng.choice([1, 16, 1024]))
     place = rng.randrange(len(content) + 1)
-    return (
-        content[:place]
-        + content[first:last] * rng.choice([1, 1, 30])
-        + content[place + rng.choice([0, last - first]) :]
-    )
+    repeated = content[first:last] * rng.choice([1, 1, 30])
+    return content[:place] + repeated + content[place + rng.choice([0, last - first]) :]
 
 
 def zero_range(content: bytes, rng: random.Random) -> bytes:
@@ -79,58 +77,31 @@ def zero_range(content: bytes, rng: random.Random) -> bytes:
     return content[:start] + bytes(length) + content[start + length :]
 
 
+_INVALID_TEXTS = [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"\0", b"\x1b[2J", b"\r", b"\xe2\x80\xa8"]
+
+
 def invalid_text(content: bytes, rng: random.Random) -> bytes:
     """Insert invalid UTF-8 or control characters, or change the encoding."""
     text = content.decode("utf-8", "replace")
-    odd = rng.choice(
-        [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"\0", b"\x1b[2J", b"\r", b"\xe2\x80\xa8"]
-    )
+    odd = rng.choice(_INVALID_TEXTS)
     place = rng.randrange(len(content) + 1)
-    return rng.choice(
-        [
-            content[:place] + odd + content[place:],
-            b"\xef\xbb\xbf" + content,
-            text.encode("utf-16"),
-            text.encode("utf-32"),
-            content.replace(b"\n", b"\r\n"),
-            text.encode("utf-7", "replace"),
-        ]
-    )
+    encoded = [text.encode("utf-16"), text.encode("utf-32"), text.encode("utf-7", "replace")]
+    changed = [content[:place] + odd + content[place:], b"\xef\xbb\xbf" + content, content.replace(b"\n", b"\r\n")]
+    return rng.choice([*changed, *encoded])
+
+
+_EMPTY = [b"", b"\n", b"null", b"0", b"[]", b"{}", b'""']
+_GIT_LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+_OTHER_FORMATS = [b"<html><body>404</body></html>", _GIT_LFS, b"PK\x03\x04" + bytes(100), b"GGUF", b"\x80\x04N."]
+_OTHER_FORMATS += [b"\x93NUMPY\x01\x00", b"#!/bin/sh\necho > marker\n"]
 
 
 def replace_content(content: bytes, rng: random.Random) -> bytes:
-    return rng.choice(
-        [
-            b"",
-            b"\n",
-            b"null",
-            b"0",
-            b"[]",
-            b"{}",
-            b'""',
-            b"<html><body>404</body></html>",
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-            b"PK\x03\x04" + bytes(100),
-            b"GGUF",
-            b"\x80\x04N.",
-            b"\x93NUMPY\x01\x00",
-            rng.randbytes(rng.choice([1, 8, 100, 5000])),
-            b"#!/bin/sh\necho > marker\n",
-        ]
-    )
+    return rng.choice([*_EMPTY, *_OTHER_FORMATS, rng.randbytes(rng.choice([1, 8, 100, 5000]))])
 
 
-GENERIC_MUTATIONS: list[Mutation] = [
-    flip_bits,
-    set_bytes,
-    extreme_integer,
-    truncate,
-    append_bytes,
-    repeat_range,
-    zero_range,
-    invalid_text,
-    replace_content,
-]
+GENERIC_MUTATIONS: list[Mutation] = [flip_bits, set_bytes, extreme_integer, truncate, append_bytes, repeat_range]
+GENERIC_MUTATIONS += [zero_range, invalid_text, replace_content]
 
 
 # -------------------------------------------------------------------- JSON
@@ -156,9 +127,8 @@ def mutate_value(value: Any, rng: random.Random) -> Any:
         elif choice == 5:
             del holder[key]
         elif choice == 6 and isinstance(holder, dict):
-            holder[rng.choice(["__class__", "", "x" * 5000, f"{key} ", str(key).upper(), "\ud800", "__metadata__"])] = (
-                holder.pop(key)
-            )
+            names = ["__class__", "", "x" * 5000, f"{key} ", str(key).upper(), "\ud800", "__metadata__"]
+            holder[rng.choice(names)] = holder.pop(key)
         else:
             other_holder, other_key = rng.choice(places)
             holder[key] = copy.deepcopy(other_holder.get(other_key)) if isinstance(other_holder, dict) else None
@@ -186,9 +156,7 @@ def write_invalid_json(content: bytes, rng: random.Random) -> bytes:
     deep = rng.choice([500, 5000, 100_000])
     key = rng.choice(re.findall(r'"\w+": ', text) or ['"a": '])
     number = rng.choice(re.findall(r"(?<=[ \[])\d+(?=[,\]}\n])", text) or ["1"])
-    absurd = rng.choice(
-        ["1e99999", "9" * 5000, "-" + "9" * 400, "0x10", "01", "NaN", "-Infinity", "1.5", "+1", "1_000"]
-    )
+    absurd = rng.choice([*"1e99999 0x10 01 NaN -Infinity 1.5 +1 1_000".split(), "9" * 5000, "-" + "9" * 400])
     return rng.choice(
         [
             "[" * deep + "]" * deep,
@@ -356,39 +324,31 @@ def replace_pickle_string(content: bytes, rng: random.Random) -> bytes:
     texts = [(place, arg) for code, arg, place in pickletools.genops(content) if code.name == "SHORT_BINUNICODE"]
     place, text = rng.choice(texts)
     raw = str(text).encode()
-    other = rng.choice(
-        [str(other) for _, other in texts] + ["os", "system", "builtins", "eval", "__class__", "..", "array"]
-    )
+    others = [str(other) for _, other in texts]
+    other = rng.choice([*others, "os", "system", "builtins", "eval", "__class__", "..", "array"])
     replaced = bytes([len(other.encode()[:255])]) + other.encode()[:255]
     return content[: place + 1] + replaced + content[place + 2 + len(raw) :]
 
 
 # -------------------------------------------------------------------- HTTP responses
+_HTTP_STATUSES = [b"206 Partial", b"301 Moved", b"302 Found", b"404 Not", b"416 Range", b"500 Error", b"999 X", b"x"]
+_HTTP_HEADERS = b"""Location: file:///etc/passwd
+Location: /input.txt
+Location: http://[::1
+Location: //
+Content-Encoding: gzip
+Content-Encoding: deflate
+Transfer-Encoding: chunked
+Content-Range: bytes 0-1/99999999999
+Content-Type: text/plain; charset=nothing""".split(b"\n")
+_HTTP_HEADERS += [b"X: " + b"y" * 70_000, b"\r\n".join(b"X-%d: y" % i for i in range(300)), b"\xff\xfe: \xff"]
+
+
 def mutate_http_response(content: bytes, rng: random.Random) -> bytes:
     """Change the status, the headers or the body of a response."""
     head, _, body = content.partition(b"\r\n\r\n")
-    status = rng.choice(
-        [b"206 Partial", b"301 Moved", b"302 Found", b"404 Not", b"416 Range", b"500 Error", b"999 X", b"x"]
-    )
-    header = rng.choice(
-        [
-            b"Location: file:///etc/passwd",
-            b"Location: /input.txt",
-            b"Location: http://[::1",
-            b"Location: //",
-            b"Content-Encoding: gzip",
-            b"Content-Encoding: deflate",
-            b"Transfer-Encoding: chunked",
-            b"Content-Range: bytes 0-1/99999999999",
-            b"Content-Type: text/plain; charset=nothing",
-            b"X: " + b"y" * 70_000,
-            b"\r\n".join(b"X-%d: y" % i for i in range(300)),
-            b"\xff\xfe: \xff",
-        ]
-    )
-    length = rng.choice(
-        [b"Content-Length: 0", b"Content-Length: -1", b"Content-Length: 9999999999", b"Content-Length: x"]
-    )
+    status, header = rng.choice(_HTTP_STATUSES), rng.choice(_HTTP_HEADERS)
+    length = b"Content-Length: " + rng.choice([b"0", b"-1", b"9999999999", b"x"])
     packed = gzip.compress(bytes(5 * 10**7), mtime=0) if rng.random() < 0.3 else body
     return rng.choice(
         [
@@ -405,33 +365,17 @@ def mutate_http_response(content: bytes, rng: random.Random) -> bytes:
 
 
 MUTATIONS_BY_FORMAT: dict[str, list[Mutation]] = {
-    "json": [mutate_json, mutate_json, mutate_json, mutate_json, write_invalid_json, write_invalid_json],
-    "jsonl": [mutate_json_line, mutate_json_line, mutate_json_line, write_invalid_json],
-    "safetensors": [
-        mutate_safetensors_header,
-        mutate_safetensors_header,
-        mutate_safetensors_header,
-        truncate_safetensors,
-        insert_nonfinite_values,
-    ],
-    "gguf": [
-        overwrite_gguf_field,
-        overwrite_gguf_field,
-        overwrite_gguf_field,
-        truncate_gguf,
-        drop_or_repeat_gguf_field,
-    ],
-    "pickle": [mutate_pickle_opcode, mutate_pickle_opcode, replace_pickle_string, replace_pickle_string],
+    "json": [*[mutate_json] * 4, *[write_invalid_json] * 2],
+    "jsonl": [*[mutate_json_line] * 3, write_invalid_json],
+    "safetensors": [*[mutate_safetensors_header] * 3, truncate_safetensors, insert_nonfinite_values],
+    "gguf": [*[overwrite_gguf_field] * 3, truncate_gguf, drop_or_repeat_gguf_field],
+    "pickle": [mutate_pickle_opcode, replace_pickle_string],
     "http": [mutate_http_response],
     "bytes": [],
 }
 _SUFFIXES = {
-    ".json": "json",
-    ".jsonl": "jsonl",
-    ".safetensors": "safetensors",
-    ".gguf": "gguf",
+    **{f".{name}": name for name in ("json", "jsonl", "safetensors", "gguf", "http")},
     ".pkl": "pickle",
-    ".http": "http",
 }
 
 

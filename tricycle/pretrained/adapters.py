@@ -95,9 +95,6 @@ class TargetModules:
         """Return, in model order, modules whose names end with a target ("all-linear": all in blocks), else ValueError.
 
         A target begins at a component of a dotted name: "q_proj" matches "model.layers.0.self_attn.q_proj".
-
-        Raises:
-            ValueError: a target matches no module.
         """
         selected: set[str] = set()
         for target in targets:
@@ -280,11 +277,7 @@ def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
 
 
 def find_adapter_folder(folder: Path) -> Path:
-    """Return `folder` or its subfolder adapter, whichever has an adapter's files; raise FileNotFoundError if neither.
-
-    Raises:
-        FileNotFoundError: neither contains them.
-    """
+    """Return `folder` or its subfolder adapter, whichever has an adapter's files; FileNotFoundError if neither."""
     for candidate in (folder, folder / "adapter"):
         if (candidate / CONFIG).is_file() and (candidate / WEIGHTS).is_file():
             return candidate

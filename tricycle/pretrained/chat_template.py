@@ -116,11 +116,7 @@ def _check_limit(n: float, limit: int, unit: str) -> None:
 
 
 def measure_size(value: Any) -> int:
-    """Return the approximate length of a (nested) value as text, plus 8 for each part; raise ValueError above a limit.
-
-    Raises:
-        ValueError: the value exceeds a limit.
-    """
+    """Return the approximate length of a (nested) value as text, plus 8 for each part; ValueError above a limit."""
     total, pending = 0, [value]
     while pending:
         part = pending.pop()
@@ -163,10 +159,7 @@ class ChatTemplate:
     def render(self, **variables: Any) -> str:
         """Return the text of the template with plain variables; ValueError if it rejects them or exceeds a limit.
 
-        The limits are those of time, iterations and output.
-
-        Raises:
-            ValueError: the template rejects them (`raise_exception`), is invalid or exceeds a limit; names the line.
+        The limits are those of time, iterations and output. The error names the line.
         """
         with self._lock, _errors_with_lines():
             self._environment.budget = Budget()

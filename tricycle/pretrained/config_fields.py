@@ -51,8 +51,8 @@ class ConfigFields:
         """Return the value of a field without a check, or `default` if it is missing; null is returned as None."""
         return self.values.get(name, default)
 
-    def positive_int(self, name: str, default: int) -> int:
-        """Return an integer field above 0, or `default` if it is missing; ValueError for others, also for null."""
+    def positive_int(self, name: str, default: int | None = None) -> int:
+        """Return an integer field above 0, or `default` if it is missing; ValueError for others, also for None."""
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
             raise field_error(name, "a whole number above 0", value)
@@ -60,9 +60,9 @@ class ConfigFields:
 
     def optional_positive_int(self, name: str, default: int | None = None) -> int | None:
         """Return an integer field above 0, `default` if it is missing, None for null; ValueError for other values."""
-        return None if self.get(name, default) is None else self.positive_int(name, default or 0)
+        return None if self.get(name, default) is None else self.positive_int(name, default)
 
-    def positive_float(self, name: str, default: float) -> float:
+    def positive_float(self, name: str, default: float | None = None) -> float:
         """Return a number field above 0 as a float, `default` if it is missing; ValueError for others, also null."""
         value = self.get(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
@@ -71,7 +71,7 @@ class ConfigFields:
 
     def optional_positive_float(self, name: str, default: float | None) -> float | None:
         """Return a number field above 0 as a float, `default` if missing, None for null; ValueError for others."""
-        return None if self.get(name, default) is None else self.positive_float(name, default or 0)
+        return None if self.get(name, default) is None else self.positive_float(name, default)
 
     def sizes(self, *defaults: int, **names: str) -> dict[str, Any]:
         """Return six sizes by `ModelConfig` name; `defaults`, all six, for missing ones; ValueError for others.
@@ -174,15 +174,9 @@ def read_rotary_section(
         return rotary
     if rope_type not in ("linear", "llama3"):
         raise field_error(f"{section_name}.rope_type", "default, linear or llama3", rope_type)
-    required = ["factor"]
+    rotary |= {"rotary_scaling": rope_type, "rotary_factor": fields.positive_float(f"{section_name}.factor")}
     if rope_type == "llama3":
-        required += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    for name in required:
-        if section.get(name) is None:
-            raise field_error(f"{section_name}.{name}", "a number above 0", None)
-    rotary |= {"rotary_scaling": rope_type, "rotary_factor": fields.positive_float(f"{section_name}.factor", 1.0)}
-    if rope_type == "llama3":
-        rotary["rotary_low_frequency"] = fields.positive_float(f"{section_name}.low_freq_factor", 1.0)
-        rotary["rotary_high_frequency"] = fields.positive_float(f"{section_name}.high_freq_factor", 4.0)
-        rotary["rotary_original_window"] = fields.positive_int(f"{section_name}.original_max_position_embeddings", 8192)
+        rotary["rotary_low_frequency"] = fields.positive_float(f"{section_name}.low_freq_factor")
+        rotary["rotary_high_frequency"] = fields.positive_float(f"{section_name}.high_freq_factor")
+        rotary["rotary_original_window"] = fields.positive_int(f"{section_name}.original_max_position_embeddings")
     return rotary

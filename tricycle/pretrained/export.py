@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ MAX_SUPPRESSED = 10_000  # ids without a token in generation_config.json
 
 # -------------------------------------------------------------------- family
 def find_export_family(config: ModelConfig, excluded: str = "") -> tuple[Family, dict[str, Any], ModelConfig]:
-    """Return the `transformers` family that computes a config, its config.json fields, and their config; or ValueError.
+    """Return the `transformers` family that computes a config, its config.json fields, and their config.
 
     The latter config may have additional biases and gains, which are exported as 0 and 1. The family with the fewest
     of these is returned.
@@ -113,9 +113,6 @@ def export_folder(
         card: further names and values of the table in README.md, such as evaluation results.
         generation: the settings for generation_config.json.
         dtype: the dtype of the weights in the file: float32, float16 or bfloat16.
-
-    Returns:
-        the family's model_type.
 
     Raises:
         FileExistsError: the folder is not empty.
@@ -221,12 +218,9 @@ def _generation_fields(
     """Return the fields of generation_config.json, which suppress ids without a token."""
     fields = {name: value for name, value in special.items() if value is not None}
     if settings is not None:
-        names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        defaults = GenerationSettings()
-        values = {name: getattr(settings, name) for name in names}
-        fields |= {name: value for name, value in values.items() if value != getattr(defaults, name)}
-        stop = list(settings.stop_tokens)
-        if stop:
+        defaults = asdict(GenerationSettings())
+        fields |= {name: value for name, value in asdict(settings).items() if value != defaults[name]}
+        if stop := list(fields.pop("stop_tokens", ())):
             fields["eos_token_id"] = stop[0] if len(stop) == 1 else stop
     n_unused = vocab_size - tokeniser.n_vocab if tokeniser is not None else 0
     if 0 < n_unused <= MAX_SUPPRESSED:

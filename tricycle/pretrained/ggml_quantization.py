@@ -36,20 +36,14 @@ WRITABLE_FORMATS = ("Q8_0",)
 def dequantize_blocks(packed: np.ndarray, format_name: str) -> np.ndarray:
     """Dequantize ggml blocks, uint8 (..., bytes per row), to float32 (..., values per row); ValueError if not whole.
 
-    Args:
-        packed: rows of blocks, (..., bytes per row) of uint8.
-        format_name: a name in BLOCK_FORMATS.
-
     Raises:
         ValueError: an unknown format, or rows that are not a whole number of blocks.
     """
     block = _block_format(format_name)
     n_blocks, remainder = divmod(packed.shape[-1], block.n_bytes)
     if remainder:
-        raise ValueError(
-            f"dequantize_blocks: expected rows of whole {format_name} blocks of {block.n_bytes} bytes, "
-            f"got {packed.shape}"
-        )
+        rows = f"rows of whole {format_name} blocks of {block.n_bytes} bytes"
+        raise ValueError(f"dequantize_blocks: expected {rows}, got {packed.shape}")
     values = np.empty((packed.size // block.n_bytes, block.n_values), np.float32)
     _convert("dequantize", format_name, packed.reshape(-1, block.n_bytes), values)
     return values.reshape(*packed.shape[:-1], n_blocks * block.n_values)
@@ -66,10 +60,6 @@ def split_q8_0(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def quantize_blocks(values: np.ndarray, format_name: str) -> np.ndarray:
     """Quantize finite values (..., values per row) to ggml blocks, uint8 (..., bytes per row); ValueError if not Q8_0.
 
-    Args:
-        values: (..., values per row), finite.
-        format_name: a name in WRITABLE_FORMATS.
-
     Raises:
         ValueError: a format that cannot be written, rows that are not a whole number of blocks, or values that are not
             finite or too large for a 16-bit scale.
@@ -80,14 +70,11 @@ def quantize_blocks(values: np.ndarray, format_name: str) -> np.ndarray:
         raise ValueError(f"quantize_blocks: expected a format that can be written ({writable}), got {format_name}")
     n_blocks, remainder = divmod(values.shape[-1], block.n_values)
     if remainder:
-        raise ValueError(
-            f"quantize_blocks: expected rows of whole {format_name} blocks of {block.n_values}, got {values.shape}"
-        )
+        rows = f"rows of whole {format_name} blocks of {block.n_values}"
+        raise ValueError(f"quantize_blocks: expected {rows}, got {values.shape}")
     largest = np.abs(values).max(initial=0)
     if not largest <= 127 * float(np.finfo(np.float16).max):
-        raise ValueError(
-            f"quantize_blocks: expected finite values in the range of {format_name}, got one of size {largest}"
-        )
+        raise ValueError(f"quantize_blocks: expected finite values in the range of {format_name}, got one of {largest}")
     blocks = np.empty((values.size // block.n_values, block.n_bytes), np.uint8)
     _convert("quantize", format_name, np.asarray(values, np.float32).reshape(-1, block.n_values), blocks)
     return blocks.reshape(*values.shape[:-1], n_blocks * block.n_bytes)

@@ -16,14 +16,8 @@ from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 
 _BLOCK = re.compile(r"^blk\.(0|[1-9][0-9]{0,8})\.")
 _ROPE_DIVISORS = "rope_freqs.weight"  # divisors of the RoPE frequencies
-# From keys of general.sampling to fields of a generation_config.json.
-_SAMPLING = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+# From fields of a generation_config.json to keys of general.sampling; others have the same name.
+_SAMPLING = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 
 
 @dataclass(frozen=True)
@@ -37,19 +31,10 @@ class GGUFModel(StoredModel):
     metadata: dict[str, Any] | None = None
 
 
-def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a GGUF file's metadata as a dict of plain Python values by full key, with arrays as lists.
-
-    Raises:
-        OSError, ValueError: see `read_gguf_header`.
-    """
-    return read_gguf_header(path).metadata
-
-
 def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
     """Open a GGUF model with fields and tensors as in transformers, values read on request; ValueError if unsupported.
 
-    Values are read, and dequantized to float32 if they are quantized, when a tensor's `read` is called.
+    Quantized values are dequantized to float32 by a tensor's `read`.
 
     Raises:
         OSError: the file does not exist or cannot be read.
@@ -67,11 +52,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
     _check_sizes(file, metadata)
     divisors = file.read(file.tensors[_ROPE_DIVISORS]) if _ROPE_DIVISORS in file.tensors else None
     fields = CONFIG_READERS[architecture](metadata, divisors) | metadata.special_tokens()
-    heads = AttentionHeads(
-        metadata.positive_int("attention.head_count"),
-        metadata.n_key_heads(),
-        metadata.head_size(),
-    )
+    heads = AttentionHeads(metadata.positive_int("attention.head_count"), metadata.n_key_heads(), metadata.head_size())
     tensors = _TensorConversion(file, metadata, TENSOR_MAPPINGS[architecture], heads).tensors()
     output, embedding = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
     have_same_type = output and (output.dtype_name, output.shape) == (embedding.dtype_name, embedding.shape)
@@ -180,8 +161,8 @@ def _generation_fields(metadata: dict[str, Any], fields: Fields) -> Fields:
     stop = [end for end in ends if isinstance(end, int) and 0 <= end < fields["vocab_size"]]
     if stop:
         generation["eos_token_id"] = list(dict.fromkeys(stop))
-    for key, name in _SAMPLING.items():
-        value = metadata.get(f"general.sampling.{key}")
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        value = metadata.get(f"general.sampling.{_SAMPLING.get(name, name)}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             generation[name] = value
     if "temperature" in generation:

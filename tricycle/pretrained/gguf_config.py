@@ -138,9 +138,8 @@ def _rope_scaling(metadata: ModelMetadata, divisors: np.ndarray | None) -> Field
     kind = metadata.get("rope.scaling.type")
     factor = metadata.positive_float("rope.scaling.factor", metadata.positive_float("rope.scale_linear", 1.0))
     if kind not in (None, "none", "linear"):
-        raise metadata.error(
-            f"expected {metadata.architecture}.rope.scaling.type none or linear, got {short_repr(kind)}"
-        )
+        expected = f"expected {metadata.architecture}.rope.scaling.type none or linear"
+        raise metadata.error(f"{expected}, got {short_repr(kind)}")
     for tensor in ("rope_factors_long.weight", "rope_factors_short.weight"):
         if metadata.has_tensor(tensor):
             raise metadata.error(f"has {tensor}, of the scaling longrope, which is not supported")
@@ -172,23 +171,15 @@ def llama3_scaling(metadata: ModelMetadata, divisors: np.ndarray) -> Fields:
     for window, low, high in [_LLAMA_3_BOUNDS, *_fit_bounds(divisors, frequencies, factor)] if is_valid else []:
         expected = llama3_divisors(frequencies, factor, window, low, high)
         if np.allclose(expected, divisors, rtol=1e-5, atol=0):
-            return {
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": factor,
-                    "low_freq_factor": low,
-                    "high_freq_factor": high,
-                    "original_max_position_embeddings": int(window),
-                }
-            }
+            scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+            return {"rope_scaling": {**scaling, "original_max_position_embeddings": int(window)}}
     raise metadata.error("expected rope_freqs.weight to be a scaling of the type llama3, got other divisors")
 
 
 def llama3_divisors(frequencies: np.ndarray, factor: float, window: float, low: float, high: float) -> np.ndarray:
     """Return Llama 3's divisors of RoPE frequencies: 1 for pairs that rotate >= `high` times, `factor` for <= `low`.
 
-    A channel pair that rotates at least `high` times within the window has the divisor 1, one that rotates at most
-    `low` times the divisor `factor`; in between, 1 / divisor is interpolated linearly.
+    Rotations within the window count; in between, 1 / divisor is interpolated linearly.
     """
     n_rotations = window * frequencies / (2 * np.pi)
     weight = np.clip((n_rotations - low) / (high - low), 0, 1)
@@ -264,11 +255,9 @@ def _like_llama(metadata: ModelMetadata, divisors: np.ndarray | None, model_type
 
 
 def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    fields = _like_llama(metadata, divisors, "llama") | {
-        "hidden_act": "silu",
-        "mlp_bias": metadata.has_tensor("blk.0.ffn_up.bias"),
-    }
-    fields["attention_bias"] = metadata.has_tensor("blk.0.attn_q.bias")
+    biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
+    fields = _like_llama(metadata, divisors, "llama") | {"hidden_act": "silu"}
+    fields |= {name: metadata.has_tensor(tensor) for name, tensor in biases.items()}
     # Llama in transformers has biases in all attention matrices or in none.
     if fields["attention_bias"] and not metadata.has_tensor("blk.0.attn_output.bias"):
         return fields | {"model_type": "qwen2", "use_sliding_window": False}
@@ -282,10 +271,8 @@ def _qwen2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _qwen3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    return _qwen2(metadata, divisors) | {
-        "model_type": "qwen3",
-        "attention_bias": metadata.has_tensor("blk.0.attn_q.bias"),
-    }
+    bias = metadata.has_tensor("blk.0.attn_q.bias")
+    return _qwen2(metadata, divisors) | {"model_type": "qwen3", "attention_bias": bias}
 
 
 def _olmo2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:

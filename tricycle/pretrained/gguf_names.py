@@ -132,11 +132,7 @@ def _map_tensors(
     return TensorMapping(names, transforms or {})
 
 
-def _map_gemma(family: Family) -> TensorMapping:
-    names = _map_tensors(family).names
-    return TensorMapping(names, {name: _GAIN_PLUS_ONE for name in names if name.endswith("_norm")})
-
-
+_GEMMA_NORMS = {name: _GAIN_PLUS_ONE for name in _NAMES.values() if name.endswith("_norm")}
 _GPT2_MATRICES = (_FUSED, "blk.N.attn_output", "blk.N.ffn_up", "blk.N.ffn_down")
 # Some files have one fused matrix, and some have three.
 _PHI = _map_tensors(PHI).names | {_FUSED: tuple(PHI.names["blocks.N.attention.qkv"])}
@@ -147,8 +143,8 @@ TENSOR_MAPPINGS: dict[str, TensorMapping] = {
     "qwen2": _map_tensors(QWEN2),
     "qwen3": _map_tensors(QWEN3),
     "olmo2": _map_tensors(OLMO2, table=_NAMES | _OLMO2),
-    "gemma2": _map_gemma(GEMMA2),
-    "gemma3": _map_gemma(GEMMA3),
+    "gemma2": _map_tensors(GEMMA2, _GEMMA_NORMS),
+    "gemma3": _map_tensors(GEMMA3, _GEMMA_NORMS),
     "gpt2": _map_tensors(GPT2, dict.fromkeys(_GPT2_MATRICES, _CONV1D)),
     "gptneox": _map_tensors(NEOX, {_FUSED: _INTERLEAVED}),
     "phi2": TensorMapping(_PHI),

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from tricycle.bpe import END_OF_TEXT
-from tricycle.pretrained.gguf_tokenizer_reader import CONTROL, NORMAL, UNUSED, USER_DEFINED
+from tricycle.pretrained.gguf_tokenizer_reader import (
+    CONTROL,
+    IGNORE_MERGES,
+    NORMAL,
+    PRE_TOKENIZERS,
+    UNUSED,
+    USER_DEFINED,
+)
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import byte_level_parts, to_tokenizer_json
 from tricycle.tokeniser import BPETokeniser
@@ -15,9 +22,7 @@ from tricycle.tokeniser import BPETokeniser
 Metadata = dict[str, Any]
 
 # Pre-tokenizers: from names in llama.cpp to names in `tokenizer_json.byte_level_parts`.
-_PRE_TOKENIZERS = {"gpt-2": "gpt2", "smollm": "smollm", "llama-bpe": "llama-3", "qwen2": "qwen"}
-_WHY_END_TOKEN = "because llama.cpp ends every text with a token"
-_IGNORE_MERGES = ("llama-bpe",)  # with these, merges are ignored for pieces that are tokens
+_PRE_TOKENIZERS = {names[0]: split for split, names in PRE_TOKENIZERS.items()}
 
 
 def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Metadata:
@@ -31,16 +36,16 @@ def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Metadata:
         ValueError: a GGUF file cannot represent the tokenizer; the message names the cause.
     """
     if isinstance(tokeniser, BPETokeniser):
-        text, special = to_tokenizer_json(tokeniser), _own_special_tokens(tokeniser)
-    elif isinstance(tokeniser, PretrainedTokeniser):
-        text, special = tokeniser.to_tokenizer_json(), _pretrained_special_tokens(tokeniser)
-    else:
+        special = dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)
+        tokeniser = PretrainedTokeniser(to_tokenizer_json(tokeniser), special)
+    if not isinstance(tokeniser, PretrainedTokeniser):
         raise ValueError(f"expected a BPETokeniser or a PretrainedTokeniser, got {type(tokeniser).__name__}")
-    document = json.loads(text)
+    document = json.loads(tokeniser.to_tokenizer_json())
+    special_tokens = _special_tokens(tokeniser)
     pre_tokenizer = _pre_tokenizer_name(document)
     _check_merges(document, pre_tokenizer)
     metadata: Metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre_tokenizer}
-    return metadata | _tokens_and_merges(document, n_rows) | special | _chat_templates(tokeniser)
+    return metadata | _tokens_and_merges(document, n_rows) | special_tokens | _chat_templates(tokeniser.chat_templates)
 
 
 # -------------------------------------------------------------------- pre-tokenizer and merges
@@ -86,7 +91,7 @@ def _check_merges(document: Metadata, pre_tokenizer: str) -> None:
         if any(token.get(name) for name in ("lstrip", "rstrip", "single_word")):
             raise ValueError(f"expected tokens without lstrip, rstrip and single_word, got {token.get('content')!r}")
     ignores_merges = bool(model.get("ignore_merges"))
-    if ignores_merges != (pre_tokenizer in _IGNORE_MERGES) and (tokens := _tokens_without_merges(document)):
+    if ignores_merges != (pre_tokenizer in IGNORE_MERGES) and (tokens := _tokens_without_merges(document)):
         raise ValueError(f"expected merges for every token, got none for {len(tokens)}, such as {tokens[0]!r}")
 
 
@@ -119,23 +124,23 @@ def _tokens_and_merges(document: Metadata, n_rows: int) -> Metadata:
 
 
 # -------------------------------------------------------------------- special tokens and chat templates
-def _own_special_tokens(tokeniser: BPETokeniser) -> Metadata:
-    if END_OF_TEXT not in tokeniser.special_tokens:
-        raise ValueError(f"expected a tokeniser with {END_OF_TEXT}, {_WHY_END_TOKEN}")
-    return _bos_and_eos(tokeniser.end_of_text, tokeniser.end_of_text, False, False)
-
-
-def _pretrained_special_tokens(tokeniser: PretrainedTokeniser) -> Metadata:
+def _special_tokens(tokeniser: PretrainedTokeniser) -> Metadata:
     bos, eos = tokeniser.bos, tokeniser.eos
     if bos is None and eos is None:
-        raise ValueError(f"expected a tokeniser with bos_token or eos_token, {_WHY_END_TOKEN}")
+        why = "because llama.cpp ends every text with a token"
+        raise ValueError(f"expected a tokeniser with bos_token or eos_token, such as {END_OF_TEXT}, {why}")
     added = tokeniser.encode("")
     adds_bos, adds_eos = added[:1] == [bos] and bos is not None, added[-1:] == [eos] and eos is not None
     if added == [bos] and bos == eos:
         adds_eos = False
     if len(added) != adds_bos + adds_eos:
         raise ValueError(f"expected a tokeniser that adds only bos_token and eos_token to a text, got {added}")
-    metadata = _bos_and_eos(bos if bos is not None else eos, eos if eos is not None else bos, adds_bos, adds_eos)
+    metadata = {
+        "tokenizer.ggml.bos_token_id": bos if bos is not None else eos,
+        "tokenizer.ggml.eos_token_id": eos if eos is not None else bos,
+        "tokenizer.ggml.add_bos_token": adds_bos,
+        "tokenizer.ggml.add_eos_token": adds_eos,
+    }
     vocabulary = tokeniser.backend.get_vocab(with_added_tokens=True)
     for name, key in (("unk_token", "unknown"), ("pad_token", "padding")):
         if name in tokeniser.special:
@@ -143,17 +148,7 @@ def _pretrained_special_tokens(tokeniser: PretrainedTokeniser) -> Metadata:
     return metadata
 
 
-def _bos_and_eos(bos: int | None, eos: int | None, adds_bos: bool, adds_eos: bool) -> Metadata:
-    return {
-        "tokenizer.ggml.bos_token_id": bos,
-        "tokenizer.ggml.eos_token_id": eos,
-        "tokenizer.ggml.add_bos_token": adds_bos,
-        "tokenizer.ggml.add_eos_token": adds_eos,
-    }
-
-
-def _chat_templates(tokeniser: Any) -> Metadata:
-    templates: dict[str, str] = getattr(tokeniser, "chat_templates", {})
+def _chat_templates(templates: dict[str, str]) -> Metadata:
     others = [name for name in templates if name != "default"]
     metadata: Metadata = {f"tokenizer.chat_template.{name}": templates[name] for name in others}
     if others:

@@ -59,9 +59,6 @@ def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], dtype_
         dtype_name: data type of the matrices: F32, F16 or Q8_0. With Q8_0, a matrix whose rows are not a whole number
             of blocks of 32 is written as F16.
 
-    Returns:
-        the value of `general.architecture`: llama or gpt2.
-
     Raises:
         ImportError: the package gguf is not installed.
         ValueError: llama.cpp does not support the model or tokenizer (the message names the cause), or a weight is not

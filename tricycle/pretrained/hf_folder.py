@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tricycle.pretrained.safetensors_weights import read_tensors
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor
@@ -26,8 +27,13 @@ def read_folder(path: Path) -> StoredModel:
     """
     folder = path.parent if path.is_file() else path
     fields = read_json_object(folder / CONFIG)
-    generation = read_json_object(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    generation = read_optional_json(folder / GENERATION)
     return StoredModel(path, fields, read_tensors(path)[0] if path.is_file() else _read_weights(folder), generation)
+
+
+def read_optional_json(path: Path, *limits: int) -> dict[str, Any]:
+    """Return the JSON object in a file, {} if there is no file; `limits` as of `read_json_object`."""
+    return read_json_object(path, *limits) if path.is_file() else {}
 
 
 def _read_weights(folder: Path) -> dict[str, StoredTensor]:

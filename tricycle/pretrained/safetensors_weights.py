@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,15 +39,9 @@ def _stored_tensor(path: Path, name: str, info: TensorInfo) -> StoredTensor:
 
 def _map_values(path: Path, info: TensorInfo) -> np.ndarray:
     """Return the values as a view of the memory-mapped file, whose pages are read on access."""
-    n_values = math.prod(info.shape)
-    if not n_values:
+    if not math.prod(info.shape):
         return np.empty(info.shape, np.float32)
-    dtype = np.dtype(READABLE_DTYPES[info.dtype_name])
-    page_start = info.start - info.start % mmap.ALLOCATIONGRANULARITY
-    n_bytes = info.start - page_start + n_values * dtype.itemsize
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), n_bytes, access=mmap.ACCESS_READ, offset=page_start)
-    array = np.frombuffer(mapped, dtype, n_values, info.start - page_start).reshape(info.shape)
+    array = np.asarray(np.memmap(path, READABLE_DTYPES[info.dtype_name], "r", info.start, info.shape))
     return view_bfloat16(array) if info.dtype_name == "BF16" else array
 
 
@@ -78,14 +71,9 @@ def write_tensors(
     for (name, array), (expected, shape) in zip(arrays, shapes.items(), strict=True):
         if name != expected or array.shape != shape:
             raise ValueError(f"write_tensors: expected {expected} {shape}, got {name} {array.shape}")
-        for chunk in _split_into_chunks(array):
-            file.write(_encode(chunk, dtype_name))
-
-
-def _split_into_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
-    flat = array.reshape(-1)
-    for start in range(0, flat.size, _CHUNK_SIZE):
-        yield flat[start : start + _CHUNK_SIZE]
+        flat = array.reshape(-1)
+        for start in range(0, flat.size, _CHUNK_SIZE):
+            file.write(_encode(flat[start : start + _CHUNK_SIZE], dtype_name))
 
 
 def _encode(values: np.ndarray, dtype_name: str) -> bytes:

@@ -16,6 +16,7 @@ import numpy as np
 
 from tricycle.pretrained import Pretrained, load
 from tricycle.pretrained.config_fields import ConfigFields, field_error
+from tricycle.pretrained.hf_folder import read_optional_json
 from tricycle.pretrained.stored_model import error_prefix
 from tricycle.pretrained.tokenisers import PretrainedTokeniser, tokeniser_from_folder
 from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
@@ -137,10 +138,10 @@ def to_sentence_encoder(loaded: Pretrained, path_or_name: str | os.PathLike[str]
     folder = path.parent if path.is_file() else path
     tokeniser = loaded.tokeniser or tokeniser_from_folder(folder)
     with error_prefix(f"{path_or_name}: "):
-        limits = ConfigFields(_read_optional_json(folder / "sentence_bert_config.json"))
+        limits = ConfigFields(read_optional_json(folder / "sentence_bert_config.json"))
         max_tokens = limits.optional_positive_int("max_seq_length", None)
         lowercase = limits.boolean("do_lower_case", False)
-        if _read_optional_json(folder / "config_sentence_transformers.json").get("default_prompt_name") is not None:
+        if read_optional_json(folder / "config_sentence_transformers.json").get("default_prompt_name") is not None:
             raise ValueError("expected default_prompt_name to be null: prompts before texts are not supported")
         return SentenceEncoder(loaded.model, tokeniser, read_pooling(folder), max_tokens, lowercase)
 
@@ -163,9 +164,8 @@ def read_pooling(folder: Path) -> SentencePooling:
     if "pooling_mode" in fields:
         modes = [fields["pooling_mode"]]
     else:
-        enabled = [name for name, value in fields.items() if name.startswith(POOLING_PREFIX) and value is True]
-        flags = [name.removeprefix(POOLING_PREFIX) for name in enabled]
-        modes = [POOLING_FLAGS.get(flag, flag) for flag in flags]
+        names = [name for name, value in fields.items() if name.startswith(POOLING_PREFIX) and value is True]
+        modes = [POOLING_FLAGS.get(name, name) for name in (name.removeprefix(POOLING_PREFIX) for name in names)]
     if len(modes) != 1 or modes[0] not in list(POOLING):
         raise field_error("the pooling mode", f"one of {', '.join(POOLING)}", modes)
     return SentencePooling(POOLING[modes[0]], normalize="Normalize" in types)
@@ -185,8 +185,3 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
         if not isinstance(place, str) or Path(place).name != place or "\\" in place or place == "..":
             raise ValueError(f"{MODULES}: expected path to be the name of a folder beside it, got {place!r:.80}")
     return [(str(module.get("type")).rpartition(".")[2], str(place)) for module, place in zip(modules, places)]
-
-
-def _read_optional_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if the file does not exist."""
-    return read_json_object(path) if path.is_file() else {}

@@ -86,8 +86,7 @@ class UntrustedTemplate:
     def render(self, **variables: Any) -> str:
         """Return the text rendered in the child process (restarted if it has ended); ValueError for errors and limits.
 
-        Raises:
-            ValueError: the template rejects them (`raise_exception`), is invalid or exceeds a limit; names the line.
+        The error names the line of the template.
         """
         from tricycle.pretrained.chat_template import plain_variables
 

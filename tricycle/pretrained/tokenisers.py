@@ -20,6 +20,7 @@ import numpy as np
 
 from tricycle.pretrained import tokenizer_json
 from tricycle.pretrained.gguf_tokenizer_reader import GGUFTokenizer
+from tricycle.pretrained.hf_folder import read_optional_json
 from tricycle.pretrained.stored_model import error_prefix
 from tricycle.pretrained.template_process import Template, open_template
 from tricycle.system.files import atomic_write, read_file, read_json, read_json_object
@@ -30,7 +31,7 @@ SPECIAL_TOKEN_FIELDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 MAX_FILE_BYTES = 2**26  # the largest vocabularies take half of it
 MAX_GROWTH = 1000  # factor by which normalization or decoding may lengthen a text; those of T5 and XLM-R reach hundreds
 NORMALIZATION_GROWTH = 18  # the largest factor for one character under NFKD
-MAX_JSON_VALUES = 2_200_000  # the largest tokenizer.json have 1,900,000
+JSON_LIMITS = (MAX_FILE_BYTES, 2_200_000)  # bytes and values; the largest tokenizer.json have 1,900,000 values
 # Unicode's private-use characters. Two that do not occur in a conversation mark names of special tokens in it.
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
@@ -97,11 +98,7 @@ class PretrainedTokeniser:
 
     @property
     def end_of_text(self) -> int:
-        """The id that separates documents: eos, or bos without an eos; raises ValueError if the tokenizer has neither.
-
-        Raises:
-            ValueError: the tokenizer has neither.
-        """
+        """The id that separates documents: eos, or bos without an eos; ValueError if the tokenizer has neither."""
         token = self.eos if self.eos is not None else self.bos
         if token is None:
             raise ValueError("expected a tokenizer with an end-of-text token (eos_token or bos_token), got neither")
@@ -109,11 +106,7 @@ class PretrainedTokeniser:
 
     @property
     def new_text(self) -> int:
-        """The id after which a model generates without a prompt: bos, else eos; raises ValueError if there is neither.
-
-        Raises:
-            ValueError: the tokenizer has neither.
-        """
+        """The id after which a model generates without a prompt: bos, else eos; ValueError if there is neither."""
         return self.bos if self.bos is not None else self.end_of_text
 
     def encode(self, text: str, add_special_tokens: bool = True, allowed_special: bool = True) -> list[int]:
@@ -141,11 +134,7 @@ class PretrainedTokeniser:
         return backend
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
-        """Decode ids of any shape to one text, by default with special tokens; raise ValueError for unknown ids.
-
-        Raises:
-            ValueError: an id is not an integer or not in the vocabulary.
-        """
+        """Decode ids of any shape to one text, by default with special tokens; raise ValueError for unknown ids."""
         flat = np.asarray(ids).ravel()
         if flat.size == 0:
             return ""
@@ -170,11 +159,7 @@ class PretrainedTokeniser:
         return frozenset(token for token, about in added.items() if about.special)
 
     def end_of_answer(self) -> int | None:
-        """Return the first special id that the chat template writes after an answer, or None; ValueError as `render`.
-
-        Raises:
-            ValueError: as of `render`.
-        """
+        """Return the first special id that the chat template writes after an answer, or None; errors as `render`."""
         question = [{"role": "user", "content": "Hello!"}]
         before = self.chat(question)
         conversation = self.chat([*question, {"role": "assistant", "content": "Hello!"}], add_generation_prompt=False)
@@ -289,11 +274,7 @@ class PretrainedTokeniser:
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> PretrainedTokeniser:
-        """Create a tokenizer from the result of `to_dict`; raise ValueError if it is not such a result.
-
-        Raises:
-            ValueError: `state` is not such a result.
-        """
+        """Create a tokenizer from the result of `to_dict`; raise ValueError if it is not such a result."""
         fields = {*FORMAT, "tokenizer", "special", "chat_templates"}
         if not isinstance(state, dict) or set(state) != fields or {key: state[key] for key in FORMAT} != FORMAT:
             raise ValueError(f"expected tokenizer fields {', '.join(sorted(fields))}, got {reprlib.repr(state)}")
@@ -457,14 +438,14 @@ def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser
         ValueError: a file is invalid.
     """
     folder = Path(folder)
-    config = _read_json_object(folder / "tokenizer_config.json")
-    special_map = _read_json_object(folder / "special_tokens_map.json")
+    config = read_optional_json(folder / "tokenizer_config.json", *JSON_LIMITS)
+    special_map = read_optional_json(folder / "special_tokens_map.json", *JSON_LIMITS)
     special = {
         name: text for name in SPECIAL_TOKEN_FIELDS if (text := _token_text(config.get(name) or special_map.get(name)))
     }
     path = folder / "tokenizer.json"
     if path.is_file():
-        document = _read_json_object(path)
+        document = read_json_object(path, *JSON_LIMITS)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         special = special or dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>")
         document = _read_gpt2_files(folder, config, special)
@@ -544,7 +525,7 @@ def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]
 
 def _read_gpt2_files(folder: Path, config: dict[str, Any], special: dict[str, str]) -> dict[str, Any]:
     """Convert vocab.json and merges.txt of GPT-2 to a tokenizer.json."""
-    vocab = _read_json_object(folder / "vocab.json")
+    vocab = read_json_object(folder / "vocab.json", *JSON_LIMITS)
     if not all(type(token) is int for token in vocab.values()):
         raise ValueError(f"{folder / 'vocab.json'}: expected an id for each token, got {reprlib.repr(vocab)}")
     merges = []
@@ -562,11 +543,6 @@ def _read_gpt2_files(folder: Path, config: dict[str, Any], special: dict[str, st
     return tokenizer_json.new_document(tokenizer_json.bpe_model(vocab, merges), **parts, post_processor=post_processor)
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if the file does not exist."""
-    return read_json_object(path, MAX_FILE_BYTES, MAX_JSON_VALUES) if path.is_file() else {}
-
-
 def _read_text(path: Path) -> str:
     try:
         return read_file(path, MAX_FILE_BYTES).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
@@ -580,9 +556,6 @@ def tokeniser_from_gguf(metadata: dict[str, Any]) -> PretrainedTokeniser:
 
     Args:
         metadata: keys and plain Python values.
-
-    Raises:
-        ValueError: the metadata do not describe a tokenizer, or one that is not supported.
     """
     prefix = "tokenizer.chat_template"
     templates = {}
@@ -597,23 +570,15 @@ def tokeniser_from_gguf(metadata: dict[str, Any]) -> PretrainedTokeniser:
 
 # -------------------------------------------------------------------- saved tokenizers
 def tokeniser_from_dict(state: Any) -> Tokeniser:
-    """Create a `PretrainedTokeniser` or `BPETokeniser` from its `to_dict`, by the field format; ValueError if invalid.
-
-    Raises:
-        ValueError: `state` is not such a result.
-    """
+    """Create a `PretrainedTokeniser` or `BPETokeniser` from its `to_dict`, by its format; ValueError if invalid."""
     if isinstance(state, dict) and state.get("format") == FORMAT["format"]:
         return PretrainedTokeniser.from_dict(state)
     return BPETokeniser.from_dict(state)
 
 
 def load_tokeniser(path: str | os.PathLike[str]) -> Tokeniser:
-    """Load a `PretrainedTokeniser` or `BPETokeniser` from the JSON file that its `save` wrote; else raise ValueError.
-
-    Raises:
-        ValueError: the file is not such a file.
-    """
+    """Load a `PretrainedTokeniser` or `BPETokeniser` from the JSON file that its `save` wrote; else ValueError."""
     try:
-        return tokeniser_from_dict(read_json(path, MAX_FILE_BYTES, MAX_JSON_VALUES))
+        return tokeniser_from_dict(read_json(path, *JSON_LIMITS))
     except ValueError as error:
         raise ValueError(f"{path}: expected a saved tokeniser: {str(error).removeprefix(f'{path}: ')}") from None

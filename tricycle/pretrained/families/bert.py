@@ -55,7 +55,7 @@ def to_fields(config: EncoderConfig) -> dict[str, Any]:
 def to_roberta_config(fields: ConfigFields) -> EncoderConfig:
     """Convert a RoBERTa config.json to an `EncoderConfig`: positions start at pad_token_id + 1, window shortened.
 
-    RoBERTa's positions start at pad_token_id + 1. Unlike transformers, Tricycle also counts padding before a text.
+    Unlike transformers, Tricycle also counts padding before a text.
     """
     config = to_config(fields)
     padding = fields.get("pad_token_id", 1)
@@ -74,12 +74,18 @@ def uninitialized_encoder(config: EncoderConfig) -> Layer:
     return TextEncoder(config, draw_weights=False)
 
 
-ENCODER_OPTIONS: dict[str, Any] = {
-    "legacy_names": LEGACY_NAMES,
-    "ignored": IGNORED_HEADS,
-    "new_model": uninitialized_encoder,
-}
-BERT = Family(("bert",), "BertModel", to_config, to_fields, NAMES, ("", "bert."), **ENCODER_OPTIONS)
+PREFIXES = ("", "bert.")
+BERT = Family(
+    ("bert",),
+    "BertModel",
+    to_config,
+    to_fields,
+    NAMES,
+    PREFIXES,
+    LEGACY_NAMES,
+    IGNORED_HEADS,
+    new_model=uninitialized_encoder,
+)
 ROBERTA = replace(
     BERT,
     model_types=("roberta", "xlm-roberta", "camembert"),

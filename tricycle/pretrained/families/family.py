@@ -96,11 +96,7 @@ class TensorMapping:
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def hf_tensors(self, name: str) -> list[HFTensor]:
-        """Return HFTensors (name, shape, columns) that form a parameter, in order of its last axis; else KeyError.
-
-        Raises:
-            KeyError: the family has no such layer.
-        """
+        """Return HFTensors (name, shape, columns) that form a parameter, in order of its last axis; else KeyError."""
         parameter = self.parameters[name]
         layer, _, kind = name.rpartition(".")
         block = re.search(r"\.(\d+)(\.|$)", layer)
@@ -131,10 +127,7 @@ class TensorMapping:
     def matching_views(
         self, name: str, hf_tensor: HFTensor, ours: np.ndarray, theirs: np.ndarray
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield equally shaped views of parameter `ours` and tensor `theirs`, a few rows at a time, to copy either way.
-
-        Both views of a pair have the same shape, and the same elements at the same places.
-        """
+        """Yield views of parameter `ours` and tensor `theirs` with equal elements, a few rows at a time, to copy."""
         if hf_tensor.columns.stop - hf_tensor.columns.start < ours.shape[-1]:
             ours = ours[..., hf_tensor.columns]
         if self.is_interleaved(name):
@@ -162,9 +155,7 @@ def declared_role(parameter: Tensor) -> str | None:
 
 # -------------------------------------------------------------------- loading
 def load_weights(model: Layer, family: Family, source: StoredModel, weights: str) -> None:
-    """Check all tensors (ValueError), then load them into the model as `weights`; those below float32 are frozen.
-
-    All tensors are checked before any is read.
+    """Check all tensors, before any is read, then load them as `weights`; those below float32 are frozen.
 
     Args:
         weights: as of `pretrained.load`.
