@@ -201,7 +201,7 @@ def _all_finite(tensor: Tensor) -> bool:
 def apply_gradients(
     model: Layer, optimiser: Optimiser, grads: Gradients, max_norm: float = 0.0, loss_scale: Any = None
 ) -> Any:
-    """Clip gradients to `max_norm` (0: not), update, clear; return the norm; NonFiniteError (on a CPU) if not finite.
+    """Clip gradients, update, clear; return the norm; if not finite only clear, and NonFiniteError on a CPU.
 
     Returns the norm before clipping: a number, or for a model on a GPU an unread 0-d array, without synchronization.
 

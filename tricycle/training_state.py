@@ -333,7 +333,7 @@ class StateSession(Session):
 
     @contextmanager
     def batches(self, source: CausalLMDataset) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Yield an update's batches of this process and label counts, and skip those of other processes, as a context.
+        """Yield this process's batches of an update and label counts; skip others' batches and dropout draws.
 
         Afterwards the dataset and the generator are in the same state as if one process had computed all batches.
         """

@@ -133,7 +133,7 @@ def present_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_stored_flags(path: Path, key: str, defaults: Any, names: Collection[str]) -> dict[str, Any]:
-    """Return the flags at `key` of an existing JSON file; ValueError if not in `names` or typed unlike `defaults`."""
+    """Return the flags at `key` of a JSON file, renaming old ones; ValueError if missing, unknown or mistyped."""
     stored: Any = read_json_object(path).get(key)
     stored = present_flags(stored) if isinstance(stored, dict) else stored
     if not isinstance(stored, dict) or set(stored) - set(names):

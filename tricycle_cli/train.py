@@ -156,7 +156,7 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> TrainTask:
 
 
 def parse_resume(words: Sequence[str], processes: ProcessGroup, read: Callable[[Path], Any]) -> ResumeArguments | None:
-    """Parse the flags of a resumed run, and check its folder by `read`; None for a new run. Ranks must agree."""
+    """Return a resumed run's flags after `read` checks its folder, or None; ValueError if ranks differ."""
     check_same(processes, {"command line": list(words), **common_properties()} if processes.size > 1 else {})
     if not any(word.split("=")[0] == "--resume" for word in words):
         return None
@@ -280,7 +280,7 @@ class TrainTask(TextTask):
         return run_description(self.arguments)
 
     def prepare(self, run: Run) -> TrainingState:
-        """Load the text and the new or resumed model, write config.json and data.json; return the training state."""
+        """Load text, set `held_out` and `prompts`, write config.json and data.json; return a new or resumed state."""
         arguments, config, processes = self.arguments, self.arguments.config, run.processes
         on_gpu = use_gpu(arguments.device)
         with advise_on_memory(on_gpu, self.memory_advice(config, on_gpu)):

@@ -67,7 +67,7 @@ class CompletionRequest:
     def sequence_requests(
         self, prompts: list[list[int]], max_tokens: int, context_window: int
     ) -> list[SequenceRequest]:
-        """Return `n` requests per prompt in order, within `max_tokens` and window; ApiError if too long or too many.
+        """Return `n` requests per prompt, max_tokens cut to fit the window; ApiError if too many or no room.
 
         Args:
             prompts: token ids.

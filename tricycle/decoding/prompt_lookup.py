@@ -49,7 +49,7 @@ class PromptLookupGeneration(Generation):
         return len(context) - min(common_prefix_length(self.state.tokens, context), len(context) - 1)
 
     def draft(self, n_most: int) -> list[int]:
-        """Return up to `n_most` draft tokens: those after the latest earlier occurrence of the last 3 tokens, or [].
+        """Return draft tokens that fit: those after the previous occurrence of the last 3 (repeated if few), or [].
 
         The list is empty if there is no such occurrence, or if the model must process more than the last token anyway.
         """

@@ -93,7 +93,7 @@ def backward_through_time(
     d_gates: Array,
     d_states: Array,
 ) -> None:
-    """Call `step` for each time step in reverse; write d_gates; turn the gradients d_states into the first states'."""
+    """At each step in reverse, call `step` for d_gates; add d_gates W^T, then the step's grad, to d_states."""
     xp = array_module(grad)
     across = weights.T
     d_output = d_states[0]

@@ -74,7 +74,7 @@ class ConfigFields:
         return None if self.get(name, default) is None else self.positive_float(name, default)
 
     def sizes(self, *defaults: int, **names: str) -> dict[str, Any]:
-        """Return six sizes by `ModelConfig` name; `defaults`, all six, for missing ones; ValueError for others.
+        """Return six sizes in SIZE_FIELDS order, `defaults` if missing; `names` replaces their config.json names.
 
         Args:
             defaults: one for each field, in the order of SIZE_FIELDS.

@@ -26,7 +26,7 @@ _PRE_TOKENIZERS = {names[0]: split for split, names in PRE_TOKENIZERS.items()}
 
 
 def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Metadata:
-    """Return the GGUF metadata "tokenizer.*" of a byte-level BPE tokenizer, with unused tokens up to `n_rows`.
+    """Return GGUF's "tokenizer.*", with chat templates, of a byte-level BPE; pad to `n_rows`; else ValueError.
 
     Args:
         tokeniser: a `BPETokeniser` or a `PretrainedTokeniser`.

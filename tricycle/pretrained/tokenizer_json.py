@@ -52,7 +52,7 @@ def bpe_model(vocab: Mapping[str, int], merges: Iterable[tuple[str, str]], **set
 
 
 def byte_level_parts(split: str, add_prefix_space: bool = False) -> JSONObject:
-    """Return pre_tokenizer, decoder and normalizer (NFC for "qwen", no key for "gpt2"); KeyError for an unknown split.
+    """Return tokenizer.json parts of "gpt2", "smollm" (digits, then GPT-2's) or SPLIT_PATTERNS; else KeyError.
 
     Args:
         split: the pre-tokenization pattern: "gpt2", "smollm" (GPT-2's with single digits), or a key of SPLIT_PATTERNS.

@@ -113,7 +113,7 @@ def template_name(kernel: str, template: Sequence[str] = ()) -> str:
 
 
 def template_names(file: str, template: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return C++ names, with template arguments, of all instantiations in a .cu file, or of those with `template`."""
+    """Return C++ names of a .cu file's instantiations in KERNELS, or of those with these template arguments."""
     return tuple(
         template_name(kernel, each)
         for kernel, choices in KERNELS[file].items()

@@ -87,7 +87,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Return bfloat16 a @ b + bias, in `out` if given, or of few float32 rows without `out`; else NotImplemented."""
+    """Return a @ b + bias of bfloat16 (float32 `out`), or of few float32 rows; NotImplemented for others."""
     if a.dtype == np.float32:
         return _few_rows(a, b, bias)
     n_rows = len(a)

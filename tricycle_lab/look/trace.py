@@ -209,7 +209,7 @@ class Trace:
         return {"position": position, "top": top, "lens": lens}
 
     def logit_lens(self) -> dict[str, Any]:
-        """Return "tokens" and "probs"[layer][position], top by logit lens ([] without it), and "texts" by token id."""
+        """Return the most probable "tokens"[layer][position] by logit lens, or []; their "probs"; "texts" by id."""
         if self.unembed is None or not self.stream:
             return {"tokens": [], "probs": []}
         top = np.zeros((len(self.stream), len(self.ids)), np.int64)
