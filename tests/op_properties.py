@@ -1,16 +1,18 @@
-"""Hypothesis strategies for calls of each op of the registry and of layers, for test_properties.py.
+"""Hypothesis strategies for calls of each op of the registry and of layers, for the generic tests of ops.
 
-Hypothesis draws shapes (with sizes 0 and 1), options and axes; the values are generated from a seed, distinct and at a
-distance from kinks and poles. Each call has an equivalent in PyTorch, on float64 tensors.
+An op of `tricycle.ops.OPS` without a strategy fails a test of test_registry.py. Hypothesis draws shapes (with sizes 0
+and 1), options and axes; the values are generated from a seed, distinct and at a distance from kinks and poles. Each
+call has an equivalent in the functions that NumPy and PyTorch share, or in PyTorch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import samples
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -23,46 +25,64 @@ import tricycle.loss as loss
 import tricycle.sequences.convolution as convolution
 import tricycle.sequences.recurrent as recurrent
 from tricycle import extra_ops, ops, softmaxes
-from tricycle.activations import ReLUSquared
-from tricycle.tensor import Tensor
+from tricycle.activations import ExactGeLU, ReLUSquared
+from tricycle.tensor import Tensor, to_tensor
 
 Draw = Callable[[st.SearchStrategy], Any]
 
 
-class Call(NamedTuple):
+class Sample(NamedTuple):
     """One call of one op.
 
     Attributes:
-        run: takes a Tensor for each input.
+        call: takes a Tensor for each input.
         inputs: float64 arrays; integers for labels.
-        torch: the same call; takes the module, then a tensor of float64 for each input.
+        expected: the same call; takes `numpy` or `torch`, then an array in float64 for each input.
         accepts_integers: whether its inputs may also be integers or booleans, which are converted to float32.
         accepts_float16: whether float16 inputs cause no larger error than their rounding.
         batched: per input, the flag `is_batched`; all False if it is empty.
         n_dtype_inputs: the number of first inputs that determine the dtype of the result; None for all.
+        needs_torch: whether `expected` calls functions that only PyTorch has.
     """
 
-    run: Callable[..., Tensor]
+    call: Callable[..., Tensor]
     inputs: tuple[np.ndarray, ...]
-    torch: Callable[..., Any]
+    expected: Callable[..., Any]
     accepts_integers: bool = False
     accepts_float16: bool = True
     batched: tuple[bool, ...] = ()
     n_dtype_inputs: int | None = None
+    needs_torch: bool = False
+
+    def tensors(self) -> list[Tensor]:
+        """Return the inputs as new Tensors, in float64."""
+        flags = self.batched or (False,) * len(self.inputs)
+        return [to_tensor(array, dtype=array.dtype, is_batched=flag) for array, flag in zip(self.inputs, flags)]
 
 
-PROPERTIES: dict[str, Callable[[Draw], Call]] = {}  # of ops
-LAYERS: dict[str, Callable[[Draw], Call]] = {}
+DrawSample = Callable[[Draw], Sample]
+PROPERTIES: dict[str, DrawSample] = {}  # of ops
+LAYERS: dict[str, DrawSample] = {}
 
 
-def register(
-    name: str, table: dict[str, Callable[[Draw], Call]] = PROPERTIES
-) -> Callable[[Callable[[Draw], Call]], Callable[[Draw], Call]]:
-    def add_to_table(draw_call: Callable[[Draw], Call]) -> Callable[[Draw], Call]:
-        table[name] = draw_call
-        return draw_call
+N_SAMPLES = {"Attention": 120, "Einsum": 50, "getitem": 40, "Rotary": 40}
 
-    return add_to_table
+
+def samples_of(name: str) -> list[Sample]:
+    """Return the same samples of an op or layer at each call: 12, or N_SAMPLES of those with many options."""
+    samples: list[Sample] = []
+
+    @settings(max_examples=N_SAMPLES.get(name, 12), phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def collect(data: Any) -> None:
+        samples.append((PROPERTIES | LAYERS)[name](data.draw))
+
+    collect()
+    return samples
+
+
+def register(name: str, table: dict[str, DrawSample] = PROPERTIES) -> Callable[[DrawSample], None]:
+    return lambda draw_call: table.update({name: draw_call})
 
 
 # -------------------------------------------------------------------- values and shapes
@@ -91,72 +111,113 @@ def broadcastable_shapes(draw: Draw, n: int) -> tuple[tuple[int, ...], ...]:
 
 
 # -------------------------------------------------------------------- elementwise
-ELEMENTWISE = {name: (op, make is samples.positive, torch_op) for name, op, make, _, torch_op in samples.UNARY}
-ACCEPT_INTEGERS = {"exp", "sin", "cos", "tanh", "sigmoid", "Sigmoid", "Tanh", "ReLUSquared", "ExactGeLU", "Swish"}
+def sigmoid(xp: Any, x: Any) -> Any:
+    return 1 / (1 + xp.exp(-x))
 
 
-def _elementwise(name: str) -> Callable[[Draw], Call]:
-    op, is_positive, torch_op = ELEMENTWISE[name]
+# name: op, edge values, the function of NumPy or PyTorch
+UNARY: dict[str, tuple[Callable, list[float], Callable]] = {
+    "exp": (extra_ops.exp, [-30, 0, 5], lambda xp, x: xp.exp(x)),
+    "log": (extra_ops.log, [1e-3, 1, 1e4], lambda xp, x: xp.log(x)),
+    "sqrt": (extra_ops.sqrt, [1e-2, 1, 1e4], lambda xp, x: xp.sqrt(x)),
+    "sin": (extra_ops.sin, [-30, 0, 30], lambda xp, x: xp.sin(x)),
+    "cos": (extra_ops.cos, [-30, 0, 30], lambda xp, x: xp.cos(x)),
+    "absolute": (extra_ops.absolute, [-1e3, 1e3], lambda xp, x: abs(x)),
+    "tanh": (ops.tanh, [-30, 0, 30], lambda xp, x: xp.tanh(x)),
+    "sigmoid": (ops.sigmoid, [-30, 0, 30], lambda xp, x: sigmoid(xp, x)),
+    "negative": (extra_ops.negative, [-1e3, 0, 1e3], lambda xp, x: -x),
+    "Sigmoid": (functions.Sigmoid(), [-30, 0, 30], lambda xp, x: sigmoid(xp, x)),
+    "Tanh": (functions.Tanh(), [-30, 0, 30], lambda xp, x: xp.tanh(x)),
+    "ReLU": (activation.ReLU(), [-1e3, 1e3], lambda xp, x: x * (x > 0)),
+    "ReLUSquared": (ReLUSquared(), [-100, 100], lambda xp, x: x * x * (x > 0)),
+    "Swish": (activation.Swish(), [-30, 0, 30], lambda xp, x: x * sigmoid(xp, x)),
+}
+ACCEPT_INTEGERS = {"exp", "sin", "cos", "tanh", "sigmoid", "Sigmoid", "Tanh", "ReLUSquared", "Swish"}
 
-    def draw_call(draw: Draw) -> Call:
-        x = signed(draw, draw(SHAPES)) * draw(st.sampled_from([1, 4]))
-        return Call(op, (np.abs(x) if is_positive else x,), torch_op, accepts_integers=name in ACCEPT_INTEGERS)
+
+def _elementwise(name: str) -> DrawSample:
+    op, edges, expected = UNARY[name]
+
+    def draw_call(draw: Draw) -> Sample:
+        x = draw(st.sampled_from([1, 4])) * signed(draw, draw(SHAPES))
+        x = np.abs(x) if name in ("log", "sqrt") else x
+        if draw(st.sampled_from([False, False, False, True])):
+            x = np.array(edges, np.float64)
+        return Sample(op, (x,), expected, accepts_integers=name in ACCEPT_INTEGERS)
 
     return draw_call
 
 
-for _name in ELEMENTWISE:
+for _name in UNARY:
     PROPERTIES[_name] = _elementwise(_name)
 
 
-@register("GeLU")
-def _gelu(draw):
-    approximate, x = draw(st.booleans()), signed(draw, draw(SHAPES)) * draw(st.sampled_from([1, 4]))
-    torch_op = lambda torch, x: torch.nn.functional.gelu(x, approximate="tanh" if approximate else "none")
-    return Call(activation.GeLU(approximate), (x,), torch_op, accepts_integers=True)
+def _register_gelu(name: str, op: Callable, exact: bool) -> None:
+    def draw_call(draw: Draw) -> Sample:
+        x = (
+            np.array([-30.0, -5, 0, 5, 30])
+            if draw(st.sampled_from([False, False, True]))
+            else signed(draw, draw(SHAPES))
+        )
+        gelu = lambda torch, x: torch.nn.functional.gelu(x, approximate="none" if exact else "tanh")
+        return Sample(op, (x,), gelu, accepts_integers=True, needs_torch=True)
+
+    PROPERTIES[name] = draw_call
+
+
+_register_gelu("GeLU", activation.GeLU(), exact=False)
+_register_gelu("ExactGeLU", ExactGeLU(), exact=True)
 
 
 @register("softcap")
 def _soft_cap(draw):
     cap = draw(st.sampled_from([0.5, 1.5, 30.0]))
-    return Call(
-        lambda x: functions.softcap(x, cap), (signed(draw, draw(SHAPES)),), lambda torch, x: cap * (x / cap).tanh()
+    return Sample(
+        lambda x: functions.softcap(x, cap), (signed(draw, draw(SHAPES)),), lambda xp, x: cap * xp.tanh(x / cap)
     )
 
 
 @register("to_compute_dtype")
 def _to_compute_dtype(draw):
     x = signed(draw, draw(SHAPES))
-    return Call(lambda x: functions.to_compute_dtype(x, "float32") * 2, (x,), lambda torch, x: x * 2)
+    precision = draw(st.sampled_from(["float32", "bfloat16"]))  # converted on GPUs only
+    return Sample(lambda x: functions.to_compute_dtype(x, precision) * 2, (x,), lambda xp, x: x * 2)
 
 
 # -------------------------------------------------------------------- two inputs, and a number on either side
+BINARY: dict[str, tuple[Callable, Callable]] = {
+    "add": (ops.add, lambda xp, x, y: x + y),
+    "add_residual": (functions.add_residual, lambda xp, x, y: x + y),
+    "sub": (extra_ops.subtract, lambda xp, x, y: x - y),
+    "mul": (ops.multiply, lambda xp, x, y: x * y),
+    "div": (extra_ops.divide, lambda xp, x, y: x / y),
+    "pow": (extra_ops.power, lambda xp, x, y: x**y),
+    "maximum": (extra_ops.maximum, lambda xp, x, y: xp.maximum(x, y)),
+    "minimum": (extra_ops.minimum, lambda xp, x, y: xp.minimum(x, y)),
+}
 
 
-def _binary(name: str) -> Callable[[Draw], Call]:
-    op, torch_op = next((op, torch_op) for each, op, _, _, torch_op in samples.BINARY if each == name)
+def _binary(name: str) -> DrawSample:
+    op, expected = BINARY[name]
 
-    def draw_call(draw: Draw) -> Call:
+    def draw_call(draw: Draw) -> Sample:
         side = draw(st.sampled_from(["both", "both", "left", "right"]))
-        arrays = [signed(draw, shape) for shape in broadcastable_shapes(draw, 2)]
-        if name == "pow":
-            arrays = [np.abs(array) for array in arrays]
+        x, y = (signed(draw, shape) for shape in broadcastable_shapes(draw, 2))
+        number = draw(st.sampled_from([2, -1, 0, 0.75, 3.0] if name == "pow" else [2, -1, 0.75, 3.0]))
+        if name == "pow" and side == "both" and draw(st.booleans()):
+            y = np.rint(2 * y).astype(int)  # negative numbers have powers of whole numbers only
+        elif name == "pow" and (side != "left" or number != int(number)):
+            x, number = np.abs(x), abs(number) or 2
         if side == "both":
-            return Call(op, tuple(arrays), torch_op)
-        number = draw(st.sampled_from([2, -1, 0.75, 3.0]))
-        if name == "pow" and side == "right":
-            number = abs(number)
+            return Sample(op, (x, y), expected)
         if side == "left":
-            like_x = lambda torch, x: torch_op(torch, x, torch.full_like(x, number))
-            return Call(lambda x: op(x, number), (arrays[0],), like_x)
-        return Call(
-            lambda y: op(number, y), (arrays[1],), lambda torch, y: torch_op(torch, torch.full_like(y, number), y)
-        )
+            return Sample(lambda x: op(x, number), (x,), lambda xp, x: expected(xp, x, xp.full_like(x, number)))
+        return Sample(lambda y: op(number, y), (y,), lambda xp, y: expected(xp, xp.full_like(y, number), y))
 
     return draw_call
 
 
-for _name, *_ in samples.BINARY:
+for _name in BINARY:
     PROPERTIES[_name] = _binary(_name)
 
 
@@ -165,8 +226,8 @@ def _where(draw):
     mask_shape, *shapes = broadcastable_shapes(draw, 3)
     condition = normal(draw, *mask_shape) > 0
     inputs = tuple(signed(draw, shape) for shape in shapes)
-    torch_where = lambda torch, x, y: torch.where(torch.tensor(condition), x, y)
-    return Call(lambda x, y: extra_ops.where(condition, x, y), inputs, torch_where)
+    expected = lambda xp, x, y: xp.where(xp.asarray(condition), x, y)
+    return Sample(lambda x, y: extra_ops.where(x.xp.asarray(condition), x, y), inputs, expected)
 
 
 # -------------------------------------------------------------------- joining, shapes, indexing
@@ -179,7 +240,7 @@ def _concatenate(draw):
         longer = list(shape)
         longer[axis] = draw(SMALL)
         inputs.append(signed(draw, tuple(longer)))
-    return Call(lambda *xs: extra_ops.concatenate(xs, axis), tuple(inputs), lambda torch, *xs: torch.cat(xs, axis))
+    return Sample(lambda *xs: extra_ops.concatenate(xs, axis), tuple(inputs), lambda xp, *xs: xp.concatenate(xs, axis))
 
 
 @register("stack")
@@ -187,7 +248,7 @@ def _stack(draw):
     shape = draw(SHAPES)
     axis = draw(st.integers(-len(shape) - 1, len(shape)))
     inputs = tuple(signed(draw, shape) for _ in range(draw(st.integers(1, 3))))
-    return Call(lambda *xs: extra_ops.stack(xs, axis), inputs, lambda torch, *xs: torch.stack(xs, axis))
+    return Sample(lambda *xs: extra_ops.stack(xs, axis), inputs, lambda xp, *xs: xp.stack(xs, axis))
 
 
 @register("reshape")
@@ -197,7 +258,7 @@ def _reshape(draw):
     new.insert(draw(st.integers(0, len(new))), 1)
     if x.size and draw(st.booleans()):
         new[draw(st.integers(0, len(new) - 1))] = -1
-    return Call(lambda x: ops.reshape(x, *new), (x,), lambda torch, x: x.reshape(new))
+    return Sample(lambda x: ops.reshape(x, *new), (x,), lambda xp, x: x.reshape(new))
 
 
 @register("split_heads")
@@ -209,11 +270,11 @@ def _split_heads(draw):
         queries, keys = ops.split_heads(x, (n_heads, n_heads), size)
         return queries + 2 * keys
 
-    def torch_run(torch, x):
-        queries, keys = x.reshape(*x.shape[:2], 2 * n_heads, size).split(n_heads, dim=2)
-        return queries + 2 * keys
+    def expected(xp, x):
+        heads = x.reshape(*x.shape[:2], 2 * n_heads, size)
+        return heads[:, :, :n_heads] + 2 * heads[:, :, n_heads:]
 
-    return Call(run, (x,), torch_run)
+    return Sample(run, (x,), expected)
 
 
 @register("transpose")
@@ -221,7 +282,9 @@ def _transpose(draw):
     x = signed(draw, draw(SHAPES))
     order = draw(st.permutations(range(x.ndim)))
     order = [axis - x.ndim * draw(st.booleans()) for axis in order]
-    return Call(lambda x: extra_ops.transpose(x, *order), (x,), lambda torch, x: x.permute(order))
+    return Sample(
+        lambda x: extra_ops.transpose(x, *order), (x,), lambda xp, x: xp.moveaxis(x, tuple(order), tuple(range(x.ndim)))
+    )
 
 
 def _index(draw: Draw, shape: tuple[int, ...]) -> Any:
@@ -231,7 +294,8 @@ def _index(draw: Draw, shape: tuple[int, ...]) -> Any:
     if kind == "mask":
         return draw(hnp.arrays(bool, shape[: draw(st.integers(1, len(shape)))]))
     results = hnp.array_shapes(max_dims=2, min_side=0, max_side=4)
-    return draw(hnp.integer_array_indices(shape, result_shape=results))
+    index = draw(hnp.integer_array_indices(shape, result_shape=results))
+    return index[0] if len(index) == 1 else index
 
 
 @register("getitem")
@@ -240,42 +304,43 @@ def _getitem(draw):
     x = signed(draw, draw(SHAPES))
     index = _index(draw, x.shape)
     places = np.asarray(np.arange(x.size).reshape(x.shape)[index])
-    flat = places.ravel()
-    return Call(
-        lambda x: x[index], (x,), lambda torch, x: x.reshape(-1)[torch.tensor(flat.copy())].reshape(places.shape)
-    )
+    expected = lambda xp, x: x.reshape(-1)[xp.asarray(places.ravel().copy())].reshape(places.shape)
+    if isinstance(index, np.ndarray) and draw(st.booleans()):
+        return Sample(lambda x, ids: x[ids], (x, index), lambda xp, x, ids: expected(xp, x))
+    return Sample(lambda x: x[index], (x,), expected)
 
 
 # -------------------------------------------------------------------- reductions
-def _reduction(name: str, torch_name: str) -> Callable[[Draw], Call]:
-    def draw_call(draw: Draw) -> Call:
+def _reduction(name: str, xp_name: str) -> DrawSample:
+    def draw_call(draw: Draw) -> Sample:
         x = signed(draw, draw(SHAPES if name == "sum" else FULL))
         axis = draw(st.none() | hnp.valid_tuple_axes(x.ndim, min_size=1) if x.ndim else st.none())
         keep = draw(st.booleans())
         axes = tuple(range(x.ndim)) if axis is None else axis
 
-        def torch_op(torch: Any, x: Any) -> Any:
-            return getattr(x, torch_name)(axes, keepdim=keep) if axes else x * 1
+        def expected(xp: Any, x: Any) -> Any:
+            return getattr(xp, xp_name)(x, axis=axes, keepdims=keep) if axes else x * 1
 
-        return Call(lambda x: ops.OPS[name](x, axis, keep), (x,), torch_op)
+        return Sample(lambda x: ops.OPS[name](x, axis, keep), (x,), expected)
 
     return draw_call
 
 
-for _name, _torch_name in {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin"}.items():
-    PROPERTIES[_name] = _reduction(_name, _torch_name)
+for _name, _xp_name in {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin"}.items():
+    PROPERTIES[_name] = _reduction(_name, _xp_name)
 
 
 # -------------------------------------------------------------------- products
 @register("matmul")
 def _matmul(draw):
     drawn = hnp.mutually_broadcastable_shapes(signature=np.matmul.signature, max_dims=2, min_side=0, max_side=4)
-    inputs = tuple(signed(draw, shape) for shape in draw(drawn).input_shapes)
-    return Call(einsum.matmul, inputs, lambda torch, x, y: x @ y)
+    x, y = (signed(draw, shape) for shape in draw(drawn).input_shapes)
+    y = np.rint(3 * y).astype(int) if draw(st.sampled_from([False, False, True])) else y
+    return Sample(einsum.matmul, (x, y), lambda xp, x, y: x @ (xp.asarray(1.0, dtype=x.dtype) * y))
 
 
-def draw_terms(draw: Draw) -> tuple[list[str], list[tuple[int, ...]]]:
-    """Draw terms of an einsum and matching shapes, with repeated axes, a broadcast "...", and sizes from 0."""
+def _subscripts(draw: Draw) -> tuple[list[str], str, list[tuple[int, ...]]]:
+    """Draw terms, output and shapes of an einsum, with repeated axes, a broadcast "...", and sizes from 0."""
     sizes = {letter: draw(st.integers(0 if letter == "d" else 1, 3)) for letter in "abcd"}
     hidden = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
     terms, shapes = [], []
@@ -287,12 +352,6 @@ def draw_terms(draw: Draw) -> tuple[list[str], list[tuple[int, ...]]]:
             letters, shape = f"{letters[:before]}...{letters[before:]}", [*shape[:before], *own, *shape[before:]]
         terms.append(letters)
         shapes.append(tuple(shape))
-    return terms, shapes
-
-
-def _subscripts(draw: Draw) -> tuple[list[str], str, list[tuple[int, ...]]]:
-    """Draw terms, output and shapes of an einsum."""
-    terms, shapes = draw_terms(draw)
     present = sorted(set("".join(terms)) - {"."})
     output = draw(st.permutations(present))[: draw(st.integers(0, len(present)))]
     if any("..." in term for term in terms):
@@ -304,19 +363,24 @@ def _subscripts(draw: Draw) -> tuple[list[str], str, list[tuple[int, ...]]]:
 def _einsum(draw):
     """Draw an einsum; for batched inputs, only PyTorch's subscripts contain the batch axis."""
     terms, output, shapes = _subscripts(draw)
+    explicit = f"->{output}"
+    if draw(st.sampled_from([False, False, True])):
+        letters = "".join(terms)
+        output = "..." * ("." in letters) + "".join(c for c in sorted(set(letters)) if letters.count(c) == 1)
+        explicit = ""
     batched = [draw(st.booleans()) for _ in terms]
     shapes = [(2, *shape) if flag else shape for shape, flag in zip(shapes, batched)]
     batched_terms = ["z" * flag + term for term, flag in zip(terms, batched)]
     full = f"{','.join(batched_terms)}->{'z' * any(batched)}{output}"
 
-    def torch_einsum(torch: Any, *xs: Any) -> Any:
+    def expected(xp: Any, *xs: Any) -> Any:
         if set(full) <= set(",->"):  # PyTorch has no notation for numbers alone
-            return torch.stack([x.reshape(()) for x in xs]).prod()
-        return torch.einsum(full, *xs)
+            return math.prod(xs)
+        return xp.einsum(full, *xs)
 
     inputs = tuple(signed(draw, shape) for shape in shapes)
-    op = einsum.Einsum(f"{','.join(terms)}->{output}")
-    return Call(op, inputs, torch_einsum, batched=tuple(batched))
+    op = einsum.Einsum(",".join(terms) + explicit)
+    return Sample(op, inputs, expected, batched=tuple(batched))
 
 
 @register("linear")
@@ -325,29 +389,53 @@ def _linear(draw):
     from_size, to_size = draw(SMALL), draw(SMALL)
     shapes = [(*lead, from_size), (from_size, to_size)] + [(to_size,)] * draw(st.booleans())
     inputs = tuple(signed(draw, shape) for shape in shapes)
-    return Call(functions.linear, inputs, lambda torch, x, w, *b: x @ w + (b[0] if b else 0), n_dtype_inputs=2)
+    return Sample(functions.linear, inputs, lambda xp, x, w, *b: x @ w + (b[0] if b else 0), n_dtype_inputs=2)
 
 
 # -------------------------------------------------------------------- softmax and its kin, gates
-def torch_adaptive(torch: Any, x: Any) -> Any:
-    plain = x.softmax(-1)
-    entropy = -(plain * torch.where(plain > 0, plain, 1).log()).sum(-1, keepdim=True)
+HIDDEN = -1e9  # the score of a masked key; -inf would make PyTorch's gradients NaN where it is multiplied
+
+
+def softmax(xp: Any, x: Any, further: Any = 0.0) -> Any:
+    """Compute softmax over the last axis; `further` is added to the sum of the exponentials."""
+    e = xp.exp(x)
+    return e / (further + e.sum(-1, keepdims=True))
+
+
+def adaptive_softmax(xp: Any, x: Any) -> Any:
+    plain = softmax(xp, x)
+    entropy = -(plain * xp.log(xp.where(plain > 0, plain, 1.0))).sum(-1, keepdims=True)
     beta = -0.037 * entropy**4 + 0.481 * entropy**3 - 2.3 * entropy**2 + 4.917 * entropy - 1.791
-    return (x * torch.where((entropy > 0.5) & (beta > 1), beta, 1)).softmax(-1)
+    return softmax(xp, x * xp.where((entropy > 0.5) & (beta > 1), beta, 1.0))
 
 
-def _register_row_op(name: str, op: Callable, torch_op: Callable) -> None:
-    def draw_call(draw: Draw) -> Call:
-        x = normal(draw, *draw(ROWS)) * draw(st.sampled_from([1, 5]))
-        return Call(op, (x,), torch_op, accepts_float16=name != "AdaptiveSoftmax")
+def sink_softmax(xp: Any, x: Any, sinks: Any) -> Any:
+    return softmax(xp, x, xp.exp(sinks)[..., None, None])
+
+
+def block_softmax(xp: Any, x: Any, scales: Any, length: int | None = None) -> Any:
+    step = -(-(length or x.shape[-1]) // scales.shape[-2])
+    parts = [x[..., start : start + step] for start in range(0, x.shape[-1], step)]
+    # a block without visible keys gets zeros
+    parts = [
+        softmax(xp, part, 1.0 * (part <= HIDDEN).all(-1, keepdims=True)) * scales[..., i, :, None]
+        for i, part in enumerate(parts)
+    ]
+    return xp.concatenate(parts, -1)
+
+
+def _register_row_op(name: str, op: Callable, expected: Callable) -> None:
+    def draw_call(draw: Draw) -> Sample:
+        x = normal(draw, *draw(ROWS | st.just((3, 300)))) * draw(st.sampled_from([0.1, 1, 5]))
+        return Sample(op, (x,), expected, accepts_float16=name != "AdaptiveSoftmax")
 
     PROPERTIES[name] = draw_call
 
 
-_register_row_op("Softmax", functions.Softmax(), lambda torch, x: x.softmax(-1))
-_register_row_op("Softmax1", functions.Softmax1(), samples.torch_softmax1)
-_register_row_op("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1))
-_register_row_op("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), torch_adaptive)
+_register_row_op("Softmax", functions.Softmax(), softmax)
+_register_row_op("Softmax1", functions.Softmax1(), lambda xp, x: softmax(xp, x, 1.0))
+_register_row_op("LogSoftmax", functions.LogSoftmax(), lambda xp, x: x - xp.log(xp.exp(x).sum(-1, keepdims=True)))
+_register_row_op("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), adaptive_softmax)
 
 
 @register("SinkSoftmax")
@@ -355,7 +443,7 @@ def _sink_softmax(draw):
     x = normal(draw, *draw(hnp.array_shapes(min_dims=2, max_dims=4, min_side=1, max_side=6)))
     sinks = normal(draw, *x.shape[:-2]) * draw(st.sampled_from([1, 5]))
 
-    return Call(softmaxes.SinkSoftmax(), (x, sinks), samples.torch_sink_softmax, accepts_float16=False)
+    return Sample(softmaxes.SinkSoftmax(), (x, sinks), sink_softmax, accepts_float16=False)
 
 
 @register("BlockSoftmax")
@@ -364,27 +452,27 @@ def _block_softmax(draw):
     x = normal(draw, *draw(hnp.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=6)))
     inputs = [x, normal(draw, *x.shape[:-2], n_blocks, x.shape[-2])] if correction == "learned" else [x]
 
-    def torch_op(torch: Any, x: Any, *scales: Any) -> Any:
+    def expected(xp: Any, x: Any, *scales: Any) -> Any:
         if correction == "exact":
-            return x.softmax(-1)
-        return samples.torch_block_softmax(torch, x, *(scales or [torch.ones(n_blocks, x.shape[-2])]))
+            return softmax(xp, x)
+        return block_softmax(xp, x, *(scales or [xp.asarray(np.ones((n_blocks, x.shape[-2])))]))
 
-    return Call(softmaxes.BlockSoftmax(n_blocks, correction), tuple(inputs), torch_op, accepts_float16=False)
+    return Sample(softmaxes.BlockSoftmax(n_blocks, correction), tuple(inputs), expected, accepts_float16=False)
 
 
-def _register_gate(name: str, make: Callable[[], Callable], torch_gate: Callable) -> None:
-    def draw_call(draw: Draw) -> Call:
+def _register_gate(name: str, make: Callable[[], Callable], gate: Callable) -> None:
+    def draw_call(draw: Draw) -> Sample:
         *lead, half = draw(ROWS)
         x = signed(draw, (*lead, 2 * half))
-        halves = lambda torch, x: x[..., :half] * torch_gate(torch, x[..., half:])
-        return Call(make(), (x,), halves)
+        halves = lambda xp, x: x[..., :half] * gate(xp, x[..., half:])
+        return Sample(make(), (x,), halves)
 
     PROPERTIES[name] = draw_call
 
 
-_register_gate("GLU", activation.GLU, lambda torch, x: x.sigmoid())
-_register_gate("SwiGLU", activation.SwiGLU, lambda torch, x: torch.nn.functional.silu(x))
-_register_gate("Gated", lambda: activation.Gated(ReLUSquared()), lambda torch, x: x.relu() ** 2)
+_register_gate("GLU", activation.GLU, sigmoid)
+_register_gate("SwiGLU", activation.SwiGLU, lambda xp, x: x * sigmoid(xp, x))
+_register_gate("Gated", lambda: activation.Gated(ReLUSquared()), lambda xp, x: x * x * (x > 0))
 
 
 # -------------------------------------------------------------------- losses
@@ -399,85 +487,140 @@ def _cross_entropy(draw):
     smoothing = draw(st.sampled_from([0.0, 0.1, 0.5]))
     logits = normal(draw, *lead, n_classes) * draw(st.sampled_from([1, 5]))
 
-    def torch_op(torch: Any, labels: Any, logits: Any) -> Any:
-        options = {"ignore_index": -100 if ignored is None else ignored, "label_smoothing": smoothing}
-        return torch.nn.functional.cross_entropy(logits.reshape(-1, n_classes), labels.reshape(-1), **options)
+    def expected(xp: Any, _: Any, logits: Any) -> Any:
+        rows, flat = logits.reshape(-1, n_classes), labels.reshape(-1)
+        counted = np.ones(flat.shape) if ignored is None else 1.0 * (flat != ignored)
+        truth = (1 - smoothing) * np.eye(n_classes)[flat.clip(0)] + smoothing / n_classes
+        logs = rows - xp.log(xp.exp(rows).sum(-1, keepdims=True))
+        return -(xp.asarray(truth * counted[:, None]) * logs).sum() / counted.sum()
 
-    return Call(loss.CrossEntropy(ignored, smoothing), (labels, logits), torch_op)
+    return Sample(loss.CrossEntropy(ignored, smoothing), (labels, logits), expected)
 
 
 @register("MeanSquaredError")
 def _mean_squared_error(draw):
     shape = draw(FULL)
     inputs = signed(draw, shape), normal(draw, *shape)
-    return Call(loss.MeanSquaredError(), inputs, lambda torch, x, y: ((x - y) ** 2).mean())
+    return Sample(loss.MeanSquaredError(), inputs, lambda xp, x, y: ((x - y) ** 2).mean())
 
 
 # -------------------------------------------------------------------- attention
-def torch_attention(torch: Any, tensors: Any, op: attention.Attention, mask: np.ndarray | None) -> Any:
-    """Compute attention in plain PyTorch: grouped heads, window, soft-cap, mask, and any softmax."""
-    q, k, v = (x.transpose(1, 2) for x in tensors)
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if op.scale is None else op.scale)
+def attention_of(xp: Any, tensors: Any, op: Any, mask: np.ndarray | None, *parameters: Any) -> Any:
+    """Compute attention step by step: grouped heads, window, soft-cap, mask, and any softmax."""
+    q, k, v = (x.swapaxes(1, 2) for x in tensors)
+    heads = xp.asarray(np.arange(q.shape[1]) // (q.shape[1] // k.shape[1]))
+    k, v = k[:, heads], v[:, heads]
+    scores = q @ k.swapaxes(2, 3) * (q.shape[-1] ** -0.5 if op.scale is None else op.scale)
     if op.softcap is not None:
-        scores = op.softcap * (scores / op.softcap).tanh()
-    places = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2] - torch.arange(k.shape[2])
-    visible = torch.ones_like(places, dtype=torch.bool)
+        scores = op.softcap * xp.tanh(scores / op.softcap)
+    n_queries, n_keys = scores.shape[2:]
+    places = np.arange(n_queries)[:, None] + n_keys - n_queries - np.arange(n_keys)
+    visible = np.ones(tuple(scores.shape), bool)
     if op.causal:
-        visible = (places >= 0) & (places < (op.window or 10**9))
+        visible &= (places >= 0) & (places < (op.window or 10**9))
     if mask is not None:
-        visible = visible & torch.tensor(mask[(slice(None), *[None] * (4 - mask.ndim))])
-    visible = visible.expand(scores.shape)
-    any_seen = visible.any(-1, keepdim=True)
-    scores = torch.where(any_seen, torch.where(visible, scores, -torch.inf), 0)
-    if op.softmax.name == "softmax1":
-        weights = samples.torch_softmax1(torch, scores)
-    else:
-        weights = scores.softmax(-1)
-    return (torch.where(any_seen, weights, 0) @ v).transpose(1, 2)
+        visible &= mask[(slice(None), *[None] * (4 - mask.ndim))]
+    any_seen, visible = xp.asarray(visible.any(-1, keepdims=True)), xp.asarray(visible)
+    scores = xp.where(any_seen, xp.where(visible, scores, HIDDEN), 0.0)
+    weights = attention_weights(xp, op.softmax, scores, max(0, n_keys - n_queries) * op.causal, *parameters)
+    return (xp.where(any_seen, weights, 0.0) @ v).swapaxes(1, 2)
+
+
+def attention_weights(xp: Any, variant: Any, scores: Any, first: int = 0, *parameters: Any) -> Any:
+    """Compute the weights of a softmax variant for scores (B, H, T, S) of queries from position `first` on."""
+    if variant.name == "adaptive_softmax":
+        return adaptive_softmax(xp, scores)
+    if variant.name == "sink_softmax":
+        return sink_softmax(xp, scores, *parameters)
+    if variant.name == "block_softmax" and variant.correction != "exact":
+        positions, length = np.arange(first, first + scores.shape[2]), variant.length or scores.shape[3]
+        if not variant.per_position:
+            positions = positions // -(-length // variant.n_blocks)
+        scales = parameters[0] if parameters else xp.asarray(np.ones((variant.n_blocks, first + scores.shape[2])))
+        return block_softmax(xp, scores, scales[..., xp.asarray(positions)], length)
+    return softmax(xp, scores, 1.0 * (variant.name == "softmax1"))
+
+
+def _attention_softmax(draw: Draw, n_heads: int, n_queries: int, n_keys: int) -> tuple[Any, list[np.ndarray]]:
+    """Draw a softmax variant and its parameters."""
+    name = draw(st.sampled_from(["softmax", "softmax1", "adaptive", "sink", "blocks", "blocks"]))
+    if name == "sink":
+        return name, [normal(draw, n_heads)]
+    if name != "blocks" or not 0 < n_queries <= n_keys:
+        return "softmax" if name == "blocks" else name, []
+    n_blocks, correction = (
+        draw(st.sampled_from([1, 2, 3])),
+        draw(st.sampled_from(["learned", "learned", "none", "exact"])),
+    )
+    per_head, per_position = draw(st.booleans()), draw(st.booleans())
+    window = n_keys + draw(SMALL)
+    softmax = softmaxes.BlockSoftmax(n_blocks, correction, per_head, window, per_position)
+    shape = ((n_heads,) if per_head else ()) + (n_blocks, window if per_position else n_blocks)
+    return softmax, [normal(draw, *shape)] if correction == "learned" else []
 
 
 @register("Attention")
 def _attention(draw):
     causal = draw(st.booleans())
-    op = attention.Attention(
-        draw(st.sampled_from(["softmax", "softmax1"])),
-        causal,
-        draw(st.sampled_from([None, 1, 3])) if causal else None,
-        draw(st.sampled_from([None, 0.3])),
-        draw(st.sampled_from([None, 1.5])),
-    )
     n_items, n_queries, key_heads, shared = draw(SMALL), draw(SMALL), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     n_queries = draw(st.sampled_from([n_queries, 17]))
     n_keys = draw(st.sampled_from([n_queries, n_queries + 2, 0, 5]))
+    n_heads = key_heads * shared
+    softmax, parameters = _attention_softmax(draw, n_heads, n_queries, n_keys)
+    window = draw(st.sampled_from([None, 1, 3])) if causal else None
+    scale, softcap = draw(st.sampled_from([None, 0.3])), draw(st.sampled_from([None, 1.5]))
+    op = attention.Attention(softmax, causal, window, scale, softcap)
     size, value_size = draw(SOME), draw(SOME)
-    mask = draw(st.sampled_from([None, (n_items, n_keys), (n_items, n_queries, n_keys)]))
+    shapes = [None, (n_items, n_keys), (n_items, n_queries, n_keys), (n_items, n_heads, n_queries, n_keys)]
+    mask = draw(st.sampled_from(shapes))
     mask = None if mask is None else normal(draw, *mask) < 0.5
     inputs = (
-        normal(draw, n_items, n_queries, key_heads * shared, size),
+        normal(draw, n_items, n_queries, n_heads, size),
         normal(draw, n_items, n_keys, key_heads, size),
         normal(draw, n_items, n_keys, key_heads, draw(st.sampled_from([size, value_size]))),
     )
-    torch_op = lambda torch, *xs: torch_attention(torch, xs, op, mask)
-    return Call(lambda *tensors: op(*tensors, mask=mask), inputs, torch_op, n_dtype_inputs=1)
+    call = op if mask is None else lambda q, k, v, *scales: op(q, k, v, mask, *scales)
+    if mask is None and parameters:
+        call = lambda q, k, v, scales: op(q, k, v, None, scales)
+    expected = lambda xp, q, k, v, *others: attention_of(xp, (q, k, v), op, mask, *others)
+    accepts_float16 = softmax in ("softmax", "softmax1")
+    return Sample(call, (*inputs, *parameters), expected, accepts_float16=accepts_float16, n_dtype_inputs=1)
 
 
 @register("Rotary")
 def _rotary(draw):
-    shape = draw(SMALL), draw(SMALL), draw(SOME), 2 * draw(SOME)
+    shape = draw(SMALL), draw(SMALL), draw(SOME), 4 * draw(SOME)
     offset, base = draw(st.sampled_from([0, 7])), draw(st.sampled_from([100.0, 10_000.0]))
+    llama3 = attention.RotaryScaling("llama3", 8.0, original_window=64)
+    scaling = draw(st.sampled_from([None, attention.RotaryScaling("linear", 4.0), llama3]))
+    op = attention.Rotary(base, draw(st.sampled_from([1.0, 0.5])), scaling)
 
-    def torch_op(torch: Any, x: Any) -> Any:
-        half = x.shape[-1] // 2
-        speeds = base ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(offset, offset + x.shape[1], dtype=torch.float64)[:, None] * speeds
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat([turned.real, turned.imag], -1)
+    def expected(xp: Any, x: Any) -> Any:
+        half = int(x.shape[-1] * op.fraction) // 2
+        speeds = base ** (-np.arange(half) / half)
+        angles = np.arange(offset, offset + x.shape[1])[:, None, None] * (
+            scaling.scale_frequencies(speeds) if scaling else speeds
+        )
+        cos, sin, a, b = xp.asarray(np.cos(angles)), xp.asarray(np.sin(angles)), x[..., :half], x[..., half : 2 * half]
+        return xp.concatenate([a * cos - b * sin, a * sin + b * cos, x[..., 2 * half :]], -1)
 
-    return Call(lambda x: attention.Rotary(base)(x, offset), (normal(draw, *shape),), torch_op)
+    return Sample(op if offset == 0 else lambda x: op(x, offset), (normal(draw, *shape),), expected)
 
 
 # -------------------------------------------------------------------- recurrence
+def torch_recurrence(torch: Any, cell: str, active: np.ndarray | None, x: Any, initial: Any, *weights: Any) -> Any:
+    """Run PyTorch's recurrent cell for each step."""
+    name = {"tanh": "rnn_tanh_cell", "relu": "rnn_relu_cell", "gru": "gru_cell", "lstm": "lstm_cell"}[cell]
+    weights = [w.mT if w.ndim == 2 else w for w in weights]
+    states = [initial]
+    for t in range(len(x)):
+        before = states[-1]
+        after = getattr(torch, name)(x[t], tuple(before) if cell == "lstm" else before[0], *weights)
+        after = torch.stack(after) if cell == "lstm" else after[None]
+        states.append(after if active is None else torch.where(torch.tensor(active[t]), after, before))
+    return torch.stack(states, 1)
+
+
 @register("recurrence")
 def _recurrence(draw):
     cell = draw(st.sampled_from(list(recurrent.CELLS)))
@@ -487,13 +630,29 @@ def _recurrence(draw):
     columns = kind.n_gates * size
     shapes = [(n_steps, n_items, channels), (kind.n_states, n_items, size), (channels, columns), (size, columns)]
     inputs = tuple(normal(draw, *shape) for shape in shapes + [(columns,)] * (2 * draw(st.booleans())))
-    run = lambda x, *others: recurrent.recurrence(x, *others, cell=cell, active=active)
-    return Call(
-        run, inputs, lambda torch, *xs: samples.torch_recurrence(torch, cell, active, *xs), accepts_float16=False
-    )
+    seen = lambda x: None if active is None else x.xp.asarray(active)
+    run = lambda x, *others: recurrent.recurrence(x, *others, cell=cell, active=seen(x))
+    expected = lambda torch, *xs: torch_recurrence(torch, cell, active, *xs)
+    return Sample(run, inputs, expected, accepts_float16=False, needs_torch=True)
 
 
 # -------------------------------------------------------------------- convolution
+def torch_unfold(torch: Any, x: Any, kernel: tuple, stride: tuple, padding: tuple) -> Any:
+    """Return PyTorch's patches of (B, H, W, C) in Tricycle's order, with channels last."""
+    n_items, *_, channels = x.shape
+    sizes = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(x.shape[1:], kernel, stride, padding)]
+    columns = torch.nn.functional.unfold(x.permute(0, 3, 1, 2), kernel, padding=padding, stride=stride)
+    columns = columns.reshape(n_items, channels, kernel[0] * kernel[1], -1).permute(0, 3, 2, 1)
+    return columns.reshape(n_items, *sizes, -1)
+
+
+def torch_fold(torch: Any, columns: Any, sizes: tuple, kernel: tuple, stride: tuple, padding: tuple) -> Any:
+    n_items, n_rows, n_columns, width = columns.shape
+    columns = columns.reshape(n_items, n_rows * n_columns, kernel[0] * kernel[1], -1).permute(0, 3, 2, 1)
+    columns = columns.reshape(n_items, width, -1)
+    return torch.nn.functional.fold(columns, sizes, kernel, padding=padding, stride=stride).permute(0, 2, 3, 1)
+
+
 def _draw_window(draw: Draw) -> tuple[tuple[int, ...], ...]:
     kernel, stride, padding = ((draw(SOME), draw(SOME)) for _ in range(3))
     return kernel, stride, tuple(p - 1 for p in padding)
@@ -505,8 +664,8 @@ def _unfold(draw):
     sizes = tuple(max(1, k - 2 * p) + draw(SMALL) for k, p in zip(kernel, padding))
     x = signed(draw, (draw(SOME), *sizes, draw(SOME)))
 
-    torch_op = lambda torch, x: samples.torch_unfold(torch, x, kernel, stride, padding)
-    return Call(lambda x: convolution.unfold(x, kernel, stride, padding), (x,), torch_op)
+    expected = lambda torch, x: torch_unfold(torch, x, kernel, stride, padding)
+    return Sample(lambda x: convolution.unfold(x, kernel, stride, padding), (x,), expected, needs_torch=True)
 
 
 @register("fold")
@@ -515,8 +674,9 @@ def _fold(draw):
     sizes = tuple(max(1, k - 2 * p) + draw(SMALL) for k, p in zip(kernel, padding))
     places = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(sizes, kernel, stride, padding)]
     columns = signed(draw, (draw(SOME), *places, draw(SOME) * kernel[0] * kernel[1]))
-    torch_op = lambda torch, columns: samples.torch_fold(torch, columns, sizes, kernel, stride, padding)
-    return Call(lambda columns: convolution.fold(columns, sizes, kernel, stride, padding), (columns,), torch_op)
+    expected = lambda torch, columns: torch_fold(torch, columns, sizes, kernel, stride, padding)
+    call = lambda columns: convolution.fold(columns, sizes, kernel, stride, padding)
+    return Sample(call, (columns,), expected, needs_torch=True)
 
 
 # -------------------------------------------------------------------- layers
@@ -531,8 +691,8 @@ def _call_with_parameters(layer: Any, *names: str) -> Callable[..., Tensor]:
     return run
 
 
-def _norm(subtract_mean: bool) -> Callable[[Draw], Call]:
-    def draw_call(draw: Draw) -> Call:
+def _norm(subtract_mean: bool) -> DrawSample:
+    def draw_call(draw: Draw) -> Sample:
         *lead, size = draw(ROWS)
         size += 1
         has_bias = subtract_mean and draw(st.booleans())
@@ -540,12 +700,12 @@ def _norm(subtract_mean: bool) -> Callable[[Draw], Call]:
         x = normal(draw, *lead, size) * 2 + 1
         parameters = [normal(draw, size) for _ in range(1 + has_bias)]
 
-        def torch_op(torch: Any, x: Any, gain: Any, bias: Any = 0) -> Any:
-            x = x - x.mean(-1, keepdim=True) if subtract_mean else x
-            return x / ((x * x).mean(-1, keepdim=True) + 1e-5).sqrt() * gain + bias
+        def expected(xp: Any, x: Any, gain: Any, bias: Any = 0.0) -> Any:
+            x = x - x.mean(-1, keepdims=True) if subtract_mean else x
+            return x / ((x * x).mean(-1, keepdims=True) + 1e-5) ** 0.5 * gain + bias
 
         run = _call_with_parameters(layer, "gain", "bias")
-        return Call(run, (x, *parameters), torch_op, accepts_float16=False, n_dtype_inputs=1)
+        return Sample(run, (x, *parameters), expected, accepts_float16=False, n_dtype_inputs=1)
 
     return draw_call
 
@@ -558,48 +718,5 @@ def _embedding(draw):
     n_ids, size = draw(SOME), draw(SOME)
     ids = np.random.default_rng(draw(SEEDS)).integers(0, n_ids, draw(SHAPES))
     run = _call_with_parameters(layers.Embedding(n_ids, size), "weights")
-    flat = lambda torch, ids, table: table[ids.reshape(-1)].reshape(*ids.shape, size)
-    return Call(run, (ids, signed(draw, (n_ids, size))), flat, accepts_float16=False)
-
-
-@register("Dense", LAYERS)
-def _dense(draw):
-    from_size, to_size = draw(SOME), draw(SOME)
-    x = signed(draw, (*draw(hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=4)), from_size))
-    run = _call_with_parameters(layers.Dense(from_size, to_size), "weights", "bias")
-    inputs = x, signed(draw, (from_size, to_size)), signed(draw, (to_size,))
-    return Call(run, inputs, lambda torch, x, w, b: x @ w + b, n_dtype_inputs=2)
-
-
-@register("Conv2d", LAYERS)
-def _conv2d(draw):
-    kernel, stride, padding = _draw_window(draw)
-    sizes = tuple(max(1, k - 2 * p) + draw(SMALL) for k, p in zip(kernel, padding))
-    from_size, to_size = draw(SOME), draw(SOME)
-    run = _call_with_parameters(convolution.Conv2d(from_size, to_size, kernel, stride, padding), "weights", "bias")
-    n_under = kernel[0] * kernel[1]
-    shapes = (draw(SMALL), *sizes, from_size), (n_under * from_size, to_size), (to_size,)
-
-    def torch_op(torch: Any, x: Any, w: Any, b: Any) -> Any:
-        w = w.reshape(*kernel, from_size, to_size).permute(3, 2, 0, 1).contiguous()
-        return torch.nn.functional.conv2d(x.permute(0, 3, 1, 2), w, b, stride, padding).permute(0, 2, 3, 1)
-
-    return Call(run, tuple(signed(draw, shape) for shape in shapes), torch_op, accepts_float16=False, n_dtype_inputs=2)
-
-
-@register("ConvTranspose2d", LAYERS)
-def _conv_transpose2d(draw):
-    kernel, stride, padding = _draw_window(draw)
-    sizes = tuple(draw(SOME) + 2 * p for p in padding)  # so that something is left
-    from_size, to_size = draw(SOME), draw(SOME)
-    layer = convolution.ConvTranspose2d(from_size, to_size, kernel, stride, padding)
-    n_under = kernel[0] * kernel[1]
-    shapes = (draw(SOME), *sizes, from_size), (from_size, n_under * to_size), (to_size,)
-
-    def torch_op(torch: Any, x: Any, w: Any, b: Any) -> Any:
-        w = w.reshape(from_size, *kernel, to_size).permute(0, 3, 1, 2).contiguous()
-        x = x.permute(0, 3, 1, 2)
-        return torch.nn.functional.conv_transpose2d(x, w, b, stride, padding).permute(0, 2, 3, 1)
-
-    run = _call_with_parameters(layer, "weights", "bias")
-    return Call(run, tuple(signed(draw, shape) for shape in shapes), torch_op, accepts_float16=False)
+    flat = lambda xp, ids, table: table[ids.reshape(-1)].reshape(*ids.shape, size)
+    return Sample(run, (ids, signed(draw, (n_ids, size))), flat, accepts_float16=False)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from op_properties import HIDDEN, attention_weights
 
 from tricycle.configs import GPTConfig
-from tricycle.finetuning.distillation import distillation_loss
-from tricycle.layers import Dense, Layer
+from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimiser_rules import Adafactor
-from tricycle.optimisers import AdamW, Optimiser, StochasticGradientDescent, clip_gradients, decays
+from tricycle.optimisers import AdamW, clip_gradients, decays
 from tricycle.scheduler import WarmupCosine
-from tricycle.tensor import to_tensor
-from tricycle.training import train_on_batch
+from tricycle.softmaxes import new_softmax
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -51,7 +48,6 @@ CONFIGS: dict[str, GPTConfig] = {
     "blocks": replace(BASE, softmax="blocks", softmax_blocks=2, bias=False),
     "mixed": replace(BASE, positions="rotary", activation="swiglu", expansion_ratio=2.5),
 }
-HIDDEN = -1e9  # -inf would make PyTorch's gradients NaN where it is multiplied
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -99,23 +95,10 @@ class TorchGPT:
         else:
             hidden = torch.ones(n_tokens, n_tokens, dtype=torch.bool).triu(1)
             scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(hidden, HIDDEN)
-            out = self.weigh(scores, f"{name}.softmax_scales") @ v
+            softmax, _ = new_softmax(self.config.softmax, self.config).for_layer(1, self.config.context_window)
+            scales = [self.p[key] for key in (f"{name}.softmax_scales",) if key in self.p]
+            out = attention_weights(torch, softmax, scores, 0, *scales) @ v
         return self.linear(out.transpose(1, 2).reshape(x.shape), f"{name}.projection")
-
-    def weigh(self, scores: torch.Tensor, scales: str) -> torch.Tensor:
-        if self.config.softmax == "softmax1":
-            return torch.cat([scores, torch.zeros_like(scores[..., :1])], -1).softmax(-1)[..., :-1]
-        if self.config.softmax == "sink":
-            sink = self.p[scales][:, None, None].expand(*scores.shape[:-1], 1)
-            return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-        if self.config.softmax == "adaptive":
-            plain = scores.softmax(-1)
-            entropy = -(plain * torch.where(plain > 0, plain, 1).log()).sum(-1, keepdim=True)
-            value = -0.037 * entropy**4 + 0.481 * entropy**3 - 2.3 * entropy**2 + 4.917 * entropy - 1.791
-            return (scores * torch.where((entropy > 0.5) & (value > 1), value, 1)).softmax(-1)
-        parts = scores.split(-(-self.config.context_window // self.config.softmax_blocks), -1)
-        weights = [part.softmax(-1) * (part > HIDDEN) for part in parts]
-        return torch.cat([w * self.p[scales][i, : w.shape[-2], None] for i, w in enumerate(weights)], -1)
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.p["token_embedding.weights"][tokens]
@@ -222,96 +205,3 @@ def test_twenty_steps_of_training_agree(config: GPTConfig) -> None:
     assert tricycle_losses[-1] < tricycle_losses[0] - 0.3 and n_clipped > 0  # it did learn, and clipping did happen
     for name, p in model.named_parameters():
         assert_close(p.array, torch_model.p[name], name, tolerance=1e-2)
-
-
-@pytest.mark.parametrize("hard_weight", [0.0, 0.25])
-def test_ten_updates_of_distillation_agree(hard_weight: float) -> None:
-    model, torch_model = a_pair(replace(BASE, weight_decay=0.0))
-    teacher, torch_teacher = a_pair(replace(BASE, n_layers=3, seed=9))
-    for name, p in teacher.named_parameters():
-        if p.ndim == 2:  # so that it does not predict all tokens alike
-            p.array *= 8
-            torch_teacher.p[name].data *= 8
-    batch_loss = distillation_loss(model, teacher, 2.0, hard_weight)
-    optimiser, torch_optimiser = AdamW(3e-3, weight_decay=0.0), torch.optim.Adam(torch_model.p.values(), 3e-3)
-    for inputs, outputs in batches(BASE)[:10]:
-        loss = train_on_batch(model, optimiser, batch_loss, (inputs, outputs))
-        student_log = (torch_model(torch.from_numpy(inputs)) / 2).log_softmax(-1).flatten(0, 1)
-        teacher_log = (torch_teacher(torch.from_numpy(inputs)) / 2).log_softmax(-1).flatten(0, 1).detach()
-        soft = 4 * F.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)
-        torch_loss = (1 - hard_weight) * soft + hard_weight * torch_model.loss(inputs, outputs)
-        torch_optimiser.zero_grad()
-        torch_loss.backward()
-        torch_optimiser.step()
-        assert loss == pytest.approx(torch_loss.item(), rel=1e-3)
-    for name, p in model.named_parameters():
-        assert_close(p.array, torch_model.p[name], name, tolerance=1e-2)
-
-
-# -------------------------------------------------------------------- optimisers
-def both_ways(optimiser: Optimiser, make: Callable, rng: np.random.Generator, n_steps: int = 25) -> None:
-    """The same random gradients, of sizes from 1e-6 to 1e3, to a layer here and to its copy in torch."""
-    layer = Dense(5, 4, generator=0)
-    expected = copy_of(layer)
-    torch_optimiser = make([expected["weights"]], [expected["bias"]])
-    for _ in range(n_steps):
-        for name, p in layer.named_parameters():
-            grad = (rng.standard_normal(p.shape) * 10.0 ** rng.integers(-6, 4, p.shape)).astype(np.float32)
-            p.grad, expected[name].grad = to_tensor(grad), torch.from_numpy(grad)
-        layer.update(optimiser)
-        torch_optimiser.step()
-    for name, p in layer.named_parameters():
-        np.testing.assert_allclose(p.array, expected[name].detach().numpy(), rtol=2e-5, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-@pytest.mark.parametrize("betas, eps", [((0.9, 0.999), 1e-8), ((0.8, 0.9), 1e-3), ((0.0, 0.95), 1e-8)], ids=str)
-def test_adamw_agrees(betas: tuple[float, float], eps: float, decay: float, rng: np.random.Generator) -> None:
-    def make(matrices: list, vectors: list) -> torch.optim.Optimizer:
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=0.01, betas=betas, eps=eps, weight_decay=decay)
-
-    both_ways(AdamW(0.01, betas, eps, decay), make, rng)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.95])
-def test_sgd_agrees(momentum: float, rng: np.random.Generator) -> None:
-    def make(matrices: list, vectors: list) -> torch.optim.Optimizer:
-        return torch.optim.SGD(matrices + vectors, lr=1e-3, momentum=momentum)
-
-    both_ways(StochasticGradientDescent(1e-3, momentum=momentum), make, rng)
-
-
-def test_sgd_with_decay_agrees(rng: np.random.Generator) -> None:
-    """Without momentum, torch's decay through the gradient equals Tricycle's decoupled decay."""
-
-    def make(matrices: list, vectors: list) -> torch.optim.Optimizer:
-        return torch.optim.SGD([{"params": matrices, "weight_decay": 0.5}, {"params": vectors}], lr=1e-3)
-
-    both_ways(StochasticGradientDescent(1e-3, weight_decay=0.5), make, rng)
-
-
-def test_sgd_with_momentum_and_decoupled_decay_agrees(rng: np.random.Generator) -> None:
-    class Decoupled(torch.optim.SGD):
-        def step(self) -> None:
-            with torch.no_grad():
-                for p in self.param_groups[0]["params"]:
-                    p.mul_(1 - 1e-3 * 0.5)
-            super().step()
-
-    def make(matrices: list, vectors: list) -> torch.optim.Optimizer:
-        return Decoupled([{"params": matrices}, {"params": vectors}], lr=1e-3, momentum=0.9)
-
-    both_ways(StochasticGradientDescent(1e-3, momentum=0.9, weight_decay=0.5), make, rng)
-
-
-@pytest.mark.parametrize("beta2_decay, threshold, decay", [(-0.8, 1.0, 0.0), (-0.5, 1.5, 0.3), (-1.0, 10.0, 0.1)])
-def test_adafactor_agrees(beta2_decay: float, threshold: float, decay: float, rng: np.random.Generator) -> None:
-    """Torch always takes steps relative to the weights, and keeps the square of its eps in the second moment."""
-
-    def make(matrices: list, vectors: list) -> torch.optim.Optimizer:
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        options = {"lr": 0.05, "beta2_decay": beta2_decay, "eps": (1e-15, 1e-3), "d": threshold, "weight_decay": decay}
-        return torch.optim.Adafactor(groups, **options)
-
-    both_ways(Adafactor(0.05, beta2_decay, (1e-30, 1e-3), threshold, decay, relative_step=True), make, rng, 10)

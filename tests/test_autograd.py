@@ -8,8 +8,9 @@ import weakref
 
 import numpy as np
 import pytest
+from test_tensor import assert_equal, tensor
 
-from tricycle import Tensor, extra_ops, no_grad, to_tensor
+from tricycle import extra_ops, no_grad, to_tensor
 from tricycle.activation import ReLU
 from tricycle.autograd import topological_order
 from tricycle.functions import Softmax, linear
@@ -17,18 +18,7 @@ from tricycle.layers import Dense, LayerNorm
 from tricycle.loss import CrossEntropy
 from tricycle.tensor import record
 
-
-def tensor(*shape: int, dtype=np.float64, **kwargs) -> Tensor:
-    return to_tensor(np.random.default_rng(sum(shape)).standard_normal(shape), dtype=dtype, **kwargs)
-
-
-def assert_equal(t: Tensor, expected) -> None:
-    np.testing.assert_array_equal(t.array, expected)
-
-
 # -------------------------------------------------------------------- differentiation
-
-
 GRAPHS = {  # name: f(a, b), gradients at a = 3, b = 5
     "(a + b) + a": (lambda a, b: (a + b) + a, 2, 1),
     "a + a": (lambda a, b: a + a + 0 * b, 2, 0),
@@ -427,12 +417,6 @@ def test_gradients_have_dtype_and_is_batched_of_their_tensor():
         True,
         False,
     )
-
-
-def test_gradient_of_indexing_a_scalar():
-    x = to_tensor(2.0)
-    (x[()] * 3).backward()
-    assert x.grad.close_to(3)
 
 
 # -------------------------------------------------------------------- memory

@@ -1,4 +1,4 @@
-"""Distillation: the loss and its gradient. PyTorch's updates are in test_against_pytorch.py, kills in tests/chaos."""
+"""Distillation: the loss and its gradient; kills are in tests/chaos."""
 
 import json
 import math

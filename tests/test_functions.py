@@ -1,10 +1,13 @@
 """Softmax variants at extreme values, linear maps, and accumulated gradients."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from tables import bad_input
 
 from tricycle import to_tensor
+from tricycle.activation import GLU, GeLU, ReLU, SwiGLU, Swish
 from tricycle.configs import ModelConfig
 from tricycle.debug import use_reference
 from tricycle.functions import LogSoftmax, RowSoftmax, Sigmoid, Softmax, Softmax1, Tanh, linear
@@ -13,24 +16,6 @@ from tricycle.kernels.row_attention import attention_scores
 from tricycle.softmaxes import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax, SinkSoftmax, new_softmax
 
 INF = np.inf
-
-# the worked examples of seed 000: inputs, softmax1 to four digits, its sum
-WORKED = [
-    ([1, 2, 3, 4, 5], [0.0116, 0.0315, 0.0858, 0.2331, 0.6337], 0.9957),
-    ([1, 2, -3, -4, -10000], [0.2432, 0.6612, 0.0045, 0.0016, 0], 0.9105),
-    ([1, 2, -32498321749821, -190487129857, -10000], [0.2447, 0.6652, 0, 0, 0], 0.9100),
-    ([-1, -2, -32498321749821, -190487129857, -10000], [0.2447, 0.0900, 0, 0, 0], 0.3348),
-]
-
-
-@pytest.mark.parametrize(("x", "expected", "total"), WORKED)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_softmax1_examples(x, expected, total, dtype):
-    y = Softmax1()(to_tensor(x, dtype=dtype))
-    # half a unit of the fourth digit, and a little for the example whose fifth digit is a 5
-    np.testing.assert_allclose(y.array, expected, rtol=0, atol=6e-5)
-    assert abs(float(y.sum()) - total) < 6e-5
-
 
 EXTREMES = [
     # x, softmax, softmax1
@@ -54,10 +39,7 @@ EXTREMES = [
 def test_softmax_of_extreme_rows(x, softmax, softmax1, dtype, plain):
     for op, expected in ((Softmax(), softmax), (Softmax1(), softmax1)):
         t = to_tensor(x, dtype=dtype)
-        if plain:
-            with use_reference():
-                y = op(t)
-        else:
+        with use_reference() if plain else nullcontext():
             y = op(t)
         (y * np.arange(t.size).reshape(t.shape)).sum().backward()
         np.testing.assert_allclose(y.array, expected, 1e-6)
@@ -65,27 +47,6 @@ def test_softmax_of_extreme_rows(x, softmax, softmax1, dtype, plain):
 
 
 # -------------------------------------------------------------------- adaptive temperature
-def seed_001(logits: np.ndarray) -> np.ndarray:
-    """The function of seed 001, line by line, in NumPy."""
-
-    def softmax(x):
-        e = np.exp(x - x.max(-1, keepdims=True))
-        return e / e.sum(-1, keepdims=True)
-
-    probabilities = softmax(logits)
-    fit = np.array([-0.037, 0.481, -2.3, 4.917, -1.791])
-    entropy = np.sum(-probabilities * np.log(probabilities + 1e-9), axis=-1, keepdims=True)
-    beta = np.where(entropy > 0.5, np.maximum(np.polyval(fit, entropy), 1.0), 1.0)
-    return softmax(logits * beta)
-
-
-@pytest.mark.parametrize("n", [2, 5, 16, 300, 4096])
-@pytest.mark.parametrize("scale", [0.1, 1, 3, 30])
-def test_adaptive_softmax_matches_original(n, scale, rng):
-    logits = scale * rng.standard_normal((20, n))
-    np.testing.assert_allclose(AdaptiveSoftmax()(to_tensor(logits, dtype=float)).array, seed_001(logits), 1e-4, 1e-9)
-
-
 def test_adaptive_softmax_sharpens_only_flat_rows():
     flat, sharp = to_tensor([3, 2, 1, 0], dtype=float), to_tensor([9, 2, 1, 0], dtype=float)
     assert AdaptiveSoftmax()(flat).array.max() > Softmax()(flat).array.max() + 0.05
@@ -121,23 +82,6 @@ def test_detached_temperature_is_constant_in_backward(rng):
 
 
 # -------------------------------------------------------------------- blocks
-@pytest.mark.parametrize("n_keys", [1, 2, 5, 12])
-@pytest.mark.parametrize("n_blocks", [1, 2, 3, 8])
-def test_block_softmax_matches_formula(n_keys, n_blocks, rng):
-    scores, scales = rng.standard_normal((2, 4, n_keys)), rng.standard_normal((n_blocks, 4))
-    length = -(-n_keys // n_blocks)
-    expected = np.zeros_like(scores)
-    for s in range(n_keys):
-        i = s // length
-        block = np.exp(scores[:, :, i * length : (i + 1) * length]).sum(-1)
-        expected[:, :, s] = scales[i] * np.exp(scores[:, :, s]) / block
-    y = BlockSoftmax(n_blocks)(to_tensor(scores, dtype=float), to_tensor(scales, dtype=float))
-    np.testing.assert_allclose(y.array, expected, 1e-10)
-    assert y.name == "block_softmax"
-    exact = BlockSoftmax(n_blocks, "exact")(to_tensor(scores, dtype=float))
-    np.testing.assert_allclose(exact.array, Softmax()(to_tensor(scores, dtype=float)).array, 1e-10)
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("correction", ["none", "exact"])
 def test_fully_masked_block_gives_zeros(correction):
@@ -153,11 +97,6 @@ def test_sink_softmax_generalizes_softmax_and_softmax1(rng):
     x = to_tensor(rng.standard_normal((2, 3, 4, 5)), dtype=float)
     np.testing.assert_allclose(SinkSoftmax()(x).array, Softmax1()(x).array, rtol=1e-12)
     np.testing.assert_allclose(SinkSoftmax(-700.0)(x).array, Softmax()(x).array, rtol=1e-12)
-    sinks = to_tensor([-1.0, 0.0, 2.0], dtype=float)
-    weights = SinkSoftmax()(x, sinks).array
-    e = np.exp(x.array)
-    np.testing.assert_allclose(weights, e / (np.exp([-1, 0, 2])[:, None, None] + e.sum(-1, keepdims=True)), rtol=1e-12)
-    np.testing.assert_allclose(SinkSoftmax().row_softmax(x.array, sinks.array), weights, rtol=1e-12)
 
 
 @pytest.mark.filterwarnings("error")
@@ -189,27 +128,14 @@ def test_bad_sinks_are_rejected():
 
 # -------------------------------------------------------------------- names
 # offsets, windows and caps of 11 queries and 17 keys
-SCORINGS = [
-    ScoreOptions(0.5),
-    ScoreOptions(0.5, 6, None, 2.0),
-    ScoreOptions(0.5, 6, 5),
-    ScoreOptions(0.5, 12, 3, 2.0),
-    ScoreOptions(0.5, -4, 2),
-]
+SCORINGS = [ScoreOptions(0.5, *rest) for rest in ((), (6, None, 2.0), (6, 5), (12, 3, 2.0), (-4, 2))]
+CORRECTIONS = ["exact", "none", "learned"]
 
 
 @pytest.mark.parametrize("score_options", SCORINGS, ids=str)
 @pytest.mark.parametrize(
     "softmax",
-    [
-        Softmax(),
-        Softmax1(),
-        AdaptiveSoftmax(),
-        BlockSoftmax(3, "exact"),
-        BlockSoftmax(3, "none"),
-        BlockSoftmax(3),
-        SinkSoftmax(0.5),
-    ],
+    [Softmax(), Softmax1(), AdaptiveSoftmax(), *(BlockSoftmax(3, c) for c in CORRECTIONS), SinkSoftmax(0.5)],
     ids=str,
 )
 def test_fused_attention_equals_row_softmax_attention(softmax, score_options, rng):
@@ -293,13 +219,18 @@ def test_row_functions_reject_scalars(op):
         (LogSoftmax(), "log_softmax"),
         (Sigmoid(), "sigmoid"),
         (Tanh(), "tanh"),
+        (ReLU(), "> 0"),
+        (GeLU(), "gelu"),
+        (Swish(), "swish"),
+        (GLU(), "glu"),
+        (SwiGLU(), "swiglu"),
     ],
     ids=repr,
 )
 def test_functions_have_op_name_and_repr_and_accept_lists(op, name):
-    assert op([1, 2]).name == name
-    assert op(to_tensor([1, 2], dtype=int)).dtype == np.float32
-    assert repr(op) == f"{type(op).__name__}()"
+    result = op([1.0, 2.0])
+    assert result.name == name and result.dtype == np.float32
+    assert repr(op).startswith(f"{type(op).__name__}(")
 
 
 @pytest.mark.parametrize(
@@ -307,12 +238,7 @@ def test_functions_have_op_name_and_repr_and_accept_lists(op, name):
     [
         ((2, 4), (3, 5), None, r"Linear\(from_size=3\): .*last axis.*\(2, 4\)"),
         ((), (3, 5), None, r"last axis.*shape \(\)"),
-        (
-            (2, 3),
-            (3,),
-            None,
-            r"linear: .*weights.*bias.*got shapes \(3,\)",
-        ),
+        ((2, 3), (3,), None, r"linear: .*weights.*bias.*got shapes \(3,\)"),
         ((2, 3), (3, 5), (4,), r"\(3, 5\) and \(4,\)"),
         ((2, 3), (3, 5), (1,), r"\(3, 5\) and \(1,\)"),
         ((2, 3), (3, 5), (), r"\(3, 5\) and \(\)"),
@@ -327,11 +253,12 @@ def test_linear_rejects_bad_input(x, weights, bias, message):
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_linear_with_a_transposed_table(order, rng):
     """Equals a multiplication by the transposed table; the table gets its gradient without a copy."""
-    x, table = (
-        to_tensor(rng.standard_normal((2, 3, 4))),
-        to_tensor(np.asarray(rng.standard_normal((5, 4)), order=order)),
+    arrays = (
+        rng.standard_normal((2, 3, 4)),
+        np.asarray(rng.standard_normal((5, 4)), order=order),
+        rng.standard_normal(5),
     )
-    bias = to_tensor(rng.standard_normal(5))
+    x, table, bias = map(to_tensor, arrays)
     y, expected = linear(x, table, bias, transposed=True), linear(x, table.transpose(), bias)
     np.testing.assert_array_equal(y.array, expected.array)
     gradients = []
@@ -343,18 +270,3 @@ def test_linear_with_a_transposed_table(order, rng):
     for gradient, expected_gradient in zip(*gradients):
         np.testing.assert_allclose(gradient, expected_gradient, 1e-6)
     assert gradients[0][1].flags[f"{order}_CONTIGUOUS"]
-
-
-def test_gradients_of_a_tied_embedding_table_add_up(rng):
-    """Both gradients are added in one array, which is not shared."""
-    table, x = to_tensor(rng.standard_normal((5, 4))), to_tensor(rng.standard_normal((3, 4)))
-    places = np.array([1, 1, 4])
-    both = linear(x + table[places], table, transposed=True)
-    grad = 2 * both.array
-    (both * both).sum().backward()
-    to_rows = grad @ table.array
-    expected = grad.T @ (x.array + table.array[places])
-    np.add.at(expected, places, to_rows)
-    np.testing.assert_allclose(table.grad.array, expected, 1e-5)
-    np.testing.assert_allclose(x.grad.array, to_rows, 1e-5)
-    assert not np.shares_memory(x.grad.array, table.grad.array)

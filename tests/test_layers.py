@@ -63,26 +63,14 @@ class Zoo(Layer):
         return self.layer(x)
 
 
-LAYERS: dict[str, tuple[Callable[[], Layer], tuple[int, ...]]] = {
-    "Dense": (lambda: Dense(5, 3, generator=0), (4, 5)),
-    "Dense without bias": (lambda: Dense(5, 3, bias=False, generator=0), (4, 5)),
-    "Dense on a vector": (lambda: Dense(5, 3, generator=0), (5,)),
-    "Dense on three axes": (lambda: Dense(5, 3, generator=0), (2, 3, 5)),
-    "LayerNorm": (lambda: LayerNorm(5), (4, 5)),
-    "LayerNorm without bias": (lambda: LayerNorm(5, bias=False), (2, 3, 5)),
-    "LayerNorm on a vector": (lambda: LayerNorm(5), (5,)),
-    "RMSNorm": (lambda: RMSNorm(5), (2, 3, 5)),
-    "Dropout of nothing": (lambda: Dropout(0.0), (4, 5)),
-    "Sequential": (
-        lambda: Sequential(Dense(5, 4, generator=0), GeLU(), LayerNorm(4), Dense(4, 2, generator=1)),
-        (3, 5),
-    ),
+LAYERS: dict[str, Callable[[], Layer]] = {
+    "Dense": lambda: Dense(5, 3, generator=0),
+    "Dense without bias": lambda: Dense(5, 3, bias=False, generator=0),
+    "LayerNorm": lambda: LayerNorm(5),
+    "RMSNorm": lambda: RMSNorm(5),
+    "Dropout of nothing": lambda: Dropout(0.0),
+    "Sequential": lambda: Sequential(Dense(5, 4, generator=0), GeLU(), LayerNorm(4), Dense(4, 2, generator=1)),
 }
-
-
-def layer_and_input(name: str, rng: np.random.Generator) -> tuple[Layer, np.ndarray]:
-    make, shape = LAYERS[name]
-    return make(), rng.standard_normal(shape)
 
 
 # -------------------------------------------------------------------- traversal
@@ -233,7 +221,7 @@ def test_freezing_clears_the_gradient(rng: np.random.Generator) -> None:
 
 # -------------------------------------------------------------------- state
 def test_state_dict_transfers_to_another_model(rng: np.random.Generator) -> None:
-    make = LAYERS["Sequential"][0]
+    make = LAYERS["Sequential"]
     model, other = make(), make()
     for p in model.parameters():
         p.array += rng.standard_normal(p.shape).astype(np.float32)
@@ -249,13 +237,6 @@ def test_load_state_dict_keeps_the_dtype() -> None:
     layer.load_state_dict({"weights": np.ones((2, 1)), "bias": np.array([3.0])})
     assert layer.weights.dtype == layer.bias.dtype == np.float32
     assert layer.bias.item() == 3
-
-
-@pytest.mark.parametrize("dtype", [np.int64, np.uint8, bool])
-def test_load_state_dict_rejects_integers(dtype) -> None:
-    layer = Dense(2, 1)
-    with pytest.raises(ValueError, match=f"weights: .*float32, got {np.dtype(dtype)}"):
-        layer.load_state_dict({"weights": np.ones((2, 1), dtype), "bias": np.zeros(1)})
 
 
 def test_load_state_dict_reports_every_problem_and_changes_nothing() -> None:
@@ -279,8 +260,11 @@ def test_load_state_dict_reports_every_problem_and_changes_nothing() -> None:
         assert np.array_equal(array, before[name])
 
 
-@pytest.mark.parametrize("value", [[1.0], None, to_tensor([1.0]), np.array([1j]), np.array([None])], ids=repr)
-def test_load_state_dict_accepts_only_numeric_arrays(value: Any) -> None:
+BAD_ARRAYS = [[1.0], None, to_tensor([1.0]), np.array([1j]), np.array([None]), np.array([1]), np.array([True])]
+
+
+@pytest.mark.parametrize("value", BAD_ARRAYS, ids=repr)
+def test_load_state_dict_accepts_only_arrays_of_floats(value: Any) -> None:
     layer = Dense(1, 1, generator=0)
     weights = layer.weights.array.copy()
     with pytest.raises(ValueError, match=r"Dense.load_state_dict: bias: .*float32"):
@@ -312,7 +296,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_copy_computes_the_same_and_is_independent(name: str, duplicate: Callable, rng: np.random.Generator) -> None:
-    layer, x = layer_and_input(name, rng)
+    layer, x = LAYERS[name](), rng.standard_normal((4, 5))
     layer(x)  # a graph is alive, and gradients are there
     (layer(to_tensor(x)) * 2.0).backward()
     twin = duplicate(layer)
@@ -342,27 +326,12 @@ def test_copies_drop_the_graph(duplicate: Callable, rng: np.random.Generator) ->
     assert layer.result.args and twin.result.args == () and twin.result.back_fns == ()
 
 
-# -------------------------------------------------------------------- gradients
-@pytest.mark.parametrize("name", LAYERS)
-def test_layer_gradients_match_finite_differences(name: str, rng: np.random.Generator) -> None:
-    check_layer_gradients(*layer_and_input(name, rng))
-
-
 # -------------------------------------------------------------------- single layers
-def test_dense_matches_formula(rng: np.random.Generator) -> None:
-    layer, x = Dense(3, 2, generator=1), rng.standard_normal((4, 5, 3)).astype(np.float32)
-    layer.bias.array[...] = [1, -1]
-    y = layer(x)
-    np.testing.assert_allclose(y.array, x @ layer.weights.array + layer.bias.array, rtol=1e-5, atol=1e-6)
-    assert y.name == "dense" and y.dtype == np.float32
-    assert layer.weights.shape == (3, 2) and not Dense(3, 2).bias.array.any()
-    assert Dense(3, 2, bias=False).bias is None
-
-
 def test_dense_initial_weights_follow_the_generator() -> None:
     a, b, c = (Dense(6, 6, generator=g).weights.array for g in (3, np.random.default_rng(3), 4))
     assert np.array_equal(a, b) and not np.array_equal(a, c)
     assert not np.array_equal(Dense(6, 6).weights.array, Dense(6, 6).weights.array)
+    assert not Dense(3, 2).bias.array.any() and Dense(3, 2, bias=False).bias is None
 
 
 def test_layers_accept_lists_and_arrays_and_keep_is_batched() -> None:
@@ -374,27 +343,15 @@ def test_layers_accept_lists_and_arrays_and_keep_is_batched() -> None:
         assert not module(to_tensor(np.ones((3, 2)))).is_batched
 
 
-@pytest.mark.parametrize("scale, shift", [(1, 0), (1e-3, 5), (100, -100)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_layer_norm_matches_formula(scale: float, shift: float, bias: bool, rng: np.random.Generator) -> None:
-    layer, x = LayerNorm(6, bias=bias), scale * rng.standard_normal((2, 3, 6)) + shift
-    layer.gain.array[...] = gain = rng.standard_normal(6)
-    expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * gain
-    if bias:
-        layer.bias.array[...] = offset = rng.standard_normal(6)
-        expected = expected + offset
-    y = layer(to_tensor(x, dtype=np.float64)).array
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("scale", [1, 1e-3, 1e3])
-@pytest.mark.parametrize("layer, eps", [(RMSNorm(6), 1e-5), (RMSNorm(6, eps=1e-3), 1e-3)], ids=["", "another eps"])
-def test_rms_norm_matches_formula(layer: RMSNorm, eps: float, scale: float, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    "layer", [LayerNorm(6, eps=1e-3), RMSNorm(6, eps=1e-3)], ids=lambda layer: type(layer).__name__
+)
+def test_norms_use_their_eps(layer: Any, scale: float, rng: np.random.Generator) -> None:
     x = scale * rng.standard_normal((2, 3, 6))
-    layer.gain.array[...] = gain = rng.standard_normal(6)
-    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gain
+    expected = x - x.mean(-1, keepdims=True) if type(layer) is LayerNorm else x
+    expected = expected / np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-3)
     np.testing.assert_allclose(layer(x).array, expected, rtol=1e-5, atol=1e-6)
-    assert [name for name, _ in layer.named_parameters()] == ["gain"]
 
 
 def test_rms_norm_with_gain_offset(rng: np.random.Generator) -> None:
@@ -410,24 +367,6 @@ def test_norms_of_a_constant_row_are_finite(layer: Layer) -> None:
     y = layer(x)
     y.backward()
     assert not y.array.any() and np.isfinite(x.grad.array).all()
-
-
-def test_embedding_returns_rows_and_sums_gradients_of_equal_ids(rng: np.random.Generator) -> None:
-    layer, ids = Embedding(5, 3, generator=0), np.array([[1, 4, 1], [0, 1, 4]])
-    out = layer(ids)
-    assert np.array_equal(out.array, layer.weights.array[ids]) and out.shape == (2, 3, 3)
-    weighting = rng.standard_normal(out.shape).astype(np.float32)
-    (out * weighting).sum().backward()
-    expected = np.zeros((5, 3))
-    for place in np.ndindex(ids.shape):
-        expected[ids[place]] += weighting[place]
-    np.testing.assert_allclose(layer.weights.grad.array, expected, rtol=1e-5, atol=1e-6)
-    assert not layer.weights.grad.array[[2, 3]].any()
-
-
-@pytest.mark.parametrize("ids", [3, [1, 1, 1], np.zeros((2, 2), np.uint8), np.zeros((0, 2), int)], ids=repr)
-def test_embedding_gradients_match_finite_differences(ids: Any) -> None:
-    check_layer_gradients(Embedding(4, 2), np.asarray(ids))
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])

@@ -23,16 +23,7 @@ def test_cross_entropy_example():
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint16])
 def test_cross_entropy_accepts_any_integer_dtype(dtype):
     assert CrossEntropy(ignore_index=-100)(labels([0, 1, 2], dtype), ROWS).close_to(1.2181114)
-
-
-def test_cross_entropy_accepts_lists():
     assert CrossEntropy()([0, 1, 2], ROWS).close_to(1.2181114)
-
-
-@pytest.mark.parametrize("n_classes", [1, 2, 7, 1000])
-def test_cross_entropy_of_equal_logits_is_log_n_classes(n_classes):
-    loss = CrossEntropy()(labels([0] * 3), to_tensor(np.full((3, n_classes), 5.0)))
-    assert abs(float(loss) - np.log(n_classes)) < 1e-5
 
 
 @pytest.mark.filterwarnings("error")
@@ -42,13 +33,6 @@ def test_cross_entropy_of_large_logits_is_exact():
         assert CrossEntropy()(labels([label]), logits[row : row + 1]).close_to(expected)
     CrossEntropy()(labels([0, 1, 0, 1]), logits).backward()
     np.testing.assert_allclose(logits.grad.array, np.float32([[0, 0], [1, -1], [0, 0], [1, -1]]) / 4, atol=1e-7)
-
-
-@pytest.mark.parametrize("shape", [(6,), (2, 3), (3, 1, 2)])
-def test_cross_entropy_is_the_mean_over_positions(shape, rng):
-    ids, logits = rng.integers(0, 5, 6), rng.standard_normal((6, 5))
-    expected = CrossEntropy()(labels(ids), to_tensor(logits))
-    assert CrossEntropy()(labels(ids.reshape(shape)), to_tensor(logits.reshape(*shape, 5))).close_to(expected)
 
 
 @pytest.mark.filterwarnings("error")
@@ -108,15 +92,6 @@ def test_check_range_reports_the_id():
     check_range("ids", np.array([], int), 0)
     with pytest.raises(ValueError, match=r"^ids: .*0 to 3.*got 9"):
         check_range("ids", np.array([9, 1]), 4)
-
-
-def test_label_smoothing_matches_formula(rng):
-    ids, logits, share = rng.integers(0, 5, 6), rng.standard_normal((6, 5)), 0.2
-    truth = np.full((6, 5), share / 5)
-    truth[np.arange(6), ids] += 1 - share
-    log_probabilities = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    loss = CrossEntropy(label_smoothing=share)(labels(ids), to_tensor(logits))
-    assert loss.close_to(-(truth * log_probabilities).sum(axis=-1).mean(), 1e-5)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan")])

@@ -1,52 +1,14 @@
-"""Elementwise ops, reductions, shapes and indexing against NumPy on any shapes; ties, kinks and bad input."""
+"""Ties, kinks and bad input of elementwise ops, reductions, shapes and indexing; more in test_properties.py."""
 
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tricycle import extra_ops, ops, to_tensor
 from tricycle.gradcheck import gradcheck
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
-SEEDS = st.integers(0, 2**16)
-
-
-def values(seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return distinct values, none near 0."""
-    size = int(np.prod(shape))
-    order = np.random.default_rng(seed).permutation(size)
-    return np.where(order % 2, 1, -1).reshape(shape) * (0.5 + order.reshape(shape) / max(size, 1))
-
-
-def check(fn, numpy_fn, *arrays) -> None:
-    """Compare values with NumPy and gradients with finite differences."""
-    actual = fn(*(to_tensor(a, dtype=np.float64) for a in arrays))
-    expected = numpy_fn(*arrays)
-    assert actual.shape == np.shape(expected)
-    np.testing.assert_allclose(actual.array, expected, 1e-12, 1e-12)
-    gradcheck(fn, *arrays, n_directions=2, elementwise_up_to=4)
-
-
-# -------------------------------------------------------------------- any shape
-BINARY = {
-    "add": (ops.add, np.add),
-    "sub": (extra_ops.subtract, np.subtract),
-    "mul": (ops.multiply, np.multiply),
-    "div": (extra_ops.divide, np.divide),
-    "pow": (lambda x, y: extra_ops.power(extra_ops.absolute(x), y), lambda x, y: np.abs(x) ** y),
-    "maximum": (extra_ops.maximum, np.maximum),
-    "minimum": (extra_ops.minimum, np.minimum),
-    "where": (lambda x, y: extra_ops.where(x < 0, x, y), lambda x, y: np.where(x < 0, x, y)),
-}
-
-
-@pytest.mark.parametrize("name", BINARY)
-@given(shapes=hnp.mutually_broadcastable_shapes(num_shapes=2, max_dims=4, min_side=0, max_side=3), seed=SEEDS)
-def test_binary_ops_broadcast_as_numpy(name, shapes, seed):
-    a, b = shapes.input_shapes
-    check(*BINARY[name], values(seed, a), values(seed + 1, b) + 0.013)
 
 
 @given(shape=SHAPES, other=SHAPES)
@@ -62,63 +24,12 @@ def test_incompatible_shapes_are_rejected(shape, other):
         assert (x + y).shape == np.broadcast_shapes(shape, other)
 
 
-REDUCTIONS = {name: (getattr(extra_ops, name), getattr(np, name)) for name in ("sum", "mean", "max", "min")}
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-@given(data=st.data(), seed=SEEDS, keepdims=st.booleans())
-def test_reductions_match_numpy(name, data, seed, keepdims):
-    op, numpy_op = REDUCTIONS[name]
-    x = values(
-        seed, data.draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0 if name == "sum" else 1, max_side=4))
-    )
-    axes = st.none() | hnp.valid_tuple_axes(x.ndim, max_size=x.ndim)
-    axis = data.draw(axes | st.integers(-x.ndim, x.ndim - 1) if x.ndim else axes)
-    check(lambda t: op(t, axis, keepdims), lambda a: numpy_op(a, axis=axis, keepdims=keepdims), x)
-
-
-@given(data=st.data(), seed=SEEDS)
-def test_basic_indexing_matches_numpy(data, seed):
-    x = values(seed, data.draw(SHAPES))
-    index = data.draw(hnp.basic_indices(x.shape, allow_newaxis=True))
-    check(lambda t: t[index], lambda a: a[index], x)
-
-
-@given(data=st.data(), seed=SEEDS)
-def test_array_indexing_matches_numpy(data, seed):
-    x = values(seed, data.draw(hnp.array_shapes(min_dims=1, max_dims=3, max_side=4)))
-    index = data.draw(
-        hnp.integer_array_indices(x.shape, result_shape=hnp.array_shapes(max_dims=2, min_side=0, max_side=3))
-    )
-    check(lambda t: t[index], lambda a: a[index], x)
-    check(lambda t: t[tuple(to_tensor(i, dtype=int) for i in index)], lambda a: a[index], x)
-
-
-@given(data=st.data(), seed=SEEDS)
-def test_mask_indexing_matches_numpy(data, seed):
-    x = values(seed, data.draw(hnp.array_shapes(min_dims=1, max_dims=3, max_side=4)))
-    mask = data.draw(hnp.arrays(bool, x.shape[: data.draw(st.integers(1, x.ndim))]))
-    check(lambda t: t[mask], lambda a: a[mask], x)
-    check(lambda t: t[to_tensor(mask)], lambda a: a[mask], x)
-
-
-@given(data=st.data(), seed=SEEDS)
-def test_transpose_and_reshape_match_numpy(data, seed):
-    x = values(seed, data.draw(SHAPES))
-    order = data.draw(st.permutations(range(x.ndim)))
-    check(lambda t: t.transpose(order), lambda a: a.transpose(order), x)
-    check(lambda t: t.transpose(*order).reshape(t.size), lambda a: a.transpose(order or None).reshape(-1), x)
-
-
-@given(data=st.data(), seed=SEEDS)
-def test_concatenate_stack_and_split_match_numpy(data, seed):
-    shape = data.draw(hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=3))
-    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
-    a, b = values(seed, shape), values(seed + 1, shape)
-    check(lambda *ts: extra_ops.concatenate(ts, axis), lambda *xs: np.concatenate(xs, axis), a, b)
-    check(lambda *ts: extra_ops.stack(ts, axis), lambda *xs: np.stack(xs, axis), a, b)
-    if shape[axis]:
-        check(lambda t: extra_ops.concatenate(t.split(shape[axis], axis), axis), lambda x: x, a)
+def test_concatenate_inverts_split():
+    x = to_tensor(np.arange(24).reshape(2, 3, 4))
+    for axis, n_parts in ((0, 2), (1, 3), (-1, 2)):
+        parts = x.split(n_parts, axis)
+        assert len(parts) == n_parts
+        np.testing.assert_array_equal(extra_ops.concatenate(parts, axis).array, x.array)
 
 
 # -------------------------------------------------------------------- ties, kinks, edges

@@ -31,16 +31,12 @@ def assert_equal(t: Tensor, expected) -> None:
         (2.5, np.float64, 2.5, np.float64),
         (True, None, True, bool),
         ([1, 2], None, [1, 2], np.float32),
-        ([1, 2], int, [1, 2], int),
         ([1, 2], np.int32, [1, 2], np.int32),
         ([[1, 2], [3, 4]], None, [[1, 2], [3, 4]], np.float32),
-        ((), None, [], np.float32),
         ([True, False], None, [True, False], bool),
         ([True, False], float, [1, 0], np.float64),
         (range(3), None, [0, 1, 2], np.float32),
         (np.array([1.5]), None, [1.5], np.float32),
-        (np.array([1.5]), np.float64, [1.5], np.float64),
-        (np.array([1, 2]), None, [1, 2], np.float32),
         (np.array(3.0), None, 3, np.float32),
         (np.float64(3), None, 3, np.float32),
         (np.int32(3), int, 3, int),
@@ -174,9 +170,6 @@ def test_array_protocol():
 )
 def test_close_to_results(other, kwargs, expected):
     assert to_tensor([1, 2]).close_to(other, **kwargs) is expected
-
-
-def test_close_to_nan():
     t = to_tensor([1, np.nan])
     assert not t.close_to(t) and t.close_to(t, equal_nan=True)
 
@@ -193,15 +186,11 @@ def test_set_is_batched():
     ("call", "expected"),
     [
         (lambda x: x + 1, True),
-        (lambda x: 1 + x, True),
-        (lambda x: x * tensor(2, 3), True),
         (lambda x: x.exp(), True),
-        (lambda x: -x, True),
         (lambda x: x < 1, True),
         (lambda x: x.sum(), False),
         (lambda x: x.sum(0), False),
         (lambda x: x.mean(-1), True),
-        (lambda x: x.max((0, 1)), False),
         (lambda x: x.max(1), True),
         (lambda x: x[0], False),
         (lambda x: x[None], False),
@@ -292,11 +281,8 @@ def test_matmul_with_an_array_on_either_side():
         (lambda i, x: i + i, int),
         (lambda i, x: i * 2, int),
         (lambda i, x: i * 2.0, np.float32),
-        (lambda i, x: i / i, np.float32),
         (lambda i, x: i / 2, np.float32),
-        (lambda i, x: 2 / i, np.float32),
         (lambda i, x: i + x, np.float32),
-        (lambda i, x: x * i, np.float32),
         (lambda i, x: i.mean(), np.float32),
         (lambda i, x: i.sum(), int),
         (lambda i, x: i.exp(), np.float32),

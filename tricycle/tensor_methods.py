@@ -132,8 +132,7 @@ def from_batched(x: Tensor) -> Tensor:
 def leaf_gradients(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> list[Array | None]:
     """Return each input's gradient, or None, by a separate backward pass; change no Tensor's `grad`; free the graph.
 
-    For operations whose backward function runs a separate backward pass: `grad` of no Tensor changes, and the graph is
-    freed. The arrays may share memory.
+    For operations whose backward function runs a separate backward pass. The arrays may share memory.
     """
     if not result.requires_grad:
         return [None for _ in inputs]

@@ -166,11 +166,7 @@ class BPETokeniser(ByteLevelBPE):
     # training, encoding and decoding
 
     def train(self, text: str | bytes | Iterable[str | bytes], progress: bool = True) -> Self:
-        """Learn merges from texts (ValueError if none), replacing earlier ones; skip bytes not in UTF-8; return self.
-
-        Raises:
-            ValueError: there is no text.
-        """
+        """Learn merges from texts (ValueError if none), replacing earlier ones; skip invalid UTF-8; return self."""
         texts = [text] if isinstance(text, (str, bytes, bytearray)) else text
         return super().train((chunk for one in texts for run in _runs(one)[::2] for chunk in _chunks(run)), progress)
 
@@ -222,11 +218,7 @@ class BPETokeniser(ByteLevelBPE):
         return self.encode(text)
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
-        """Decode ids of any shape to bytes, special tokens to their names; raise ValueError for unknown ids.
-
-        Raises:
-            ValueError: values that are not integers, or ids outside the vocabulary.
-        """
+        """Decode ids of any shape to bytes, special tokens to names; ValueError for unknown or non-integer ids."""
         flat = np.asarray(ids).ravel()
         if flat.size == 0:
             return b""
@@ -258,11 +250,7 @@ class BPETokeniser(ByteLevelBPE):
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> BPETokeniser:
-        """Make a tokenizer from the dict that `to_dict` returns; raise ValueError for other values.
-
-        Raises:
-            ValueError: a dict that `to_dict` cannot have returned.
-        """
+        """Make a tokenizer from the dict that `to_dict` returns; raise ValueError for other values."""
         fields = {*_FORMAT, "vocab_size", "split", "special_tokens", "tokens"}
         _expect(isinstance(state, dict) and set(state) == fields, f"a dict of {', '.join(sorted(fields))}", state)
         for name, value in _FORMAT.items():
@@ -287,11 +275,7 @@ class BPETokeniser(ByteLevelBPE):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BPETokeniser:
-        """Load a tokenizer from the JSON file that `save` wrote; ValueError if invalid, FileNotFoundError if missing.
-
-        Raises:
-            ValueError: an invalid file.
-        """
+        """Load a tokenizer from the JSON file of `save`; ValueError if invalid, FileNotFoundError if missing."""
         try:
             return cls.from_dict(read_json(path, MAX_BYTES))
         except ValueError as error:

@@ -27,14 +27,12 @@ def generate_batch(
 ) -> list[list[int]]:
     """Return up to `n_tokens` new tokens after each prompt, in one batch; a shared seed increases by 1 per prompt.
 
+    The tokens are the same as from `generate`.
+
     Args:
-        sampling: one for each prompt; or one for all, whose seed, if it is an integer, increases by 1 from prompt to
-            prompt.
+        sampling: one for each prompt; or one for all.
         temperature: short for `SamplingParams(temperature=...)`.
         n_draft_tokens: see `GenerationBatch`.
-
-    Returns:
-        the generated tokens of each prompt, the same as from `generate`.
 
     Raises:
         ValueError: see `generate`; or the number of samplings differs from the number of prompts.
@@ -116,8 +114,7 @@ class GenerationBatch:
     def step(self) -> list[tuple[int, int]]:
         """Generate a token per text, more if drafts are accepted; drop complete texts; return (text id, token) pairs.
 
-        Returns:
-            pairs of a text's number and a token, sorted by number; the tokens of one text are in order.
+        The pairs are sorted by number; the tokens of one text are in order.
 
         Raises:
             ValueError: logits are not finite, because the model's weights are broken.

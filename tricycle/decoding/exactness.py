@@ -21,8 +21,6 @@ def sample_if_certain(
 ) -> int | None:
     """Sample a token; return None, generator restored, if logit errors of tolerance * max |logit| could change it.
 
-    The generator's state is restored if None is returned.
-
     Args:
         tolerance: the largest error of a logit, as a fraction of the largest absolute logit.
 

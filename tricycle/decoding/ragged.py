@@ -64,8 +64,8 @@ def next_logits(
 
     Args:
         tokens: the new tokens of each text, at least one.
-        caches: for each text the KV caches of its layers (from `model.new_caches`), which are extended.
-        every: return the logits after each of all R new tokens, (R, V).
+        caches: for each text the KV caches of its layers (from `model.new_caches`).
+        every: whether to return the logits after each of all R new tokens.
 
     Raises:
         ValueError: ids outside the vocabulary, no token, or more tokens than the context window.

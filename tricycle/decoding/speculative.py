@@ -62,10 +62,7 @@ class SpeculativeState(DecodingState):
             cache.pin(position)
 
     def fork(self, length: int) -> SpeculativeState:
-        """Return a copy with only the first `length` tokens; empty if the caches are inexact or cannot be truncated.
-
-        The copy is empty if the caches cannot be truncated there, or are inexact.
-        """
+        """Return a copy with only the first `length` tokens; empty if the caches are inexact or cannot be truncated."""
         other = SpeculativeState(self.model, self.dtype)
         length = min(length, len(self.tokens))
         if length and not self.is_inexact and all(cache.can_truncate(length) for cache in self.caches):
@@ -102,10 +99,8 @@ def decode_batch(
 
     Args:
         states: one for each text, all of one model.
-        n_draft_tokens: the number of draft tokens at the end of each text; 0 if not given.
-
-    Returns:
-        for each text (D + 1, V): the logits before the first of its D draft tokens, and after each.
+        n_draft_tokens: the number of draft tokens at the end of each text; 0 if not given. Each text's logits are
+            those before its first draft token, and after each.
     """
     n_drafts = [0] * len(texts) if n_draft_tokens is None else list(n_draft_tokens)
     whole = [list(text) for text in texts]

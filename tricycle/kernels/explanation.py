@@ -43,15 +43,12 @@ class Explanation(NamedTuple):
 
 
 def explain(kernel: Kernel[..., Any] | str, *args: Any, **options: Any) -> Explanation:
-    """Report, without running it, which provider would run a kernel, why others decline; ValueError without arguments.
+    """Report, without running it, which provider would run a kernel, why others decline; ValueError if none or unknown.
 
-    Nothing is computed. A provider without a decline function is assumed to accept all arguments.
+    A provider without a decline function is assumed to accept all arguments.
 
     Args:
         kernel: a kernel, such as `kernels.matmul`, or its name.
-
-    Raises:
-        ValueError: no kernel of that name, or no argument.
     """
     if isinstance(kernel, str):
         if kernel not in KERNELS:

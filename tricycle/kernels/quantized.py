@@ -30,10 +30,7 @@ CHUNK = 2**18  # elements that are converted to float32 at a time: they fit into
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
     """Compute x @ matrix + bias, (N, K) by (K, M), dequantizing some rows at a time; the result has the dtype of x.
 
-    The product is computed in float32 or more; the result has the dtype of x.
-
-    Args:
-        precision: "bfloat16" may round x to 16 bits.
+    The product is computed in float32 or more. The precision "bfloat16" may round x to 16 bits.
     """
     rows = upcast(x)
     product = np.zeros((len(rows), matrix.shape[1]), rows.dtype)
@@ -135,11 +132,7 @@ class QuantizedMatrix:
     def linear(
         self, x: Tensor, weights: Tensor, bias: Tensor | None, name: str, precision: str, dtype: Any = None
     ) -> Tensor:
-        """Compute x W + b with this matrix as W, with gradients for x and bias; ValueError if `weights` requires one.
-
-        Raises:
-            ValueError: the weights require a gradient.
-        """
+        """Compute x W + b with this matrix as W, with gradients for x and bias; ValueError if `weights` needs one."""
         if weights.requires_grad:
             raise ValueError(f"{name}: expected float32 weights to train, got {self!r}")
         if on_gpu(x.array):
@@ -216,12 +209,7 @@ ARRAY_MODULES[QuantizedMatrix] = np  # it is in host memory, and np.asarray dequ
 
 
 def quantized_dtype(dtype_name: str) -> np.dtype:
-    """Return the dtype of "int8", "bfloat16" (ImportError without ml_dtypes) or "float16"; ValueError for other names.
-
-    Raises:
-        ValueError: an unknown name.
-        ImportError: bfloat16 without ml_dtypes.
-    """
+    """Return the dtype of "int8", "bfloat16" (ImportError without ml_dtypes) or "float16"; ValueError for others."""
     if dtype_name not in DTYPE_NAMES:
         raise ValueError(f"quantized weights: expected one of {', '.join(DTYPE_NAMES)}, got {dtype_name!r}")
     if dtype_name != "bfloat16":

@@ -1,6 +1,6 @@
 """Softmax variants of attention, added to the table `functions.SOFTMAXES`.
 
-A new variant needs a file with the function and its gradient, a row here, and a sample in tests/samples.py.
+A new variant needs a file with the function and its gradient, a row here, and a strategy in tests/op_properties.py.
 """
 
 from tricycle.functions import SOFTMAXES, new_softmax

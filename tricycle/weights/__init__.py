@@ -46,9 +46,6 @@ def set_memory_order(model: AnyLayer, order: str) -> AnyLayer:
     Args:
         order: "C" (row-major), the fastest for training; or "F" (column-major), the fastest for products with one row,
             as in generation. Matrices in another order are copied, one at a time.
-
-    Raises:
-        ValueError: an unknown order.
     """
     if order not in ("C", "F"):
         raise ValueError(f"set_memory_order: expected 'C' or 'F', got {order!r}")
