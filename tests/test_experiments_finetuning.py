@@ -41,15 +41,8 @@ def no_downloads():
 
 # -------------------------------------------------------------------- sums
 def test_numbers_in_words_round_trip():
-    assert [number_in_words(n) for n in (0, 13, 20, 42, 100, 119, 342)] == [
-        "zero",
-        "thirteen",
-        "twenty",
-        "forty-two",
-        "one hundred",
-        "one hundred nineteen",
-        "three hundred forty-two",
-    ]
+    words = "zero, thirteen, twenty, forty-two, one hundred, one hundred nineteen, three hundred forty-two"
+    assert ", ".join(map(number_in_words, (0, 13, 20, 42, 100, 119, 342))) == words
     assert all(last_number(f"Seven, no: {number_in_words(n).capitalize()}.") == n for n in range(1000))
     with pytest.raises(ValueError, match="999, got 1000"):
         number_in_words(1000)
@@ -119,22 +112,15 @@ def test_score_sums_by_question_group():
 
 # -------------------------------------------------------------------- docstrings
 @pytest.mark.nightly
-def test_no_module_is_in_two_splits():
+def test_no_module_is_in_two_splits_and_no_docstring_line_in_its_function():
     parts = docstrings.functions()
-    modules = {name: {one.module for one in part} for name, part in parts.items()}
-    assert not modules["train"] & modules["test"]
-    assert not modules["train"] & modules["validation"]
-    assert not modules["test"] & modules["validation"]
+    modules = [module for part in parts.values() for module in {one.module for one in part}]
+    assert len(set(modules)) == len(modules)
     for field in ("line", "code"):
         learnt = {getattr(one, field).lower() for one in parts["train"]}
         assert not any(getattr(one, field).lower() in learnt for one in (*parts["test"], *parts["validation"]))
     assert len(parts["train"]) > 4 * len(parts["test"]) > 1000
-
-
-@pytest.mark.nightly
-def test_no_function_contains_its_docstring_line():
-    for part in docstrings.functions().values():
-        assert not any(one.line in one.code for one in part)
+    assert not any(one.line in one.code for part in parts.values() for one in part)
 
 
 def test_functions_in_removes_docstrings():
@@ -198,14 +184,15 @@ def finished(model, tmp_path_factory):
     """Interrupt a small run once and finish it; yield its folder, the first results and its flags."""
     folder = tmp_path_factory.mktemp("runs") / "a run"
     words = ["--quick", "--model", str(model), "--tasks", *tasks.TASKS, "--methods", "lora", "all"]
-    words += ["--updates", "4", "--tested", "3"]
-    words += ["--context-window", "512", "--batch-size", "1", "--output", str(folder), "--precision", "float32"]
+    words += ["--output", str(folder), "--precision", "float32"]
+    words += "--updates 4 --tested 3 --context-window 512 --batch-size 1".split()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["finetuning", *words])
         patch.setattr(tasks, "N_TESTED_TEXTS", 5)
         patch.setattr(study, "ANSWER_TOKENS", 4)
         for name, task in tasks.TASKS.items():
-            patch.setitem(tasks.TASKS, name, quicker(task))
+            few = lambda part, task=task: task.records(part)[:40]
+            patch.setitem(tasks.TASKS, name, replace(task, n_tokens=3, records=few))
         step, n_calls = training.compute_gradients, []
 
         def breaking(*args):
@@ -221,10 +208,6 @@ def finished(model, tmp_path_factory):
         patch.setattr(training, "compute_gradients", step)
         assert main() == 0
         yield folder, before, words
-
-
-def quicker(task: tasks.Task) -> tasks.Task:
-    return replace(task, n_tokens=3, records=lambda part: task.records(part)[:40])
 
 
 @pytest.mark.nightly
@@ -260,8 +243,7 @@ def test_finished_runs_are_skipped(finished, monkeypatch):
         run_study(main, *words, "--batch-size", 2)
 
 
-@pytest.mark.nightly
-def test_stopped_finetuning_raises_keyboard_interrupt(finished, monkeypatch, tmp_path):
+def test_stopped_finetuning_raises_keyboard_interrupt(monkeypatch, tmp_path):
     """`finetune` returns when it is stopped."""
     settings = study.Settings(output=tmp_path)
     monkeypatch.setattr(study, "finetune", lambda words: 0)

@@ -189,9 +189,3 @@ test_wrong_flags_are_refused = wrong_flags(
     (["--steps", "0"], "--steps.*got 0"),
     (["--largest", "8"], "--largest.*got 8"),
 )
-
-
-def test_a_table_with_one_seed_has_no_spread():
-    run = {"accuracy": {"plain": [0.5]}, "found": [0.25], "entropy": [[0, 0.1, 0.2]]}
-    (row,) = report.accuracy_table([2], [run]).splitlines()[2:]
-    assert row == "| 2 | 100.0 | 100.0 | 50.0 | 25.0 | 0.10 |"

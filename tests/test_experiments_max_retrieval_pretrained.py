@@ -200,9 +200,8 @@ def test_row_costs_match_the_model_loss(model, batch):
 # -------------------------------------------------------------------- measuring
 def test_recorded_entropies_match_the_attention_weights(model):
     ids = np.random.default_rng(1).integers(0, 400, (1, 64))
-    with Probe(model) as probe, pretrained.EntropyRecorder(model, [16, 64]) as heard, no_grad():
+    with Probe(model) as probe, pretrained.record_entropies(model, [16, 64]) as table, no_grad():
         model(ids)
-    table = heard.table()
     for layer, weights in enumerate(probe.weights.values()):
         for i, n in enumerate((16, 64)):
             ends = np.linspace(3 * n // 4 + pretrained.TOGETHER, n, pretrained.GROUPS).astype(int)

@@ -81,15 +81,6 @@ def test_measures_of_a_known_confusion_matrix():
     assert found["f1"] == pytest.approx((4 / 7 + 2 / 4 + 0) / 3)
 
 
-def test_measures_match_scikit_learn(rng):
-    metrics = pytest.importorskip("sklearn.metrics")
-    labels, answers = rng.integers(0, 5, (2, 200))
-    found = study.measures(study.confusion(labels, answers, 5))
-    assert found["balanced"] == pytest.approx(metrics.balanced_accuracy_score(labels, answers))
-    assert found["f1"] == pytest.approx(metrics.f1_score(labels, answers, average="macro"))
-    assert found["accuracy"] == pytest.approx(metrics.accuracy_score(labels, answers))
-
-
 def test_removing_the_prior_favors_rare_classes():
     """Subtracting the log prior raises the predictions of rare classes."""
     prior = np.log([0.9, 0.1])

@@ -231,9 +231,14 @@ def plain_log_p(arrays: dict[str, np.ndarray], letters: list[int]) -> np.ndarray
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
-def test_leave_one_out_matches_a_numpy_reference(tmp_path):
-    arrays = random_g2p()
-    model, letters = g2p.load(made_up_g2p(tmp_path)), g2p.ids_of(["abed"])[0][0].tolist()
+@pytest.fixture
+def abed(tmp_path) -> tuple[dict[str, np.ndarray], g2p.Speller, list[int]]:
+    """Random weights, their model, and a word of four letters and the end mark."""
+    return random_g2p(), g2p.load(made_up_g2p(tmp_path)), g2p.ids_of(["abed"])[0][0].tolist()
+
+
+def test_leave_one_out_matches_a_numpy_reference(abed):
+    arrays, model, letters = abed
     whole = plain_log_p(arrays, letters)
     for i, column in enumerate(inspect_g2p.leave_one_out(model, "abed", SPOKEN).T):
         without = plain_log_p(arrays, letters[:i] + letters[i + 1 :])
@@ -241,12 +246,11 @@ def test_leave_one_out_matches_a_numpy_reference(tmp_path):
         np.testing.assert_allclose(column, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_g2p_gradients_match_finite_differences(tmp_path):
+def test_g2p_gradients_match_finite_differences(abed):
     """Scaling a letter's vector changes a log probability by the product; adding to one number, by the gradient."""
-    arrays = random_g2p()
+    arrays, model, letters = abed
     arrays["enc_emb"] = arrays["enc_emb"].astype(np.float64)
-    letters = g2p.ids_of(["abed"])[0][0].tolist()
-    norms, products = inspect_g2p.gradients(g2p.load(made_up_g2p(tmp_path)), "abed", SPOKEN)
+    norms, products = inspect_g2p.gradients(model, "abed", SPOKEN)
     for i, letter in enumerate(letters[:-1]):
         vector = arrays["enc_emb"][letter].copy()
         sides = []
@@ -261,15 +265,13 @@ def test_g2p_gradients_match_finite_differences(tmp_path):
         np.testing.assert_allclose(products[:, i], vector @ np.array(sides), rtol=1e-3, atol=1e-4)
 
 
-def test_probabilities_by_state_match_a_numpy_reference(tmp_path):
-    arrays = random_g2p()
-    model, letters = g2p.load(made_up_g2p(tmp_path)), g2p.ids_of(["abed"])[0][0].tolist()
+def test_probabilities_by_state_match_a_numpy_reference(abed):
+    arrays, model, letters = abed
     probable = inspect_g2p.probabilities_by_state(model, "abed", SPOKEN)
     assert probable.shape == (4, 6)
     for n in range(6):
-        np.testing.assert_allclose(
-            probable[:, n], np.exp(plain_log_p(arrays, letters[:n])[range(4), SPOKEN]), rtol=1e-3
-        )
+        expected = np.exp(plain_log_p(arrays, letters[:n])[range(4), SPOKEN])
+        np.testing.assert_allclose(probable[:, n], expected, rtol=1e-3)
     states = np.array([inspect_g2p.states_of(model, word)[-1] for word in ("abed", "deaf")])
     both = inspect_g2p.greedy_sounds(model, states)
     assert [sounds[: g2p.MOST_SOUNDS] for sounds in both] == g2p.pronounce(model, ["abed", "deaf"])
@@ -288,16 +290,10 @@ def test_alignment_measures_of_known_words():
 
 
 def test_consonant_counts_of_known_words():
-    assert [inspect_g2p.consonants_of_word(word) for word in ("umbrella", "phrase", "comb", "apple")] == [
-        "mrl",
-        "fr",
-        "m",
-        "pl",
-    ]
-    assert (
-        inspect_g2p.consonants_of_sounds("F R EY1 Z".split()) == "fr"
-        and inspect_g2p.consonants_of_sounds("B ER0 NG NG".split()) == "brn"
-    )
+    for word, consonants in {"umbrella": "mrl", "phrase": "fr", "comb": "m", "apple": "pl"}.items():
+        assert inspect_g2p.consonants_of_word(word) == consonants
+    for sounds, consonants in {"F R EY1 Z": "fr", "B ER0 NG NG": "brn"}.items():
+        assert inspect_g2p.consonants_of_sounds(sounds.split()) == consonants
     assert inspect_g2p.count_missed("problem", "P R AA1 L AH0 M".split()) == (1, 5)
     apart = [["P", "AE1"], ["T", "AA0", "D"]]
     count_missed = inspect_g2p.missed_in_pairs(["patad"], apart, [["P", "AE0", "D"]])
@@ -642,13 +638,9 @@ def test_pretrained_minilm_exports_to_transformers(tmp_path):
 
 
 @needs(packages.MINILM)
-def test_pretrained_minilm_ranks_similar_sentences_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_pretrained_minilm_ranks_similar_sentences_first():
     pytest.importorskip("tokenizers")
-    monkeypatch.setattr(sys, "argv", ["minilm", "--quick", "--shown", "1"])
-    assert minilm.main() == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run_study(minilm.main, "--quick", "--shown", "1").splitlines()
     assert lines[2].startswith("| A man is eating a piece of bread. | 1.0000 | 0.4201 |")
     assert len(lines) == 10 and lines[-1].endswith(".py")
 

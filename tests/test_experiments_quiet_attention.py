@@ -9,10 +9,8 @@ from tables import wrong_flags
 from test_programs import NEEDS_SHAKESPEARE, call, good
 
 from experiments.quiet_attention.__main__ import Arguments, main, measure, new_config, run
-from experiments.shared.tables import cell, markdown
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
-from tricycle.system.files import atomic_write
 from tricycle.training_state import new_state, train_step
 from tricycle_lab.probe import excess_kurtosis
 
@@ -108,16 +106,3 @@ test_wrong_flags_are_refused = wrong_flags(
     (["--measurements", "0"], "--measurements.*got 0"),
     (["--steps", "-1"], "--steps.*got -1"),
 )
-
-
-# -------------------------------------------------------------------- shared code
-def test_table_cells_and_markdown():
-    assert cell([2]) == "2.00"
-    assert cell([1, 2, 3], 1, 100) == "200.0 ± 100.0"
-    assert markdown(["", "a"], [["x", "1"]]) == "|  | a |\n| :--- | ---: |\n| x | 1 |"
-
-
-def test_failed_atomic_write_leaves_no_file(tmp_path):
-    with pytest.raises(TypeError), atomic_write(tmp_path / "results.json", text=True) as file:
-        json.dump({"a": object()}, file)
-    assert list(tmp_path.iterdir()) == []

@@ -112,16 +112,13 @@ def test_weight_outliers_locate_the_head_and_matrix():
 
 
 # -------------------------------------------------------------------- training
-@pytest.mark.parametrize(
-    "variant",
-    [
-        Variant("sink", "sinks", initial=-1.0),
-        Variant("sink", "lora"),
-        Variant("softmax1", "lora"),
-        Variant("sink", "all"),
-    ],
-    ids=lambda variant: variant.title,
-)
+TRAINED = [
+    Variant("sink", "sinks", initial=-1.0),
+    *(Variant(*words.split()) for words in ("sink lora", "softmax1 lora", "sink all")),
+]
+
+
+@pytest.mark.parametrize("variant", TRAINED, ids=lambda variant: variant.title)
 def test_only_parameters_of_the_method_change(variant, tmp_path):
     loaded = load_model(str(write_folder(tmp_path / "tiny")))
     before = {name: p.array.copy() for name, p in loaded.model.named_parameters()}
@@ -170,11 +167,9 @@ def test_run_writes_results_and_resumes_without_recomputing(tmp_path, texts, mon
     check_files(settings.output, ["results.json", "model.png", "model.html"])
     tables = capsys.readouterr().out
     assert "Training reads 96 tokens in 2 updates." in tables
-    assert "| softmax, as it is |" in tables
-    assert "| sink, LoRA |" in tables
-    assert "| mlp.projection |" in tables
-    assert "| tokens | 1 | 2 to 16 | 17 to 24 |" in tables
-    monkeypatch.setattr(pretrained, "teach", lambda *_: pytest.fail("taught again"))
+    for row in ("softmax, as it is", "sink, LoRA", "mlp.projection", "tokens | 1 | 2 to 16 | 17 to 24"):
+        assert f"| {row} |" in tables
+    monkeypatch.setattr(pretrained, "train_variant", lambda *_: pytest.fail("trained again"))
     assert pretrained.measure(settings, quick=True)["variants"] == results["variants"]
     with pytest.raises(ValueError, match=r"steps 2.*3"):
         Record(Settings(str(folder), 1, output=tmp_path / "out", **{**SMALL, "steps": 3}), FREE)

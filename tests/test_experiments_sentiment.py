@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 from studies import check_files, run_study
 from tables import wrong_flags
 
 from experiments.sentiment import report, study
 from experiments.sentiment.__main__ import main
 from experiments.shared import classification as shared
-from experiments.shared import figures, pooling_weights
+from experiments.shared import pooling_weights
 from experiments.shared.classification import MODELS, UNKNOWN, Parts, Predicted, Problem, Recipe
 from experiments.shared.pooling_weights import Answer, Item
 from experiments.shared.results import of, read, select
@@ -123,12 +122,8 @@ def test_models_classify_and_weight_the_sentiment_words(problem, name):
     np.testing.assert_array_equal(predicted.logits, again.logits)
     epochs = np.array(record["epochs"])
     assert epochs.shape == (6, 3) and epochs[-1, 0] < epochs[0, 0]
-    assert (
-        record["validation"]
-        == shared.loss_and_accuracy(shared.predict(model, parts.validation.sequences).logits, parts.validation.labels)[
-            1
-        ]
-    )
+    logits = shared.predict(model, parts.validation.sequences).logits
+    assert record["validation"] == shared.loss_and_accuracy(logits, parts.validation.labels)[1]
     assert record["validation"] == pytest.approx(epochs[:, 2].max(), abs=1e-4)
     for row, sequence in zip(predicted.weights, parts.test.sequences):
         assert len(row) == len(sequence) and row.sum() == pytest.approx(1, abs=1e-4)
@@ -243,22 +238,10 @@ def test_choose_selects_by_agreement_and_label():
     assert [i // 10 for i in chosen[6:]] == [2] * 6 + [3] * 6 and max(chosen[:6]) < 20
 
 
-def test_wrap_breaks_lines_and_paint_writes_an_image(tmp_path):
+def test_wrap_breaks_lines():
     rows = pooling_weights.wrap(["aa", "bbb", "c", "dddddd"], ["", " ", "", " "], np.array([0.25, 0, 0.75, 0]), 6)
-    assert [[(x, token) for x, token, _ in row] for row in rows] == [
-        [(0, "aa"), (3, "bbb")],
-        [(0, "c")],
-        [(0, "dddddd")],
-    ]
-    assert rows[0][0][2] == 0.5
-    clean = nasty_item()._replace(tokens=[token.strip() or "_" for token in NASTY])
-    pooling_weights.plot_texts(tmp_path / "words.png", ("-", "+"), [clean] * 3, n_blocks=2)
-    assert min(imread(tmp_path / "words.png").shape[:2]) > 40
-
-
-def test_plot_folds_writes_an_image(tmp_path):
-    figures.plot_folds({"a": [1.0, 2.0], "b": [3.0]}, tmp_path / "folds.png", "x", "title", ("line", 2.5))
-    assert imread(tmp_path / "folds.png").shape[1] > 600
+    places = [[(x, token) for x, token, _ in row] for row in rows]
+    assert places == [[(0, "aa"), (3, "bbb")], [(0, "c")], [(0, "dddddd")]] and rows[0][0][2] == 0.5
 
 
 # -------------------------------------------------------------------- the program

@@ -73,7 +73,12 @@ def test_extras_and_their_packages():
         assert f"cupy-cuda{number}x[ctk]>=14.2,<15" in EXTRAS[f"cuda{number}"]
         assert {for_conda(requirement) for requirement in EXTRAS[f"cuda{number}"]} == CONDA_CUDA
     assert any(requirement.startswith("datasets>=") for requirement in EXTRAS["datasets"])
-    assert {re.match(r"[\w-]+", requirement)[0] for requirement in EXTRAS["test"]} >= {"pytest", "hypothesis", "pyyaml"}
+    assert {re.match(r"[\w-]+", requirement)[0] for requirement in EXTRAS["test"]} >= {
+        "pytest",
+        "hypothesis",
+        "pyyaml",
+        "pytest-xdist",
+    }
     assert PROJECT["project"]["name"] == "tricycle-gpt"
     assert PROJECT["project"]["requires-python"] == ">=3.11"
     assert "numpy>=2.1" in PROJECT["project"]["dependencies"]
@@ -110,14 +115,8 @@ def test_imported_packages_are_declared():
 def python(program: str, *words: str, folder: Path = ROOT) -> str:
     """What a program prints, on either stream."""
     command = [sys.executable, "-W", "error", "-c", program, *words]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, **streams)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -212,16 +211,19 @@ FILES = [
 ]
 
 
-def test_no_file_contains_machine_paths():
-    pattern = re.compile(rf"/({'|'.join(['work', 'farm', 'root', 'tmp', 'home'])})/")
-    assert len(FILES) > 60
-    lines = [
+def lines_with(pattern: re.Pattern, paths: list[Path]) -> list[str]:
+    return [
         f"{name_of(path)}:{number}: {line.strip()}"
-        for path in FILES
+        for path in paths
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if pattern.search(line)
     ]
-    assert lines == []
+
+
+def test_no_file_contains_machine_paths():
+    pattern = re.compile(rf"/({'|'.join(['work', 'farm', 'root', 'tmp', 'home'])})/")
+    assert len(FILES) > 60
+    assert lines_with(pattern, FILES) == []
 
 
 FORBIDDEN = {
@@ -235,14 +237,8 @@ FORBIDDEN = {
 
 @pytest.mark.parametrize("rule", FORBIDDEN)
 def test_line_rules(rule):
-    pattern = re.compile(FORBIDDEN[rule])
-    wrong = [
-        f"{name_of(path)}:{number}: {line.strip()}"
-        for path in SHIPPED
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if pattern.search(line) and not re.search(r"\.eval\(|def eval\(", line)
-    ]
-    assert wrong == []
+    wrong = lines_with(re.compile(FORBIDDEN[rule]), SHIPPED)
+    assert [line for line in wrong if not re.search(r"\.eval\(|def eval\(", line)] == []
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=name_of)

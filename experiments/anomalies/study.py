@@ -83,9 +83,9 @@ def new_windows(settings: Settings, seed: int) -> Windows:
     test = series_with_events(settings.each, generator)
     mean, deviation = train.mean(), train.std()
     test = test._replace(values=(test.values - mean) / deviation)
-    normal = ((train, size // 8), (validation, size // 4))
-    parts = [windows_of((values - mean) / deviation, size, stride) for values, stride in normal]
-    return Windows(*parts, windows_of(test.values, size, size // 4), labels_of(test, size, size // 4), test)
+    parts = ((train - mean) / deviation, size // 8), ((validation - mean) / deviation, size // 4)
+    first, second, third = (windows_of(values, size, stride) for values, stride in (*parts, (test.values, size // 4)))
+    return Windows(first, second, third, labels_of(test, size, size // 4), test)
 
 
 def fit_methods(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, Predictor], dict[str, float]]:
@@ -102,14 +102,8 @@ def fit_methods(windows: Windows, settings: Settings, seed: int) -> tuple[dict[s
             train_best(model, batch_loss, batches, steps, rate, validate, f"seed {seed}, {name}", 1.0)
         )
 
-    def dense() -> Predictor:
-        model = Autoencoder.dense((size, 64, 32, code), generator=stream(TRAINING, seed, 0))
-        return learned(model, settings.dense_steps, settings.dense_rate, "dense autoencoder")
-
-    def recurrent() -> Predictor:
-        model = RecurrentAutoencoder(1, settings.hidden_size, code, generator=stream(TRAINING, seed, 0))
-        return learned(model, settings.steps, settings.rate, "recurrent autoencoder")
-
+    dense = Autoencoder.dense((size, 64, 32, code), generator=stream(TRAINING, seed, 0))
+    recurrent = RecurrentAutoencoder(1, settings.hidden_size, code, generator=stream(TRAINING, seed, 0))
     makers = {
         "mean": lambda: methods.mean(train),
         "moving average": lambda: methods.moving_average(train),
@@ -117,8 +111,8 @@ def fit_methods(windows: Windows, settings: Settings, seed: int) -> tuple[dict[s
         "PCA": lambda: methods.pca(train, code),
         "PCA, twice the code": lambda: methods.pca(train, 2 * code),
         "nearest window": lambda: methods.nearest(train),
-        "dense autoencoder": dense,
-        "recurrent autoencoder": recurrent,
+        "dense autoencoder": lambda: learned(dense, settings.dense_steps, settings.dense_rate, "dense autoencoder"),
+        "recurrent autoencoder": lambda: learned(recurrent, settings.steps, settings.rate, "recurrent autoencoder"),
     }
     expectations, seconds = {}, {}
     for name, make in makers.items():

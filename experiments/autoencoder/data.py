@@ -31,14 +31,7 @@ class Data(NamedTuple):
 
 
 def load(name: str) -> Data:
-    """Load "digits" (scikit-learn) or "mnist" (downloaded) in three fixed parts; ImportError or OSError if missing.
-
-    Args:
-        name: "digits" or "mnist".
-
-    Raises:
-        ImportError, OSError: it is not to be had; the message says how to come by it.
-    """
+    """Load "digits" (scikit-learn) or "mnist" (downloaded) in three fixed parts; ImportError or OSError if missing."""
     return _digits() if name == "digits" else _mnist()
 
 

@@ -171,7 +171,8 @@ def plot_plane(study: Study, path: Path, n: int = 16) -> None:
     model = study.get_trained("dense", 2, 0.0, study.settings.deviations[-1])
     places = np.array([NormalDist().inv_cdf((i + 0.5) / n) for i in range(n)], np.float32)
     codes = np.stack(np.meshgrid(places, places[::-1]), axis=-1).reshape(-1, 2)
-    images = model.eval().decode(codes).numpy().reshape(n, n, *study.data.shape)
+    model.eval()
+    images = model.decode(codes).numpy().reshape(n, n, *study.data.shape)
     with drawing(path, (6, 6.3), dpi=100) as figure:
         axes = figure.subplots()
         axes.imshow(image_grid(list(images))[0], cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")

@@ -6,6 +6,7 @@ Shapes: N images, Z size of the code.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def in_chunks(function: Callable[[np.ndarray], Any], images: np.ndarray) -> np.n
 
 def encode(model: Autoencoder, images: np.ndarray) -> np.ndarray:
     """Return the codes (N, Z) of images, in chunks; the model stays in evaluation mode."""
-    return in_chunks(model.eval().encode, images)
+    model.eval()
+    return in_chunks(model.encode, images)
 
 
 def reconstruct(model: Autoencoder, images: np.ndarray) -> np.ndarray:
@@ -198,8 +200,8 @@ def precision_and_recall(real: np.ndarray, drawn: np.ndarray, others: np.ndarray
         others: further real images, of which a share is among the drawn ones.
     """
     real, drawn, others = (x.reshape(len(x), -1)[:MOST_COMPARED].astype(float) for x in (real, drawn, others))
-    check_choices = lambda x, images: float((distances(x, images) <= neighbor_radius(images)).any(axis=1).mean())
-    return check_choices(drawn, real), check_choices(others, drawn)
+    share = lambda x, images: float((distances(x, images) <= neighbor_radius(images)).any(axis=1).mean())
+    return share(drawn, real), share(others, drawn)
 
 
 def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -275,7 +277,8 @@ class Study:
     def denoisers(self, noise: float) -> dict[str, ImageFn]:
         """Return {name: function that denoises images}; validation images choose the number of PCA components."""
         size, train_images = self.settings.denoising_size, self.data.train.images
-        noisy, clean = self.noisy("validation", noise), self.data.validation.images
+        clean = self.data.validation.images
+        noisy = add_noise(clean, noise, stream(NOISE, 0))
         projections = [self.pca_reconstructor(n) for n in (*self.settings.code_sizes, 64) if n < clean[0].size]
         best = min(projections, key=lambda make: unexplained_variance(make(noisy), clean, self.data))
         makes: dict[str, ImageFn] = {
@@ -285,18 +288,13 @@ class Study:
             "dense, not trained for it": self.reconstructors(size)["dense"],
         }
         for kind in KINDS:
-            model = self.get_trained(kind, size, noise)
-            makes[kind] = lambda images, model=model: reconstruct(model, images)
+            makes[kind] = partial(reconstruct, self.get_trained(kind, size, noise))
         return makes
 
     def pca_reconstructor(self, size: int) -> ImageFn:
         """Return a function that reconstructs images with PCA of this code size."""
         pca = self.pca(size)
         return lambda images: pca.decode(pca.encode(images))
-
-    def noisy(self, part: str, noise: float) -> np.ndarray:
-        """Return the images of "train", "validation" or "test" with noise, the same at each call."""
-        return add_noise(getattr(self.data, part).images, noise, stream(NOISE, 0))
 
     def denoising(self) -> Measures:
         """Return {method: [fraction of the clean images' unexplained variance at each of settings.noises]}."""
@@ -366,26 +364,22 @@ class Study:
     def variational(self) -> Measures:
         """Return by model, if defined, "bound", "validation" and "divergence" in nats, and the fraction "missed"."""
         test_part, size = self.test_part.images, self.settings.variational_size
-        pca = self.pca(size)
+        pca, missed = self.pca(size), lambda made: unexplained_variance(made, test_part, self.data)
         measures: Measures = {
             "PCA": {
                 "bound": pca.negative_log_likelihood(test_part),
-                "missed": unexplained_variance(pca.decode(pca.encode(test_part)), test_part, self.data),
+                "missed": missed(pca.decode(pca.encode(test_part))),
             }
         }
         for kind in KINDS:
-            measures[kind] = {
-                "missed": unexplained_variance(
-                    reconstruct(self.get_trained(kind, size), test_part), test_part, self.data
-                )
-            }
+            measures[kind] = {"missed": missed(reconstruct(self.get_trained(kind, size), test_part))}
         for name, model in self.variational_models().items():
             whole, divergence = negative_elbo(model, test_part)
             measures[name] = {
                 "validation": negative_elbo(model, self.data.validation.images)[0],
                 "bound": whole,
                 "divergence": divergence,
-                "missed": unexplained_variance(reconstruct(model, test_part), test_part, self.data),
+                "missed": missed(reconstruct(model, test_part)),
             }
         return measures
 

@@ -110,20 +110,14 @@ def count_operations(join: np.ufunc, nothing: float) -> Iterator[Rule]:
 
 
 def longest_path(layer: Layer, n_tokens: int, width: int) -> tuple[int, int]:
-    """Return (longest chain of products, multiplications in matrix products) of a layer; overwrite its weights.
-
-    The layer's weights are lost.
-    """
+    """Return (longest chain of products, multiplications in matrix products) of a layer; overwrite its weights."""
     with count_operations(np.maximum, 0) as rule:
         lengths = _run(layer, np.zeros((1, n_tokens, width), np.float32), 0)
     return int(lengths.max()), rule.multiplications
 
 
 def shortest_path(layer: Layer, n_tokens: int, width: int) -> float:
-    """Return the shortest chain of products from first token to last output, else infinity; overwrite the weights.
-
-    The layer's weights are lost.
-    """
+    """Return the shortest chain of products from first token to last output, else infinity; overwrite the weights."""
     start = np.full((1, n_tokens, width), np.inf, np.float32)
     start[:, 0] = 0
     with count_operations(np.minimum, np.inf):

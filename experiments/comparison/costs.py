@@ -107,9 +107,7 @@ def exponents(sizes: list[int], values: Any) -> list[float]:
 def paths(distances: list[int]) -> dict[str, dict[str, list[int]]]:
     """Return {layer: {"layers": number needed, "products": shortest chain in these}}, lists over the distances.
 
-    Returns:
-        for each kind of layer "layers", how many must lie one on another before the gradient of that output reaches
-        the first token, and "products", the shortest chain of products in these.
+    Needed are so many that the gradient of the last output reaches the first token.
     """
     counts: dict[str, dict[str, list[int]]] = {name: {"layers": [], "products": []} for name in LAYERS}
     with tqdm(total=len(counts) * len(distances), desc="paths", unit="path") as bar:

@@ -39,16 +39,8 @@ def measured(runs: Runs, kind: str, key: str) -> np.ndarray:
 def lecture_table(sizes: list[int], distances: list[int], costs: Measures, paths: Measures) -> str:
     """Return the Markdown table of the lecture's three complexities and the measurements at the most tokens."""
     n, far = sizes[-1], distances[-1]
-    titles = [
-        "",
-        "work",
-        f"multiplications, n = {n:,}",
-        "sequential",
-        f"sequential products, n = {n:,}",
-        "path",
-        f"layers between tokens {far} apart",
-        f"products on the path, {far} apart",
-    ]
+    titles = ["", "work", f"multiplications, n = {n:,}", "sequential", f"sequential products, n = {n:,}", "path"]
+    titles += [f"layers between tokens {far} apart", f"products on the path, {far} apart"]
     rows = []
     for kind, of_kind in costs.items():
         work, sequential, path = lecture_complexity(kind)
@@ -60,12 +52,8 @@ def lecture_table(sizes: list[int], distances: list[int], costs: Measures, paths
 
 def exponent_table(costs: Measures) -> str:
     """Return the Markdown table of measured exponents p of n^p by layer."""
-    keys = {
-        "time": "cpu",
-        "memory": "memory",
-        "multiplications": "multiplications",
-        "sequential products": "sequential",
-    }
+    keys = {"time": "cpu", "memory": "memory", "multiplications": "multiplications"}
+    keys["sequential products"] = "sequential"
     return grid(list(costs), keys, lambda kind, key: costs[kind]["exponents"][key], corner="exponent of")
 
 

@@ -117,9 +117,6 @@ def gradient_norms(model: RecallModel, distance: int) -> list[float]:
     The root mean square over sequences of the Jacobian's Frobenius norm, divided by the root of the width: 1 where what
     is read is handed on as it is. In place of a Jacobian there is one gradient of a random sum of its rows, whose
     square is that of the norm in the mean.
-
-    Returns:
-        from distance 0 (the question itself) to `distance`.
     """
     generator = stream(GRADIENTS, distance)
     tokens, _ = new_batch(distance, FOLLOWED, generator)

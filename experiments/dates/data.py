@@ -206,7 +206,7 @@ def split() -> tuple[list[date], list[date], list[date]]:
 
 
 def examples(days: Sequence[date], n: int, lengths: tuple[int, int], generator: np.random.Generator) -> list[Example]:
-    """Return n examples of one date each; `lengths` is (least, most) characters of a text, (0, 0) for dates alone.
+    """Return n examples of one date each.
 
     Args:
         lengths: (0, most) for dates of which BARE stand alone and the others in texts of up to `most` characters;

@@ -4,6 +4,7 @@ Shapes: B batch, S source characters, T target tokens, H hidden size of recurren
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tricycle.tensor import Tensor
 EMBEDDING = 32  # of characters, in recurrent models
 HEADS, BLOCKS = 4, 2  # of the Transformer
 WINDOW = 512  # the most characters it could read
+NewModel = Callable[[int, np.random.Generator], EncoderDecoder]
 
 
 class ProjectedDotProduct(ScaledDotProductAttention):
@@ -56,59 +58,33 @@ class Seq2SeqHard(Seq2SeqAttention):
 
 
 # -------------------------------------------------------------------- one of each size
-def fixed(size: int, generator: np.random.Generator) -> Seq2Seq:
-    """Return a new encoder-decoder without attention, with hidden size `size`."""
-    return Seq2Seq(SOURCE_VOCAB, TARGET_VOCAB, EMBEDDING, size, generator=generator)
+def with_attention(new_attention: Callable[[int, np.random.Generator], Any], before: bool = False) -> NewModel:
+    """Return a function (size, generator) that builds a model with attention, after the decoder's step by default."""
+
+    def new(size: int, generator: np.random.Generator) -> EncoderDecoder:
+        attention = new_attention(size, generator)
+        kind = Seq2SeqHard if isinstance(attention, HardAttention) else Seq2SeqAttention
+        sizes = SOURCE_VOCAB, TARGET_VOCAB, EMBEDDING, size
+        return kind(attention, *sizes, attend_before_step=before, generator=generator)
+
+    return new
 
 
-def attention_model(
-    attention: Any, size: int, generator: np.random.Generator, before: bool = False, kind: Any = None
-) -> Any:
-    """Return a new encoder-decoder with this attention, of class `kind` (None: Seq2SeqAttention)."""
-    vocabularies = SOURCE_VOCAB, TARGET_VOCAB
-    return (kind or Seq2SeqAttention)(
-        attention, *vocabularies, EMBEDDING, size, attend_before_step=before, generator=generator
-    )
+def luong(size: int, generator: np.random.Generator, score: str = "general") -> LuongAttention:
+    """Return Luong's attention of decoder states (size) to encoder outputs (2 size)."""
+    return LuongAttention(size, 2 * size, score, generator=generator)
 
 
-def bahdanau(size: int, generator: np.random.Generator) -> Seq2SeqAttention:
-    """Return a new encoder-decoder with Bahdanau's additive attention before the step, with hidden size `size`."""
-    return attention_model(AdditiveAttention(size, 2 * size, size, generator=generator), size, generator, before=True)
-
-
-def luong(score: str) -> Callable[[int, np.random.Generator], Seq2SeqAttention]:
-    """Return a function (size, generator) that builds a model with Luong's score, "general" or "concat"."""
-    return lambda size, generator: attention_model(
-        LuongAttention(size, 2 * size, score, generator=generator), size, generator
-    )
-
-
-def scaled_dot_product(size: int, generator: np.random.Generator) -> Seq2SeqAttention:
-    """Return a new encoder-decoder with scaled dot-product attention, with hidden size `size`."""
-    return attention_model(ProjectedDotProduct(size, 2 * size, generator), size, generator)
-
-
-def hard(size: int, generator: np.random.Generator) -> Seq2SeqHard:
-    """Return a new encoder-decoder with hard attention, with hidden size `size`; `generator` also draws its choices."""
-    attention = HardAttention(LuongAttention(size, 2 * size, generator=generator), generator)
-    return attention_model(attention, size, generator, kind=Seq2SeqHard)
-
-
-def transformer(size: int, generator: np.random.Generator) -> Transformer:
-    """Return a new encoder-decoder transformer of width `size`, a multiple of HEADS."""
-    return Transformer(
-        SOURCE_VOCAB, TARGET_VOCAB, size, HEADS, BLOCKS, WINDOW, dropout=0.0, norm_first=True, generator=generator
-    )
-
-
-MODELS: dict[str, Callable[[int, np.random.Generator], EncoderDecoder]] = {
-    "fixed context": fixed,
-    "additive": bahdanau,
-    "Luong general": luong("general"),
-    "Luong concat": luong("concat"),
-    "scaled dot product": scaled_dot_product,
-    "hard": hard,
-    "Transformer": transformer,
+MODELS: dict[str, NewModel] = {  # from hidden size (width of the Transformer, a multiple of HEADS) and generator
+    "fixed context": lambda size, rng: Seq2Seq(SOURCE_VOCAB, TARGET_VOCAB, EMBEDDING, size, generator=rng),
+    "additive": with_attention(lambda size, rng: AdditiveAttention(size, 2 * size, size, generator=rng), before=True),
+    "Luong general": with_attention(luong),
+    "Luong concat": with_attention(partial(luong, score="concat")),
+    "scaled dot product": with_attention(lambda size, rng: ProjectedDotProduct(size, 2 * size, rng)),
+    "hard": with_attention(lambda size, rng: HardAttention(luong(size, rng), rng)),  # draws its choices, too
+    "Transformer": lambda size, rng: Transformer(
+        SOURCE_VOCAB, TARGET_VOCAB, size, HEADS, BLOCKS, WINDOW, dropout=0.0, norm_first=True, generator=rng
+    ),
 }
 
 

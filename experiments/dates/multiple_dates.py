@@ -38,12 +38,7 @@ def run(name: str, settings: Settings, seed: int) -> tuple[EncoderDecoder, dict[
 
 
 def measure(model: EncoderDecoder, n: int) -> dict[str, Any]:
-    """Return {"whole": fractions of exact answers, "each": of right dates}, lists over COUNTS, of n texts each.
-
-    Returns:
-        "whole", the fraction of exactly correct answers; "each", the fraction of dates that are correct and in
-        their position.
-    """
+    """Return {"whole": fractions of exact answers, "each": of right dates}, lists over COUNTS, of n texts each."""
     whole, each = [], []
     for count in COUNTS:
         data = held_out("test", n, (count, count))

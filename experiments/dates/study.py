@@ -107,7 +107,7 @@ def train(
     number = list(MODELS).index(name)
     model = new_model(name, settings.parameters, np.random.default_rng((WEIGHTS, seed, number)))
     sizes = [(len(source), len(one.iso) + 1) for source, one in zip(data.sources, data.examples)]
-    order = Buckets(sizes, settings.max_tokens, seed)
+    order = Buckets(np.array(sizes), settings.max_tokens, seed)
     rate = settings.transformer_rate if isinstance(model, Transformer) else settings.learning_rate
     n_steps = settings.steps * SLOW.get(name, 1)
     schedule = WarmupCosine(rate, rate / 100, min(100, n_steps), n_steps)
@@ -186,7 +186,7 @@ def exact_accuracy(model: EncoderDecoder, data: Texts) -> float:
 def attention_weights(model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return attention weights (B, A, T, S) with teacher forcing; rows sum to 1; A is 0 without attention.
 
-    A is 1; of the Transformer its layers' heads of attention to the source, first layer first. 0 without attention.
+    A is 1; of the Transformer its layers' heads of attention to the source, first layer first.
     """
     model.eval()  # hard attention draws only in training
     with no_grad():
@@ -226,9 +226,6 @@ def attention_on_fields(weights: np.ndarray, fields: np.ndarray) -> tuple[np.nda
 
     Args:
         weights: (B, A, T, S). fields: (B, S), the date field of each character.
-
-    Returns:
-        the share of the weight that is on the field's characters, and how often the most weight is.
     """
     items = np.arange(len(weights))[:, None, None]
     shares, tops = [], []

@@ -40,14 +40,9 @@ def openings(n: int = N_OPENINGS) -> list[tuple[str, str]]:
     return pairs
 
 
-def words_of(text: str) -> list[str]:
-    """Return the words of a text in lower case, in their order."""
-    return re.findall(r"[a-z']+", text.lower())
-
-
 def n_grams(text: str) -> list[tuple[str, ...]]:
     """Return all runs of RUN consecutive lower-case words as tuples; [] for a shorter text."""
-    words = words_of(text)
+    words = re.findall(r"[a-z']+", text.lower())
     return [tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)]
 
 

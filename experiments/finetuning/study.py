@@ -137,9 +137,6 @@ def run_finetuning(task: Task, method: str, seed: int, settings: Settings, folde
 
     "seconds" of the command by the clock, "cpu_seconds" of all its threads, "training_seconds" of the updates alone,
     without times in which the process stood still.
-
-    Raises:
-        KeyboardInterrupt: it was stopped before its end.
     """
     words = command(task, method, seed, settings, folder)
     print(f"tricycle finetune {' '.join(words)}", flush=True)
@@ -187,9 +184,6 @@ def measure_model(
 
     Args:
         own: prompts and answers of the model as it was before, in tokens; None for that model itself.
-
-    Returns:
-        "bits" a byte of each text; "scores" and "samples" of each task; and of that model "answers".
     """
     results: dict[str, Any] = {}
     general = [Question(text, True, "") for text in GENERAL]

@@ -49,9 +49,8 @@ def study(settings: Settings) -> Outcome:
         evaluator = new_evaluator(frozen, number, settings)
         for row in tqdm(all_rows(settings), desc=f"model {number}", unit="row", dynamic_ncols=True):
             arguments = {"model": number, **row}
-            if record.row(arguments) is None:
-                record.add(arguments, measure(evaluator, job_of(settings, **row), held_out, settings))
-            rows.append(record.row(arguments))
+            found = record.row(arguments)
+            rows.append(found or record.add(arguments, measure(evaluator, job_of(settings, **row), held_out, settings)))
         files = files or show(evaluator, record, settings)
     return report.tables(rows, record["attention"]), ["results.json", *files]
 

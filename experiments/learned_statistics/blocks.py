@@ -56,10 +56,11 @@ class ResultRows(Record):
         """Return the first row that has all these values; None if there is none."""
         return next((row for row in self["rows"] if values.items() <= row.items()), None)
 
-    def add(self, values: dict[str, Any], measured: dict[str, Any]) -> None:
-        """Append a row {**values, **measured}, and save the file."""
+    def add(self, values: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+        """Append a row {**values, **measured}, save the file, and return the row."""
         self["rows"].append({**values, **measured})
         self.save()
+        return self["rows"][-1]
 
 
 class FrozenModel(NamedTuple):
@@ -91,9 +92,6 @@ def use_block_softmax(model: GPT, job: Job, arrays: Sequence[np.ndarray] = ()) -
 
     Args:
         arrays: the scales of each layer, if the job has scales.
-
-    Returns:
-        the parameters that hold the scales.
     """
     per_head, per_position = GRAINS[job.grain or "position"]
     correction = job.kind if job.kind in ("none", "exact") else "learned"
@@ -133,9 +131,6 @@ def train_scales(
 
     Args:
         first: the first scales of each layer.
-
-    Returns:
-        those of each layer, and the loss of each batch.
 
     Raises:
         RuntimeError: anything but scales changed.

@@ -1,6 +1,6 @@
 """Tables in Markdown and plots of block softmax in a pretrained model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,10 @@ class Results:
         self.settings, self.other = settings, record
         self.rows = {job_of(row): row for row in record["rows"]}
 
-    def has(self, job: Job) -> bool:
-        """Return whether a job has results."""
-        return job in self.rows
-
     def perplexities(self, job: Job, text: str) -> np.ndarray:
         """Return the perplexities (seeds,) of a job on a text; empty if it has no results."""
         seeds = range(self.settings.seeds if job.kind == "learned" else 1)
-        rows = [self.rows[job._replace(seed=seed)] for seed in seeds if self.has(job._replace(seed=seed))]
+        rows = [self.rows[one] for one in (job._replace(seed=seed) for seed in seeds) if one in self.rows]
         return np.array([row["texts"][text]["perplexity"] for row in rows])
 
     def same(self, job: Job, text: str) -> float:
@@ -116,7 +112,7 @@ def _texts_table(results: Results, jobs: dict[str, Job]) -> str:
     titles = ["scales", *TEXTS, *(f"top-1 agreement, {text}, %" for text in TEXTS)]
     lines = []
     for name, job in jobs.items():
-        if results.has(job):
+        if job in results.rows:
             same = [f"{100 * results.same(job, text):.1f}" for text in TEXTS]
             lines.append([name, *(cell(results.perplexities(job, text)) for text in TEXTS), *same])
     return markdown(titles, lines)
@@ -156,7 +152,7 @@ def generation_table(results: Results) -> str:
     lines = []
     for variant in results.other["written"]:
         job = job_of(variant)
-        same = np.mean([results.same(job, text) for text in TEXTS]) if results.has(job) else np.nan
+        same = np.mean([results.same(job, text) for text in TEXTS]) if job in results.rows else np.nan
         numbers = [f"{100 * same:.1f}", f"{100 * variant['same']:.1f}", f"{variant['until']:.1f}"]
         lines.append([job_label(job), *numbers, f"{100 * variant['repeated']:.1f}"])
     titles = ["softmax", "top-1 agreement on the same text, %", "equal tokens at the same position, %"]
@@ -173,7 +169,7 @@ def seed_table(results: Results) -> str:
         )
         for text in TEXTS
         for start, job in jobs.items()
-        if results.has(job)
+        if job in results.rows
     }
     return rows_with_seed_figures(measured, 2)
 
@@ -198,7 +194,7 @@ PICTURES = ("blocks", "positions", "grains", "learning", "scales")
 Panels = dict[str, dict[str, tuple[Any, Any]]]
 
 
-def plot(results: Results, scales: dict[str, Sequence[np.ndarray]], folder: Path) -> None:
+def plot(results: Results, scales: Mapping[str, Sequence[np.ndarray]], folder: Path) -> None:
     """Write the five plots in PICTURES as PNG files."""
     settings, paths = results.settings, {name: folder / f"{name}.png" for name in PICTURES}
     title = f"Perplexity of {settings.model} with its softmax in blocks; scales from {settings.text}"
@@ -220,7 +216,7 @@ def by_blocks(results: Results) -> Panels:
         lines = panels[text] = {LABELS["whole"]: (list(settings.blocks), [full] * len(settings.blocks))}
         for name in variants(settings, 2):
             jobs = {n: variants(settings, n)[name] for n in settings.blocks}
-            means = {n: results.perplexities(job, text).mean() for n, job in jobs.items() if results.has(job)}
+            means = {n: results.perplexities(job, text).mean() for n, job in jobs.items() if job in results.rows}
             if means:
                 lines[name] = list(means), list(means.values())
     return panels
@@ -233,7 +229,9 @@ def by_position(results: Results) -> Panels:
         full = results.positions(FULL, text)
         middles = (np.arange(len(full)) + 0.5) * results.settings.window / len(full)
         jobs = {
-            name: job for name, job in variants(results.settings, results.settings.middle).items() if results.has(job)
+            name: job
+            for name, job in variants(results.settings, results.settings.middle).items()
+            if job in results.rows
         }
         panels[text] = {name: (middles, results.positions(job, text) - full) for name, job in jobs.items()}
     return panels
@@ -270,17 +268,13 @@ def losses(results: Results) -> Panels:
         jobs = {grain: learned_job(settings, grain=grain, start=start) for grain in GRAINS}
         others = [n for n in settings.blocks if n != settings.middle]
         jobs |= {f"position, {n} blocks": learned_job(settings, blocks=n, start=start) for n in others}
-        found = {name: results.rows[job]["losses"] for name, job in jobs.items() if results.has(job)}
+        found = {name: results.rows[job]["losses"] for name, job in jobs.items() if job in results.rows}
         panels[start_label(start)] = {name: (np.arange(1, len(ys) + 1), ys) for name, ys in found.items()}
     return panels
 
 
-def plot_scales(scales: dict[str, Sequence[np.ndarray]], path: Path, title: str) -> None:
-    """Write heat maps of the scales (n, W) by layer: one row for each variant, one column for each block.
-
-    Args:
-        scales: of each layer, by the variant's name.
-    """
+def plot_scales(scales: Mapping[str, Sequence[np.ndarray]], path: Path, title: str) -> None:
+    """Write heat maps of the scales (n, W) by layer: one row for each variant, one column for each block."""
     n, window = next(iter(scales.values()))[0].shape
     with drawing(path, (2.9 * n + 1, 2.3 * len(scales) + 0.8), title, 100) as figure:
         grid = figure.subplots(len(scales), n, squeeze=False, sharex=True, sharey=True)

@@ -112,11 +112,6 @@ def explained(shares: Shares, n: int, grain: str) -> float:
 
 
 # -------------------------------------------------------------------- what is measured
-def write(frozen: FrozenModel, prompts: list[np.ndarray], n_tokens: int) -> list[list[int]]:
-    """Return the new tokens of a greedy continuation of each prompt, with the model's current softmax."""
-    return generate_batch(frozen.model, prompts, n_tokens, temperature=0)
-
-
 def repeated_fraction(tokens: Sequence[int], size: int = REPEATED) -> float:
     """Return the fraction of n-grams of `size` tokens that occurred before; 0 for fewer tokens."""
     runs = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
@@ -127,11 +122,6 @@ def common_prefix_length(tokens: Sequence[int], others: Sequence[int]) -> int:
     """Return the number of equal tokens before the first difference."""
     pairs = list(zip(tokens, others))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-
-
-def mean_in_bins(losses: np.ndarray) -> list[float]:
-    """Return the means of losses (N, W) in at most BINS bins along the window, of about equal length."""
-    return [float(part.mean()) for part in np.array_split(losses, min(BINS, losses.shape[1]), axis=1)]
 
 
 # Settings that may change when the command is repeated: they only add rows.
@@ -218,12 +208,12 @@ class PretrainedEvaluator(VariantEvaluator):
         for text, rows in self.tests.items():
             found = read(self.frozen.model, rows, 4)
             same = float((found.likeliest == self._likeliest(text, job, found.likeliest)).mean())
-            each = found.losses.mean(axis=1)
+            each, bins = found.losses.mean(axis=1), np.array_split(found.losses, min(BINS, rows.shape[1] - 1), axis=1)
             texts[text] = {
                 "perplexity": round(math.exp(each.mean()), DIGITS),
                 "same": round(same, DIGITS),
                 "windows": [round(float(loss), DIGITS) for loss in each],
-                "positions": [round(loss, DIGITS) for loss in mean_in_bins(found.losses)],
+                "positions": [round(float(part.mean()), DIGITS) for part in bins],
             }
         seconds["seconds"] = time.perf_counter() - started
         return {
@@ -241,10 +231,10 @@ class PretrainedEvaluator(VariantEvaluator):
         }
 
     def write(self, job: Job) -> dict[str, Any]:
-        """Return the job's fields with "tokens", the continuation of each prompt by its softmax, and "seconds"."""
+        """Return the job's fields with "tokens", each prompt's greedy continuation by its softmax, and "seconds"."""
         self.prepare(job)
         started = time.perf_counter()
-        tokens = write(self.frozen, self.prompts, self.settings.n_written)
+        tokens = generate_batch(self.frozen.model, self.prompts, self.settings.n_written, temperature=0)
         return {**job._asdict(), "tokens": tokens, "seconds": round(time.perf_counter() - started, 1)}
 
     def _likeliest(self, text: str, job: Job, found: np.ndarray) -> np.ndarray:

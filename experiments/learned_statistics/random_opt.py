@@ -47,7 +47,7 @@ def new_opt(settings: Settings) -> GPT:
         position_offset=POSITION_OFFSET,
         seed=settings.seed,
     )
-    return GPT(config).eval()
+    return GPT(config)
 
 
 def main() -> int:
@@ -55,7 +55,7 @@ def main() -> int:
     settings = parse(Settings, description=__doc__ or "")
     tokeniser = BPETokeniser(min(settings.vocabulary, 2048))
     tokeniser.train(text_of("code", "train")[:200_000], progress=False)
-    kind = export_folder(new_opt(settings), tokeniser, settings.folder)
+    kind = export_folder(new_opt(settings).eval(), tokeniser, settings.folder)
     print(f"{settings.folder}: a model of the family {kind}, {tokeniser.n_vocab:,} tokens, random weights")
     return 0
 

@@ -15,7 +15,12 @@ from tricycle_lab.plot import plot_attention, plot_curves, write_attention_page
 Maps = Mapping[str, np.ndarray]
 
 # Perplexity on Wikitext-2 in seed document 002: of the model as it is, and of 2 blocks with learned scales.
-SEED_TABLE = {"OPT-125M": (26, 22.36), "OPT-350M": (16.84, 17.81), "OPT-1.3B": (11.78, 12.63), "OPT-2.7B": (11, 12.56)}
+SEED_TABLE: dict[str, tuple[float, Any]] = {
+    "OPT-125M": (26, 22.36),
+    "OPT-350M": (16.84, 17.81),
+    "OPT-1.3B": (11.78, 12.63),
+    "OPT-2.7B": (11, 12.56),
+}
 # Names in tables and plots of the kinds whose keys in results.json are shorter.
 LABELS = {"whole": "full softmax", "none": "no correction"}
 # The kinds whose attention is compared with the full softmax, with their names in tables, and those drawn as maps.
@@ -128,9 +133,6 @@ def draw_maps(maps: Mapping[str, Maps], distances: Sequence[float], tokens: Sequ
     Args:
         maps: by variant and layer, (H, T, T).
         distances: of each layer, the L1 distance of its weights with learned scales from those of the full softmax.
-
-    Returns:
-        the files' names.
     """
     layers = list(next(iter(maps.values())))
     order = np.argsort(distances)

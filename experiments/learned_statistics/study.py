@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from experiments.learned_statistics.blocks import FrozenModel, Job, VariantEvaluator
 from experiments.shared.program import check_minimum, words
+from experiments.shared.texts import held_out
 from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import GPTConfig
@@ -102,10 +103,10 @@ def load_frozen_model(settings: Settings, seed: int) -> tuple[FrozenModel, HeldO
     if on_gpu:
         model.to_gpu()
     model.freeze().eval()
-    tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation])
-    parts, window = {"train": corpus.train, "test": tokens}, model.config.context_window
+    scored, window = held_out(corpus), model.config.context_window
+    parts = {"train": corpus.train, "test": scored.tokens}
     rows = lambda text, part, n: spread_windows(parts[part], n, window)
-    return FrozenModel(model, corpus.tokeniser, window, rows), HeldOut(tokens, len(corpus.validation_bytes))
+    return FrozenModel(model, corpus.tokeniser, window, rows), scored
 
 
 def spread_windows(tokens: Any, n_rows: int, window: int) -> np.ndarray:

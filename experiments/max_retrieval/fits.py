@@ -12,6 +12,7 @@ from experiments.max_retrieval.prompts import Prompt
 from experiments.max_retrieval.temperatures import Betas, use_temperature
 from tricycle import kernels
 from tricycle.attention import KeyValueCache, scores_and_weights
+from tricycle.dataset import pad
 from tricycle.devices import to_cpu
 from tricycle.functions import LogSoftmax
 from tricycle.loss import CrossEntropy
@@ -26,27 +27,13 @@ TRIED = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)  # inverse temperat
 
 
 # -------------------------------------------------------------------- answers of prompts
-def padded(prompts: Sequence[Prompt]) -> np.ndarray:
-    """Return the prompts' ids as one int64 array (N, T), padded with zeros at the end of each row."""
-    ids = np.zeros((len(prompts), max(len(prompt.ids) for prompt in prompts)), np.int64)
-    for row, prompt in zip(ids, prompts):
-        row[: len(prompt.ids)] = prompt.ids
-    return ids
-
-
-def answer_places(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the prompt index (K,) and the text position (K,) of each of the K tokens of scored answers."""
+def answer_logits(model: GPT, prompts: Sequence[Prompt]) -> tuple[Tensor, np.ndarray]:
+    """Return the logits (K, V) that predict the K tokens of all scored answers, and the ids (K,) of these tokens."""
+    ids, _ = pad([prompt.ids.tolist() for prompt in prompts])
     pairs = [
         (i, at) for i, prompt in enumerate(prompts) for part in prompt.answers for at in range(part.start, part.stop)
     ]
     rows, places = np.array(pairs, int).reshape(-1, 2).T
-    return rows, places
-
-
-def answer_logits(model: GPT, prompts: Sequence[Prompt]) -> tuple[Tensor, np.ndarray]:
-    """Return the logits (K, V) that predict the K tokens of all scored answers, and the ids (K,) of these tokens."""
-    ids = padded(prompts)
-    rows, places = answer_places(prompts)
     hidden = model.hidden_states(ids[:, :-1])
     return model.logits(hidden[rows, places - 1]), ids[rows, places]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -210,21 +211,18 @@ class Study:
     def choose_start(self) -> dict[str, Any]:
         """Return "start", the start of ln n with lowest of "losses" (by start), and "softmax", the plain loss."""
         batches = list(self.task_batches(CHOICE))[:8]
-        losses = {}
-        for start in STARTS:
-            with use_temperature(self.model, LogN(start)), no_grad():
-                losses[start] = float(np.mean([fits.loss_of_answers(self.model, batch).array for batch in batches]))
-        with no_grad():
-            plain = float(np.mean([fits.loss_of_answers(self.model, batch).array for batch in batches]))
-        return {"start": min(losses, key=lambda start: losses[start]), "losses": losses, "softmax": plain}
+
+        def mean_loss(temperature: Temperature) -> float:
+            with use_temperature(self.model, temperature), no_grad():
+                return float(np.mean([fits.loss_of_answers(self.model, batch).array for batch in batches]))
+
+        losses = {start: mean_loss(LogN(start)) for start in STARTS}
+        return {"start": min(losses, key=losses.__getitem__), "losses": losses, "softmax": mean_loss(None)}
 
     def fit_polynomial(self) -> list[float]:
         """Fit the polynomial temperature on task prompts; return its coefficients, highest power first."""
-        prompts = [
-            prompt
-            for batch in list(self.task_batches(CHOICE))[: max(1, min(5, self.settings.steps // 8))]
-            for prompt in batch
-        ]
+        batches = list(self.task_batches(CHOICE))[: max(1, min(5, self.settings.steps // 8))]
+        prompts = [prompt for batch in batches for prompt in batch]
         return list(fits.fit_polynomial(self.model, prompts).coefficients)
 
     # ---------------------------------------------------------------- measuring
@@ -242,8 +240,8 @@ class Study:
                     together = max(1, TOKENS_AT_ONCE // max(len(prompt.ids) for prompt in prompts))
                     for start in range(0, len(prompts), together):
                         graded = fits.grade_answers(self.model, prompts[start : start + together])
-                        for all_rows, rows in zip((right, nats), graded):
-                            all_rows.extend(rows)
+                        right += graded[0]
+                        nats += graded[1]
                 numbers = {"accuracy": float(np.mean(right)), "nats": round(float(np.mean(nats)), 4)}
                 size = round(float(np.mean([len(prompt.ids) for prompt in prompts])))
                 result.setdefault(task, {})[n] = {**numbers, "questions": len(right), "tokens": size}
@@ -263,11 +261,9 @@ class Study:
         """
         ids = windows(self.tokeniser, text_of(text, "test"), 1, n_tokens).ids
         lengths = [2**i for i in range(6, 20) if 2**i <= n_tokens]
-        with use_temperature(self.model, temperature), EntropyRecorder(self.model, lengths) as recorder:
+        with use_temperature(self.model, temperature), record_entropies(self.model, lengths) as heads:
             losses = token_losses(self.model, ids)[0]
-        edges = [0, *lengths]
-        nats = [float(losses[low:high].mean()) for low, high in pairwise(edges)]
-        heads = recorder.table()
+        nats = [float(losses[low:high].mean()) for low, high in pairwise([0, *lengths])]
         mean = [round(float(np.mean(rows)), 3) for rows in heads["entropy"]]
         of_heads = heads if temperature is None else {}  # of other temperatures the mean says enough
         return {"lengths": lengths, "nats": np.round(nats, 4).tolist(), "mean entropy": mean, **of_heads}
@@ -275,10 +271,7 @@ class Study:
 
 def results_in(folder: Path) -> dict[str, Any]:
     """Return "seconds", the sum, and {kind of part: {rest of its name: value}} of all part files in a folder."""
-    parts = {}
-    for path in sorted(folder.glob("*.json")):
-        part = read(path)
-        parts[part["name"]] = part
+    parts = {part["name"]: part for part in map(read, sorted(folder.glob("*.json")))}
     kinds: dict[str, Any] = {"seconds": round(sum(part["seconds"] for part in parts.values()))}
     # longer names of temperatures first, where one is the beginning of another
     known = sorted(NAMES, key=len, reverse=True)
@@ -308,40 +301,27 @@ def extend_context_window(model: GPT, n_tokens: int) -> None:
         block.attention.context_window = model.config.context_window
 
 
-class EntropyRecorder:
-    """A context manager that records each head's entropy for the queries in the last quarter before each length.
+@contextmanager
+def record_entropies(model: GPT, lengths: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield a dict that gets "entropy" (nats) and "first" (weight on the first token), lists (lengths, L, H).
 
-    Attributes:
-        entropies, first: by layer, (lengths, H): of the weights, in nats, and their share on the first token.
+    They are means over the queries in the last quarter before each length, recorded when the block ends.
     """
+    found: dict[str, Any] = {"entropy": [], "first": []}
 
-    def __init__(self, model: GPT, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self.model = model
-        self.entropies: list[np.ndarray] = []
-        self.first: list[np.ndarray] = []
-
-    def __enter__(self) -> EntropyRecorder:
-        self.undo = [add_hook(block.attention.attention, "observers", self._record) for block in self.model.blocks]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for leave in self.undo:
-            leave()
-
-    def _record(self, op: Attention, out: Tensor, query: Tensor, key: Tensor, *rest: Any) -> None:
+    def record(op: Attention, out: Tensor, query: Tensor, key: Tensor, *rest: Any) -> None:
         entropies, first = [], []
-        for n in self.lengths:
+        for n in lengths:
             ends = np.linspace(3 * n // 4 + TOGETHER, n, GROUPS).astype(int)
-            rows = [
-                scores_and_weights(op, query[:, end - TOGETHER : end], key[:, :end])[1][0] for end in ends
-            ]  # (H, TOGETHER, end)
+            # (H, TOGETHER, end)
+            rows = [scores_and_weights(op, query[:, end - TOGETHER : end], key[:, :end])[1][0] for end in ends]
             entropies.append(np.mean([entropy(weights).mean(axis=-1) for weights in rows], axis=0))
             first.append(np.mean([weights[..., 0].mean(axis=-1) for weights in rows], axis=0))
-        self.entropies.append(np.array(entropies))
-        self.first.append(np.array(first))
+        found["entropy"].append(np.array(entropies))
+        found["first"].append(np.array(first))
 
-    def table(self) -> dict[str, Any]:
-        """Return "entropy" (nats) and "first" (weight on the first token), lists (lengths, L, H)."""
-        pairs = {"entropy": self.entropies, "first": self.first}
-        return {name: np.round(np.stack(rows, axis=1).astype(float), 3).tolist() for name, rows in pairs.items()}
+    with ExitStack() as undo:
+        for block in model.blocks:
+            undo.callback(add_hook(block.attention.attention, "observers", record))
+        yield found
+    found |= {name: np.round(np.stack(rows, axis=1).astype(float), 3).tolist() for name, rows in found.items()}

@@ -157,13 +157,9 @@ def head_table(results: dict[str, Any]) -> str:
     betas = {name: np.exp(results["fit"][name]["levels"]) for name in fitted}
     rows = []
     for place in np.argsort(tasks, axis=None)[:N_LISTED]:
-        layer, head = divmod(int(place), tasks.shape[1])
-        at = layer, head
-        numbers = [
-            beta_gradients["tasks"][:, layer, head].std(ddof=1) if len(beta_gradients["tasks"]) > 1 else np.nan,
-            text[at],
-        ]
-        signs = f"{tasks[at]:+.4f} ± {numbers[0]:.4f}"
+        at = layer, head = divmod(int(place), tasks.shape[1])
+        each = beta_gradients["tasks"][:, layer, head]
+        signs = f"{tasks[at]:+.4f} ± {each.std(ddof=1) if len(each) > 1 else np.nan:.4f}"
         others = [f"{beta[at]:.2f}" for beta in betas.values()]
         rows.append([f"{layer}.{head}", signs, f"{text[at]:+.4f}", *others, f"{grows[at]:.2f}"])
     names = [f"beta, {name.partition(', ')[2]}" for name in betas]

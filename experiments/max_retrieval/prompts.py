@@ -56,10 +56,7 @@ def words_of(tokeniser: Any) -> tuple[str, ...]:
 
 
 def largest_number_task(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
-    """Return a Text: N_EXAMPLES lists of 4 numbers, then a scored question for the largest of n; ignores `words`.
-
-    The examples before it have four numbers each.
-    """
+    """Return a Text: N_EXAMPLES lists of 4 numbers, then a scored question for the largest of n; ignores `words`."""
     lists = [_numbers(4, generator) for _ in range(N_EXAMPLES)] + [_numbers(n, generator)]
     questions = [f"Numbers: {', '.join(map(str, numbers))}\nThe largest number is" for numbers in lists]
     return Text("", [(text, f" {max(numbers)}\n\n") for text, numbers in zip(questions, lists)], N_EXAMPLES)

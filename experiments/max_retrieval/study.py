@@ -208,12 +208,7 @@ def split(n_items: int, size: int) -> list[tuple[int, int]]:
 
 def scores_of(query: Tensor, keys: Tensor) -> np.ndarray:
     """Return the attention scores (B, N), before the softmax, of queries (B, 1, C) and keys (B, N, C)."""
-    return scores_and_weights(Attention(causal=False), one_head(query), one_head(keys))[0][:, 0, 0]
-
-
-def one_head(x: Tensor) -> Tensor:
-    """Return x (B, N, C) as one head, (B, N, 1, C)."""
-    return x[:, :, None]
+    return scores_and_weights(Attention(causal=False), query[:, :, None], keys[:, :, None])[0][:, 0, 0]
 
 
 def entropy_of(scores: np.ndarray) -> np.ndarray:
@@ -267,7 +262,7 @@ def per_example_errors(model: MaxRetrieval, batch: Batch, softmaxes: dict[str, R
     """Return "wrong" and "loss" (nats), (softmaxes, B), and "found" (bool) and "entropy" (nats), (B,)."""
     with no_grad():  # here, as it holds in one thread
         query, keys, values = model.project(batch)
-        parts = [one_head(part) for part in (query, keys, values)]
+        parts = [part[:, :, None] for part in (query, keys, values)]  # as one head, (B, N, 1, C)
         mixed = [Attention(softmax, causal=False)(*parts)[:, :, 0] for softmax in softmaxes.values()]
         logits = [model.project_to_logits(mixture) for mixture in mixed]
         scores = scores_of(query, keys)
@@ -284,8 +279,7 @@ def rounded(value: float) -> float:
 def top_weights(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings: Settings, n_top: int = 16) -> dict:
     """Return by softmax the weights (sizes, N_PAINTED, n_top) of the items with the highest priorities, rising.
 
-    Returns:
-        (sizes, N_PAINTED, n_top) for each softmax; NaN where there are fewer items.
+    NaN where there are fewer items.
     """
     found = {name: np.full((len(settings.sizes), N_PAINTED, n_top), np.nan) for name in softmaxes}
     with no_grad():
@@ -302,11 +296,7 @@ def top_weights(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings:
 
 
 def train_and_fit(settings: Settings, seed: int) -> tuple[MaxRetrieval, dict[str, RowSoftmax], float, float]:
-    """Train a model and fit its temperature; return (model, softmaxes by name, loss, seconds of training).
-
-    Returns:
-        the model, the softmaxes to measure it with, its last loss, and the seconds that training took.
-    """
+    """Train a model and fit its temperature; return (model, softmaxes by name, loss, seconds of training)."""
     started = time.perf_counter()
     model, loss = train(settings, seed)
     seconds = time.perf_counter() - started

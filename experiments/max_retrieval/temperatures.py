@@ -38,7 +38,7 @@ class Betas:
         self.least = least
 
     @property
-    def parameters(self) -> list[Tensor]:
+    def parameters(self) -> list[Parameter]:
         """Return the trainable Tensors (H,): the levels of all layers, then the growths, if there are any."""
         return self.levels + (self.growth or [])
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from experiments.pretrained.packages import DAMAGED, G2P
 from experiments.shared.program import check_minimum
+from tricycle.dataset import pad
 from tricycle.layers import Dense, Embedding, Generator, new_generator
 from tricycle.ops import as_tensor
 from tricycle.sequences.beam_search import beam_search
@@ -81,7 +82,8 @@ def load(path: Path | None = None) -> Speller:
     model.load_state_dict(
         {target: array for name, array in source.items() for target, array in _converted_arrays(name, array)}
     )
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _converted_arrays(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
@@ -102,11 +104,7 @@ def ids_of(words: list[str]) -> tuple[np.ndarray, np.ndarray]:
     unknown = LETTERS.index("<unk>")
     known = {letter: i for i, letter in enumerate(LETTERS) if len(letter) == 1}
     rows = [[*(known.get(letter, unknown) for letter in word.lower()), LETTERS.index("</s>")] for word in words]
-    lengths = np.array([len(row) for row in rows])
-    tokens = np.zeros((len(rows), lengths.max()), int)
-    for row, ids in zip(tokens, rows):
-        row[: len(ids)] = ids
-    return tokens, lengths
+    return pad(rows)
 
 
 def pronounce(model: Speller, words: list[str], beam_size: int = 1) -> list[list[str]]:

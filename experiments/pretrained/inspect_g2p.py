@@ -59,8 +59,7 @@ def leave_one_out(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarra
 def gradients(model: Speller, word: str, sounds: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return (norm, dot product with the embedding), (T, S), of d log p(sound t) / d embedding of letter s.
 
-    Its norm; and its product with that vector, which is how the log probability would fall, were it a line, if the
-    vector were 0.
+    The product is how the log probability would fall, were it a line, if the vector were 0.
     """
     n_sounds = len(sounds)
     tokens, _ = ids_of([word] * n_sounds)  # one row of the batch for each sound
@@ -69,7 +68,8 @@ def gradients(model: Speller, word: str, sounds: Sequence[int]) -> tuple[np.ndar
     logits = model.decode(np.tile([BEGIN, *sounds[:-1]], (n_sounds, 1)), {"hidden": final[0]})
     rows = np.arange(n_sounds)
     (CrossEntropy()(np.array(sounds), logits[rows, rows]) * -n_sounds).backward()
-    gradient = letters.grad.numpy()[:, : len(word)]
+    full: Any = letters.grad
+    gradient = full.numpy()[:, : len(word)]
     return np.linalg.norm(gradient, axis=-1), (gradient * letters.array[:, : len(word)]).sum(axis=-1)
 
 
@@ -166,12 +166,9 @@ def recognition_delays(model: Speller, words: Sequence[str], spoken: Sequence[li
     """
     late = []
     for word, sounds in zip(words, spoken):
-        rise = (
-            np.diff(probabilities_by_state(model, word, [SOUNDS.index(sound) for sound in sounds]), axis=1)
-            if sounds
-            else []
-        )
-        late += [int(rise[j].argmax()) - i for j, i in unambiguous_pairs(word, sounds)]
+        if sounds:
+            rise = np.diff(probabilities_by_state(model, word, [*map(SOUNDS.index, sounds)]), axis=1)
+            late += [int(rise[j].argmax()) - i for j, i in unambiguous_pairs(word, sounds)]
     return late
 
 
@@ -246,7 +243,7 @@ def missed_in_pairs(joined: Sequence[str], apart: Sequence[list[str]], together:
 
 def by_length(words: Sequence[str], rows: Sequence[tuple[int, ...]]) -> dict[str, list[tuple[int, ...]]]:
     """Return the rows by range of word lengths, such as "3 to 5"; ranges without words are left out."""
-    table = {}
+    table: dict[str, list[tuple[int, ...]]] = {}
     for least, most in LENGTHS:
         of_length = [row for word, row in zip(words, rows) if least <= len(word) <= most]
         table |= {f"{least} to {most}": of_length} if of_length else {}

@@ -141,7 +141,8 @@ def gradient_shares(model: CharacterModel, reading: Read) -> np.ndarray:
     embedded = to_tensor(model.embedding(reading.tokens).array)
     logits = model.output(model.attend(model.states(embedded))[0])
     (CrossEntropy()(reading.labels, logits) * len(reading.labels)).backward()
-    norms = np.linalg.norm(embedded.grad.numpy(), axis=-1)
+    gradient: Any = embedded.grad
+    norms = np.linalg.norm(gradient.numpy(), axis=-1)
     return norms / norms.sum(axis=1, keepdims=True)
 
 
@@ -208,7 +209,8 @@ def draw_title(path: Path, text: str, shares: Mapping[str, np.ndarray]) -> None:
     """Write a PNG of attention maps (T + 1, 40) of a title, one panel for each name in `shares`."""
     from matplotlib.colors import PowerNorm
 
-    columns, rows = [SHOWN[MARK], *text], [*text, SHOWN[MARK]]
+    characters = [SHOWN.get(character, character) for character in text]
+    columns, rows = [SHOWN[MARK], *characters], [*characters, SHOWN[MARK]]
     with drawing(path, (7 * len(shares), 0.13 * len(rows) + 1.2)) as figure:
         for axes, (title, array) in zip(figure.subplots(1, len(shares), squeeze=False)[0], shares.items()):
             map_ = np.zeros((len(rows), len(columns)))
@@ -217,15 +219,10 @@ def draw_title(path: Path, text: str, shares: Mapping[str, np.ndarray]) -> None:
                 map_[i, i + 1 - n : i + 1] = row[WINDOW - n :]
             image = axes.imshow(map_, norm=PowerNorm(0.5, 0, 1), cmap="gist_heat_r", aspect="auto")
             style = {"fontsize": 7, "family": "monospace"}
-            axes.set_xticks(range(len(columns)), [visible(character) for character in columns], **style)
-            axes.set_yticks(range(len(rows)), [visible(character) for character in rows], **style)
+            axes.set_xticks(range(len(columns)), columns, **style)
+            axes.set_yticks(range(len(rows)), rows, **style)
             axes.set(title=title, xlabel="attended character", ylabel="next character")
         figure.colorbar(image, ax=figure.axes, label="share", aspect=30)
-
-
-def visible(character: str) -> str:
-    """Return "␣" for a space, "⊢" for the text mark, and any other character as it is."""
-    return SHOWN.get(character, character)
 
 
 def draw_averages(path: Path, reading: Read, gradient: np.ndarray, bits_visible: Sequence[float], least: float) -> None:

@@ -43,11 +43,7 @@ class Package:
         return fetch(self.file, self.address(), self.sha256, FOLDER)
 
     def address(self) -> str:
-        """Return the URL of the file on pip's index; DownloadError if `pip index versions` does not list it.
-
-        Raises:
-            DownloadError: pip finds no such file, or no index.
-        """
+        """Return the URL of the file on pip's index; DownloadError if `pip index versions` does not list it."""
         command = [sys.executable, "-m", "pip", "-vv", "index", "versions", self.requirement.partition("==")[0]]
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
         found = re.search(rf"Found link (\S*/{re.escape(self.file)})\b", done.stdout)

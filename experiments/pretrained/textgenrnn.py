@@ -105,7 +105,8 @@ def load(path: Path | None = None) -> tuple[CharacterModel, dict[str, int]]:
             f"{layer}.runs.0.0.hidden_bias": hidden_bias,
         }
     model.load_state_dict(state)
-    return model.eval(), vocabulary
+    model.eval()
+    return model, vocabulary
 
 
 def read_arrays(content: bytes) -> dict[str, np.ndarray]:

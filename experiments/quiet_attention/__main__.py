@@ -20,6 +20,7 @@ from experiments.quiet_attention.pretrained_report import report as report_model
 from experiments.quiet_attention.report import report
 from experiments.shared.program import check_minimum
 from experiments.shared.results import read, write_json
+from experiments.shared.texts import held_out
 from tricycle import devices
 from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
@@ -55,13 +56,12 @@ def main() -> None:
         return
     on_gpu = arguments.device != "cpu" and devices.gpu_problem() is None
     corpus = Shakespeare(BYTES)
-    tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation])
-    held_out = HeldOut(tokens, len(corpus.validation_bytes))
+    scored = held_out(corpus)
     for seed in range(arguments.seeds):
         for variant in VARIANTS:
             config = new_config(arguments, on_gpu, seed, variant)
-            run(config, corpus.train, held_out, arguments.output / f"{variant}-{seed}", arguments.measurements, on_gpu)
-    report(arguments.output, VARIANTS, arguments.seeds, corpus.tokeniser, tokens)
+            run(config, corpus.train, scored, arguments.output / f"{variant}-{seed}", arguments.measurements, on_gpu)
+    report(arguments.output, VARIANTS, arguments.seeds, corpus.tokeniser, scored.tokens)
 
 
 def study_pretrained_model(arguments: Arguments) -> None:

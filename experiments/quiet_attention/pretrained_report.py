@@ -52,7 +52,9 @@ def tables(results: dict[str, Any], groups: Groups) -> dict[str, str]:
         "8 bits, models without training": eight_bits_table(untrained, [*MORE_ROUNDINGS]),
         "8 bits, one kind of input only, per-tensor scale": input_table(results["places"]),
         "Added loss of softmax1 without training, nats per token": position_table(results["positions"]),
-        "8 bits: perplexity, weights and activations, per-tensor scale": rounded_perplexities(groups),
+        "8 bits: perplexity, weights and activations, per-tensor scale": (
+            grid(groups, TEXTS, lambda some, name: of(some, "texts", name, list(ROUNDINGS)[1], 0))
+        ),
         "What the sinks learned": learned_sinks(groups),
         "Seconds": time_table(groups),
     }
@@ -82,23 +84,11 @@ def sink_table(before: Result) -> str:
         massive = np.array(found["massive_share"])
         i, h = np.unravel_index(share.argmax(), share.shape)
         others = sorted({repr(token) for _, token in found["others"]})
-        row = [
-            name,
-            f"{100 * share.mean():.0f}",
-            f"{100 * massive.mean():.0f}",
-            f"{100 * share.mean(axis=1).max():.0f}",
-        ]
+        row = [name, *(f"{100 * x:.0f}" for x in (share.mean(), massive.mean(), share.mean(axis=1).max()))]
         row += [f"{100 * share.max():.0f} (layer {i}, head {h})", f"{(share > 0.5).sum()} of {share.size}"]
         row += [f"{100 * found['first_is_massive']:.0f}", " ".join(others) or "none"]
         rows.append(row)
-    titles = [
-        "% of weight",
-        "to the first token",
-        "to massive tokens",
-        "highest layer",
-        "highest head",
-        "heads above 50%",
-    ]
+    titles = "% of weight;to the first token;to massive tokens;highest layer;highest head;heads above 50%".split(";")
     return markdown([*titles, "first token is massive, % of texts", "other tokens that are massive, %"], rows)
 
 
@@ -171,12 +161,6 @@ def eight_bits_table(groups: Groups, roundings: Sequence[str]) -> str:
 def rounding_label(rounding: str) -> str:
     """Return the column label of a key of ROUNDINGS or MORE_ROUNDINGS."""
     return rounding.replace("a scale a tensor", "per-tensor scale").replace("a scale a row", "per-row scale")
-
-
-def rounded_perplexities(groups: Groups) -> str:
-    """Return a Markdown table of perplexity by variant and text, weights and activations in 8 bits."""
-    rounding = list(ROUNDINGS)[1]
-    return grid(groups, TEXTS, lambda some, name: of(some, "texts", name, rounding, 0))
 
 
 def input_table(places: Result) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from experiments.shared.results import of, read, rounded, write_json
 from experiments.shared.tables import cell, grid, markdown
 from tricycle.checkpoint import load_checkpoint
-from tricycle.tokeniser import BPETokeniser
+from tricycle.tokeniser import Tokeniser
 from tricycle_lab.plot import plot_curves, plot_distributions, write_attention_page
 from tricycle_lab.probe import Probe
 
@@ -43,7 +43,7 @@ FIGURES: dict[str, tuple[Callable[[Row], float], int]] = {
 }
 
 
-def report(folder: Path, variants: tuple[str, ...], seeds: int, tokeniser: BPETokeniser, tokens: Any) -> None:
+def report(folder: Path, variants: tuple[str, ...], seeds: int, tokeniser: Tokeniser, tokens: Any) -> None:
     """Read all runs in a folder, print tables, and write results.json, two PNGs and attention.html there."""
     runs = {
         variant: [read(folder / f"{variant}-{seed}" / "measurements.json") for seed in range(seeds)]
@@ -55,7 +55,8 @@ def report(folder: Path, variants: tuple[str, ...], seeds: int, tokeniser: BPETo
     for key in ("weight_kurtosis", "activation_kurtosis"):
         print(f"\n{key.replace('_', ' of ').replace('of kurtosis', 'kurtosis')}:\n\n{by_layer(runs, key)}")
     draw(folder / "curves.png", runs)
-    arrays, weights = {}, {}
+    arrays: dict[str, np.ndarray] = {}
+    weights = {}
     shown = np.asarray(tokens[:SHOWN_TOKENS], np.int64)
     for variant in variants:
         model = load_checkpoint(folder / f"{variant}-0" / "last.safetensors").model()

@@ -154,44 +154,30 @@ class Recipe:
     max_tokens: int = 1024
 
 
-def convolution(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
-    """Return a new convolutional classifier with max pooling; ignores `longest`."""
-    sizes = vocab_size, recipe.embedding, recipe.size, recipe.widths
-    encoder = ConvolutionalEncoder(*sizes, dropout=recipe.inner_dropout, generator=rng)
-    return Classifier(encoder, MaxPooling(), recipe.size * len(recipe.widths), n_classes, recipe.dropout, rng)
+MODELS = ("convolution", "recurrent", "Transformer")
 
 
-def recurrent(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
-    """Return a new bidirectional recurrent classifier with attention pooling; ignores `longest`."""
-    sizes = vocab_size, recipe.embedding, recipe.size, recipe.layers, recipe.cell
-    encoder = RecurrentEncoder(*sizes, dropout=recipe.inner_dropout, generator=rng)
-    return Classifier(
-        encoder, AttentionPooling(2 * recipe.size, generator=rng), 2 * recipe.size, n_classes, recipe.dropout, rng
-    )
+def new_model(
+    name: str, recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator
+) -> Classifier:
+    """Return a new classifier in MODELS: a convolution with max pooling, else with attention pooling.
 
-
-def transformer(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
-    """Return a new Transformer classifier with attention pooling, for texts of at most `longest` tokens."""
-    encoder = TransformerEncoder(
-        vocab_size,
-        recipe.embedding,
-        recipe.heads,
-        recipe.layers,
-        longest,
-        dropout=recipe.inner_dropout,
-        norm_first=True,
-        expansion_ratio=recipe.size,
-        generator=rng,
-    )
-    pooling = AttentionPooling(recipe.embedding, generator=rng)
-    return Classifier(encoder, pooling, recipe.embedding, n_classes, recipe.dropout, rng)
-
-
-MODELS: dict[str, Callable[..., Classifier]] = {
-    "convolution": convolution,
-    "recurrent": recurrent,
-    "Transformer": transformer,
-}
+    Args:
+        longest: the most tokens of a text that the Transformer takes.
+    """
+    options: dict[str, Any] = {"dropout": recipe.inner_dropout, "generator": rng}
+    encoder: Any
+    sizes: tuple[Any, ...]
+    if name == "convolution":
+        encoder = ConvolutionalEncoder(vocab_size, recipe.embedding, recipe.size, recipe.widths, **options)
+        return Classifier(encoder, MaxPooling(), recipe.size * len(recipe.widths), n_classes, recipe.dropout, rng)
+    if name == "recurrent":
+        sizes, width = (recipe.embedding, recipe.size, recipe.layers, recipe.cell), 2 * recipe.size
+        encoder = RecurrentEncoder(vocab_size, *sizes, **options)
+    else:
+        sizes, width = (recipe.embedding, recipe.heads, recipe.layers, longest), recipe.embedding
+        encoder = TransformerEncoder(vocab_size, *sizes, norm_first=True, expansion_ratio=recipe.size, **options)
+    return Classifier(encoder, AttentionPooling(width, generator=rng), width, n_classes, recipe.dropout, rng)
 
 
 # -------------------------------------------------------------------- training
@@ -209,7 +195,8 @@ def train(
         epoch taken, from 1, and "seconds" of computing, of all threads together.
     """
     started = time.process_time()
-    model = MODELS[name](recipe, parts.vocab_size, n_classes, longest, np.random.default_rng((WEIGHTS, *key)))
+    weights_rng = np.random.default_rng((WEIGHTS, *key))
+    model = new_model(name, recipe, parts.vocab_size, n_classes, longest, weights_rng)
     order, dropped = (np.random.default_rng((stream, *key)) for stream in (ORDER, DROPPED))
     training, validation = parts.training, parts.validation
     buckets = Buckets([len(s) for s in training.sequences], recipe.max_tokens, int(order.integers(2**31)))
@@ -285,7 +272,7 @@ TOGETHER = "all together"
 class FoldSettings:
     """The command-line settings that all classification studies share."""
 
-    models: tuple[str, ...] = ("convolution", "recurrent", "Transformer")  # the models, by their names in the table
+    models: tuple[str, ...] = MODELS  # the models, by their names in the table
     folds: int = 10  # the number of folds
     tested: int = 10  # the number of folds to test; every model is trained for each
     epochs: int = 0  # epochs; 0 for the number in each model's recipe
@@ -358,11 +345,8 @@ def one_fold(
 
     Args:
         key: seed and fold.
-
-    Returns:
-        the model, its predictions, and a record of the training.
     """
-    title, key = f"fold {key[1]}, {name}", (*key, list(MODELS).index(name))
+    title, key = f"fold {key[1]}, {name}", (*key, MODELS.index(name))
     model, history = train(name, recipe, parts, len(problem.classes), problem.longest, key, title)
     predicted = predict(model, parts.test.sequences)
     loss, accuracy = loss_and_accuracy(predicted.logits, parts.test.labels)

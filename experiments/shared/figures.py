@@ -62,7 +62,7 @@ def plot_training(runs: Runs, path: Path) -> None:
     curves: dict[str, dict[str, tuple[Any, Any]]] = {}
     titles = "training loss, nats", "validation loss, nats", "validation accuracy, %"
     for i, (title, scale) in enumerate(zip(titles, (1, 1, 100))):
-        for name in filter(MODELS.__contains__, distinct(runs, "model")):
+        for name in [name for name in distinct(runs) if name in MODELS]:
             values = scale * np.array(of(select(runs, model=name), "epochs"))[:, :, i]
             curves.setdefault(title, {})[name] = np.arange(1, values.shape[1] + 1), values
     plot_curves(curves, path, "epoch", "", share_y=False)

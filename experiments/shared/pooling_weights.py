@@ -97,16 +97,9 @@ def write_page(path: Path, title: str, note: str, classes: Sequence[str], items:
                 raise ValueError(f"write_page: expected {len(item.tokens)} weights of {name}, got {len(weights)}")
             rounded = [round(float(weight), 4) for weight in weights]
             answers.append({"weights": rounded, "answer": int(answer), "probability": round(float(probability), 4)})
+        texts = {"tokens": list(item.tokens), "gaps": list(item.gaps)}
         unknown = [int(flag) for flag in item.unknown]
-        packed.append(
-            {
-                "tokens": list(item.tokens),
-                "gaps": list(item.gaps),
-                "unknown": unknown,
-                "label": int(item.label),
-                "seen": answers,
-            }
-        )
+        packed.append({**texts, "unknown": unknown, "label": int(item.label), "seen": answers})
     page = {"title": title, "note": note, "classes": list(classes), "models": models, "items": packed}
     pages.write_page(PAGE, path, page)
 

@@ -1,11 +1,21 @@
-"""Texts shared by several studies: Python's standard library, and Shakespeare's plays."""
+"""Texts shared by several studies: held-out tokens, Python's standard library, and Shakespeare's plays."""
 
 import sysconfig
 from pathlib import Path
 
+import numpy as np
+
+from tricycle.evaluation import HeldOut
+from tricycle_datasets.corpus import Corpus
 from tricycle_datasets.download import fetch
 from tricycle_datasets.python_code import SKIPPED_FOLDERS
 from tricycle_datasets.shakespeare import SHA256, URL
+
+
+def held_out(corpus: Corpus) -> HeldOut:
+    """Return the corpus's validation half as HeldOut int64 tokens, after an end-of-text token."""
+    tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation]).astype(np.int64)
+    return HeldOut(tokens, len(corpus.validation_bytes))
 
 
 def python_root() -> Path:

@@ -53,10 +53,10 @@ def train_best(
                 raise ArithmeticError(failed) from error
             if step % max(1, steps // CHECKS) == 0 or step == steps:
                 with model.evaluating():
-                    error = validate()
-                bar.set_postfix(validation=f"{error:.4g}")
-                if error < best:
-                    best, kept = error, copied(model)
+                    loss = validate()
+                bar.set_postfix(validation=f"{loss:.4g}")
+                if loss < best:
+                    best, kept = loss, copied(model)
     if not math.isfinite(best):
         raise ArithmeticError(failed)
     model.load_state_dict(kept)

@@ -5,10 +5,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from experiments.shared.texts import plays, python_files, python_root
-from tricycle.evaluation import HeldOut
 from tricycle_datasets.corpus import Corpus, Document, is_held_out
 from tricycle_datasets.python_code import PythonCode
 from tricycle_datasets.shakespeare import Shakespeare
@@ -39,15 +36,11 @@ def load(data: str, part: str, vocab_size: int, files: Files = (), progress: boo
         if data == "text":
             return TextFiles(files, vocab_size, progress=progress)
         return (PythonCode if data == "python" else Shakespeare)(vocab_size, progress=progress)
-    documents = {"python": python_documents, "shakespeare": shakespeare_documents}.get(data)
-    texts = list(documents() if documents else text_documents(files))
+    if data == "shakespeare":
+        texts = list(hold_out_tenth_before_last(plays()))
+    else:
+        texts = list(python_documents() if data == "python" else text_documents(files))
     return Corpus(f"ten_minutes_{data}", lambda: texts, vocab_size, progress=progress)
-
-
-def held_out(corpus: Corpus) -> HeldOut:
-    """Return the corpus's validation half as HeldOut int64 tokens, after an end-of-text token."""
-    tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation]).astype(np.int64)
-    return HeldOut(tokens, len(corpus.validation_bytes))
 
 
 def is_for_validation(path: str) -> bool:
@@ -61,11 +54,6 @@ def python_documents() -> Iterator[Document]:
     for name in python_files():
         if not is_held_out(name):
             yield (python_root() / name).read_bytes(), is_for_validation(name)
-
-
-def shakespeare_documents() -> Iterator[Document]:
-    """Yield (the plays' first eight tenths, False) and (the ninth tenth, True), as bytes."""
-    return hold_out_tenth_before_last(plays())
 
 
 def text_documents(paths: Files) -> Iterator[Document]:

@@ -21,8 +21,9 @@ from tqdm import tqdm
 
 from experiments.shared.program import check_minimum
 from experiments.shared.results import save
+from experiments.shared.texts import held_out
 from experiments.ten_minutes.ablations import FIELDS, PLAIN
-from experiments.ten_minutes.data import held_out, load
+from experiments.ten_minutes.data import load
 from experiments.ten_minutes.study import check_recipe, preset
 from experiments.ten_minutes.time_budget import Budget
 from tricycle.configs import GPTConfig

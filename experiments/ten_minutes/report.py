@@ -98,7 +98,8 @@ def tables(folder: Path) -> dict[str, str]:
     titled: dict[str, str] = {}
     if trials := trials_in(folder):
         settings = read(folder / "results.json")["settings"]
-        text = f"{settings['data']}, {settings['part']} text; {compressors(trials)}"
+        compressed = ", ".join(f"{name} {bits:.2f}" for name, bits in trials[0]["compressed"].items())  # bits per byte
+        text = f"{settings['data']}, {settings['part']} text; {compressed}"
         titled[f"{settings['config']['minutes']:g} CPU minutes each ({text})"] = table(trials)
     if baselines := [read(path) for path in sorted(folder.glob("pytorch-*.json"))]:
         titled["PyTorch"] = baseline_table(baselines)
@@ -107,11 +108,6 @@ def tables(folder: Path) -> dict[str, str]:
         sampling = ", ".join(f"{name} {parsed['settings'][name]}" for name in ("min_p", "no_repeat_ngram_size"))
         titled[f"Functions that parse ({path.stem}: {sampling})"] = syntax_table(parsed["rows"])
     return titled
-
-
-def compressors(trials: Runs) -> str:
-    """Return text such as "gzip -9 2.51, xz -9 2.20": compressors' bits per byte on the scored text."""
-    return ", ".join(f"{name} {bits:.2f}" for name, bits in trials[0]["compressed"].items())
 
 
 def plot(trials: Runs, path: Path) -> None:

@@ -76,9 +76,8 @@ class Trials(Record):
     """
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__(
-            settings, settings_without_paths(settings), trials=[]
-        )  # all settings are free: those of the recipe follow
+        # all settings are free: those of the recipe follow
+        super().__init__(settings, settings_without_paths(settings), trials=[])
         if self.path.is_file():
             there, here = self["settings"], settings_without_paths(settings)
             same = "data", "part", "batches"

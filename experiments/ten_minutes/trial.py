@@ -41,7 +41,8 @@ def run(task: dict[str, Any], report: Any = lambda **values: None) -> dict[str, 
     import numpy as np  # after the cores are chosen
 
     from experiments.shared.results import rounded
-    from experiments.ten_minutes.data import held_out, load
+    from experiments.shared.texts import held_out
+    from experiments.ten_minutes.data import load
     from experiments.ten_minutes.time_budget import Budget
     from tricycle.configs import GPTConfig
     from tricycle.evaluation import evaluate

@@ -42,7 +42,7 @@ from tricycle_cli.look import show
 from tricycle_datasets.multi30k import LANGUAGES, load_multi30k
 from tricycle_lab.look.inspectable import load_inspectable_translator
 
-QUICK = {"minutes": 0.4, "measurements": 2, "measured": 50, "tested": 100}
+QUICK: dict[str, Any] = {"minutes": 0.4, "measurements": 2, "measured": 50, "tested": 100}
 NOT_OF_A_RUN = ("output", "translate", "look", "out")  # settings
 RANGES = ((1, 8), (9, 10), (11, 12), (13, 15), (16, 19), (20, 99))  # words of a source
 
@@ -91,7 +91,7 @@ def main() -> int:
     if not settings.report:
         bleu_metric()  # a missing package should be missed before the training
         data = load_data(settings)
-        for name in names_of(settings):
+        for name in RECIPES if settings.model == "all" else [settings.model]:
             run(settings, name, *data)
     runs = report.load_runs(settings.output)
     print_tables(report.tables(runs))
@@ -115,11 +115,6 @@ def check(settings: Settings) -> None:
     check_minimum(settings, steps=0, vocab_size=260, measurements=0, measured=1, tested=0, beam=1, seed=0)
 
 
-def names_of(settings: Settings) -> list[str]:
-    """Return the names of the models to train: all of RECIPES if `settings.model` is "all"."""
-    return list(RECIPES) if settings.model == "all" else [settings.model]
-
-
 def path_of(settings: Settings, name: str, ending: str) -> Path:
     """Return the path name-target-seed.ending in the output folder; `ending` has no dot."""
     return settings.output / f"{name}-{settings.target}-{settings.seed}.{ending}"
@@ -139,7 +134,10 @@ def load_data(settings: Settings) -> tuple[Pairs, Pairs, list[tuple[str, str]]]:
         for split in ("train", "val", report.TEST)
     )
     vocabulary = Vocabulary.train(train[0] + train[1], settings.vocab_size, progress=False)
-    pairs, validation = Pairs(vocabulary, *train, CONTEXT_WINDOW), Pairs(vocabulary, *held_out)
+    pairs, validation = (
+        Pairs(vocabulary, train[0], train[1], CONTEXT_WINDOW),
+        Pairs(vocabulary, held_out[0], held_out[1]),
+    )
     return pairs, validation, list(zip(*test))[: settings.tested or None]
 
 
@@ -169,7 +167,7 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
         shown = [held_out.texts[i][0] for i in SHOWN if i < len(held_out)]
         alignments = [translate_with_attention(model, pairs.vocabulary, sentence, settings.beam) for sentence in shown]
     score, signature = bleu(beam, references)
-    result = {
+    result: dict[str, Any] = {
         "settings": {key: value for key, value in vars(settings).items() if key not in NOT_OF_A_RUN},
         "recipe": vars(training.recipe),
         **about(),

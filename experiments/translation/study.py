@@ -354,7 +354,7 @@ def translate(
                 beam_size=beam_size,
                 length_penalty=length_penalty,
             )
-            for i, ids in zip(chosen, outputs):
-                translations[i] = vocabulary.decode(ids)
+            for i, output in zip(chosen, outputs):
+                translations[i] = vocabulary.decode(output)
             bar.update(len(chosen))
     return translations
