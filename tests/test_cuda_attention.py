@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from test_cuda_gemm import dtype_of, on_device
+from test_cuda_gemm import dtype_of, fake_cupy, on_device  # noqa: F401 (fake_cupy is a fixture)
 
 from tricycle import kernels
 from tricycle.kernels import ScoreOptions
@@ -109,21 +109,10 @@ class FakeTensor:
     def __init__(self, dim=None, stride=None, data_type=None, name=""):
         self.dim, self.stride, self.data_type, self.name, self.output = dim, stride, data_type, name, False
 
-    def _set(self, name, value):
-        setattr(self, name, value)
-        return self
-
-    def set_output(self, value):
-        return self._set("output", value)
-
-    def set_data_type(self, value):
-        return self._set("data_type", value)
-
-    def set_dim(self, value):
-        return self._set("dim", value)
-
-    def set_stride(self, value):
-        return self._set("stride", value)
+    set_output, set_data_type, set_dim, set_stride = (
+        lambda self, value, name=name: setattr(self, name, value) or self
+        for name in ("output", "data_type", "dim", "stride")
+    )
 
 
 class FakeGraph:
@@ -139,20 +128,17 @@ class FakeGraph:
         return FakeTensor(**about)
 
     def sdpa(self, q, k, v, generate_stats, attn_scale, use_causal_mask, name):
-        assert generate_stats and attn_scale > 0
-        self.kind, self.scale, self.causal, self.inputs = "forward", attn_scale, use_causal_mask, (q, k, v)
-        self.outputs = [FakeTensor() for _ in range(2)]
-        return self.outputs
+        assert generate_stats
+        return self._declare((q, k, v), 2, attn_scale, use_causal_mask)
 
     def sdpa_backward(self, q, k, v, o, dO, stats, attn_scale, use_causal_mask, use_deterministic_algorithm, name):
-        assert use_deterministic_algorithm and attn_scale > 0
-        self.kind, self.scale, self.causal, self.inputs = (
-            "backward",
-            attn_scale,
-            use_causal_mask,
-            (q, k, v, o, dO, stats),
-        )
-        self.outputs = [FakeTensor() for _ in range(3)]
+        assert use_deterministic_algorithm
+        return self._declare((q, k, v, o, dO, stats), 3, attn_scale, use_causal_mask)
+
+    def _declare(self, inputs, n_outputs, scale, causal):
+        assert scale > 0
+        self.inputs, self.outputs = inputs, [FakeTensor() for _ in range(n_outputs)]
+        self.score_options = ScoreOptions(scale, 0 if causal else None)
         return self.outputs
 
     def build(self, modes):
@@ -167,15 +153,14 @@ class FakeGraph:
     def execute(self, addresses, workspace, handle):
         assert handle == 99 and workspace
         arrays = [self._array(tensor, addresses[tensor]) for tensor in (*self.inputs, *self.outputs)]
-        score_options = ScoreOptions(self.scale, 0 if self.causal else None)
         (q, k, v), rest = [x.transpose(0, 2, 1, 3) for x in arrays[:3]], arrays[3:]
-        if self.kind == "forward":
-            out, totals = kernels.attention.reference(q, k, v, score_options, False)
+        if len(rest) == 2:
+            out, totals = kernels.attention.reference(q, k, v, self.score_options, False)
             rest[0][...], rest[1][..., 0] = out.transpose(0, 2, 1, 3), totals
         else:
             (out, grad), totals = [x.transpose(0, 2, 1, 3) for x in rest[:2]], rest[2]
             places = [x.transpose(0, 2, 1, 3) for x in rest[3:]]
-            kernels.attention_backward.reference(grad, q, k, v, out, totals[..., 0], score_options, *places)
+            kernels.attention_backward.reference(grad, q, k, v, out, totals[..., 0], self.score_options, *places)
 
     def _array(self, tensor, address):
         dtype = self.dtypes[tensor.data_type]
@@ -191,27 +176,19 @@ class NotSupported(Exception):
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
-    """Installs a `cupy` and a `cudnn` with the few functions that are asked for."""
-    cupy, fake_cudnn = ModuleType("cupy"), ModuleType("cudnn")
-    for name in ("logaddexp", "exp", "float32", "uint8"):
-        setattr(cupy, name, getattr(np, name))
-    cupy.empty = lambda shape, dtype: on_device(np.full(shape, 77, dtype))
-    cupy.ascontiguousarray = lambda array: on_device(np.ascontiguousarray(array))
-    cupy.cuda = SimpleNamespace(
-        runtime=SimpleNamespace(getDevice=lambda: 0), get_current_stream=lambda: SimpleNamespace(ptr=5)
-    )
+def stand_in(fake_cupy, monkeypatch):  # noqa: F811
+    """Installs a `cudnn` with the few functions that are asked for."""
+    fake_cudnn = ModuleType("cudnn")
     state = SimpleNamespace(supported=True, streams=[])
     dtypes = {"HALF": np.dtype(np.float16), "FLOAT": np.dtype(np.float32)}
     with contextlib.suppress(pytest.skip.Exception):
         dtypes["BFLOAT16"] = dtype_of("bfloat16")
-    fake_cudnn.data_type = SimpleNamespace(HALF="HALF", FLOAT="FLOAT", BFLOAT16="BFLOAT16")
+    fake_cudnn.data_type = SimpleNamespace(**{name: name for name in ("HALF", "FLOAT", "BFLOAT16")})
     fake_cudnn.heur_mode = SimpleNamespace(A=0, FALLBACK=1)
     fake_cudnn.cudnnGraphNotSupportedError = NotSupported
     fake_cudnn.create_handle = lambda: 99
     fake_cudnn.set_stream = lambda handle, stream: state.streams.append(stream)
     fake_cudnn.pygraph = lambda **settings: FakeGraph(dtypes, state.supported, **settings)
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cudnn", fake_cudnn)
     monkeypatch.setattr(cudnn, "unavailable_reason", lambda: None)
     monkeypatch.setattr(cudnn, "_graphs", {})

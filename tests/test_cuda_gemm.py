@@ -58,18 +58,8 @@ def test_result_dtype_follows_operands_and_arguments():
 def test_plans_are_accepted_by_the_library(kinds, with_bias):
     if gemm.unavailable_reason():
         pytest.skip(gemm.unavailable_reason())
-    product = MatmulSpec(
-        1024,
-        768,
-        3072,
-        MatrixLayout(False, 768),
-        MatrixLayout(True, 768),
-        3072,
-        *kinds,
-        kinds[0] == "float32",
-        with_bias,
-        (256, 16, 4),
-    )
+    layouts, tf32 = (MatrixLayout(False, 768), MatrixLayout(True, 768)), kinds[0] == "float32"
+    product = MatmulSpec(1024, 768, 3072, *layouts, 3072, *kinds, tf32, with_bias, (256, 16, 4))
     plan = gemm.MatmulPlan(product)
     assert plan.description.value and plan.first.value and gemm.create_preference(product).value
     plan.close()
@@ -180,16 +170,23 @@ class Library:
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
-    """Installs a `cupy` with the few functions that are asked for, and the stand-in."""
-    ml_dtypes = pytest.importorskip("ml_dtypes")
+def fake_cupy(monkeypatch):
+    """Installs a `cupy` with the few functions that `gemm` and `cudnn` call."""
     module = ModuleType("cupy")
-    module.uint8 = np.uint8
+    for name in ("logaddexp", "exp", "float32", "uint8"):
+        setattr(module, name, getattr(np, name))
     module.empty = lambda shape, dtype: on_device(np.full(shape, 77, dtype))
     module.ascontiguousarray = lambda array: on_device(np.ascontiguousarray(array))
     module.matmul = lambda a, b: on_device(np.asarray(np.matmul(np.asarray(a), np.asarray(b))))
-    module.cuda = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=5))
+    runtime, stream = SimpleNamespace(getDevice=lambda: 0), SimpleNamespace(ptr=5)
+    module.cuda = SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream)
     monkeypatch.setitem(sys.modules, "cupy", module)
+
+
+@pytest.fixture
+def stand_in(fake_cupy, monkeypatch):
+    """Installs the stand-in for the library."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
     kinds = {0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}
     library = Library({number: np.dtype(kind) for number, kind in kinds.items()})
     monkeypatch.setattr(gemm, "load_cublaslt", lambda: library)
@@ -215,16 +212,21 @@ def dtype_of(name: str) -> np.dtype:
     return np.dtype(getattr(pytest.importorskip("ml_dtypes"), name) if name == "bfloat16" else name)
 
 
+def draw_operands(rng, dtype, left=(6, 5), right=(5, 4), layouts=("rows", "rows")):
+    """Two matrices, and their product in float64."""
+    a, b = (rng.standard_normal(shape).astype(dtype) for shape in (left, right))
+    placed = (on_device(LAYOUTS[name](x)) for name, x in zip(layouts, (a, b)))
+    return *placed, a.astype(float) @ b.astype(float)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS if "rows" in (a, b) or a == b])
 def test_products_match_reference(stand_in, rng, shape, kind, layouts):
     n_rows, n_inner, n_columns = shape
     dtype = dtype_of(kind)
-    a, b = rng.standard_normal((n_rows, n_inner)).astype(dtype), rng.standard_normal((n_inner, n_columns)).astype(dtype)
+    a, b, exact = draw_operands(rng, dtype, (n_rows, n_inner), (n_inner, n_columns), layouts)
     bias = rng.standard_normal(n_columns).astype(np.float32)
-    a, b = (on_device(LAYOUTS[name](x)) for name, x in zip(layouts, (a, b)))
-    exact = np.asarray(a).astype(float) @ np.asarray(b).astype(float)
     for out_dtype in (None, np.float32, dtype):
         for added in (None, on_device(bias)):
             actual = gemm.matmul(a, b, added, None, out_dtype)
@@ -242,8 +244,7 @@ def test_products_match_reference(stand_in, rng, shape, kind, layouts):
 @pytest.mark.parametrize("layout", ["rows", "columns", "gaps", "columns with gaps", "every other"])
 def test_products_are_written_to_out(stand_in, rng, kind, layout):
     dtype = dtype_of(kind)
-    a, b = (on_device(rng.standard_normal(shape).astype(dtype)) for shape in ((6, 5), (5, 4)))
-    exact = np.asarray(a).astype(float) @ np.asarray(b).astype(float)
+    a, b, exact = draw_operands(rng, dtype)
     for out_dtype in {np.dtype(np.float32), dtype, np.dtype(np.float64)}:
         out = on_device(LAYOUTS[layout](np.full((6, 4), np.nan)).astype(out_dtype, order="K"))
         assert gemm.matmul(a, b, None, out) is out
@@ -252,9 +253,9 @@ def test_products_are_written_to_out(stand_in, rng, kind, layout):
 
 def test_product_into_a_view_leaves_the_rest_unchanged(stand_in, rng):
     whole = on_device(np.full((6, 9), 7, np.float32))
-    a, b = (on_device(rng.standard_normal(shape).astype(np.float32)) for shape in ((6, 5), (5, 4)))
+    a, b, exact = draw_operands(rng, np.float32)
     gemm.matmul(a, b, None, whole[:, 2:6])
-    np.testing.assert_allclose(whole[:, 2:6], a @ b, 1e-5, 1e-5)
+    np.testing.assert_allclose(whole[:, 2:6], exact, 1e-5, 1e-5)
     assert (whole[:, :2] == 7).all() and (whole[:, 6:] == 7).all()
 
 
@@ -270,27 +271,26 @@ def test_empty_products_do_not_call_the_library(stand_in, shape):
 def test_products_without_an_algorithm_use_cupy(stand_in, rng):
     stand_in.has_algorithm = False
     for kind in ("float32", "bfloat16", "float64"):
-        a, b = (on_device(rng.standard_normal(shape).astype(dtype_of(kind))) for shape in ((6, 5), (5, 4)))
+        a, b, exact = draw_operands(rng, dtype_of(kind))
         for _ in range(2):
             found = gemm.matmul(a, b, on_device(np.ones(4, np.float32)))
-            np.testing.assert_allclose(found, np.asarray(a).astype(float) @ np.asarray(b).astype(float) + 1, 1e-4, 1e-4)
+            np.testing.assert_allclose(found, exact + 1, 1e-4, 1e-4)
             assert found.dtype == (np.float64 if kind == "float64" else np.float32)
     assert stand_in.products == 0
 
 
 def test_mixed_dtypes_are_multiplied_in_float32(stand_in, rng):
-    a = on_device(rng.standard_normal((6, 5)).astype(np.float16))
-    b = on_device(rng.standard_normal((5, 4)).astype(np.float32))
-    found = gemm.matmul(a, b)
-    np.testing.assert_allclose(found, a.astype(np.float32) @ b, 1e-5, 1e-5)
+    a, b, _ = draw_operands(rng, np.float32)
+    found = gemm.matmul(a.astype(np.float16), b)
+    np.testing.assert_allclose(found, a.astype(np.float16).astype(np.float32) @ b, 1e-5, 1e-5)
     assert found.dtype == np.float32
 
 
 def test_plans_are_cached_and_their_number_is_bounded(stand_in, rng, monkeypatch):
     monkeypatch.setattr(gemm, "MAX_PLANS", 3)
     for n_rows in (2, 2, 3, 4, 2, 5, 6):
-        a, b = (on_device(rng.standard_normal(shape).astype(np.float32)) for shape in ((n_rows, 5), (5, 4)))
-        np.testing.assert_allclose(gemm.matmul(a, b), a @ b, 1e-5, 1e-5)
+        a, b, exact = draw_operands(rng, np.float32, (n_rows, 5))
+        np.testing.assert_allclose(gemm.matmul(a, b), exact, 1e-5, 1e-5)
         assert len(gemm._plans) <= 3
     assert len(gemm._workspaces) == 1
 

@@ -63,11 +63,20 @@ VARIANTS = [
 
 @pytest.fixture
 def device(monkeypatch):
+    """The fake device."""
     monkeypatch.setitem(devices.ARRAY_MODULES, FakeArray, fake_module)
     monkeypatch.setattr(devices, "to_gpu", to_device)
     monkeypatch.setattr(devices, "to_cpu", to_host)
     replace_implementations(monkeypatch, FakeArray, fake_device.IMPLEMENTATIONS)
     fake_device.reads.clear()
+
+
+@pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
+def any_device(request):
+    """Run a test on the fake device and on a GPU; the name of the device."""
+    if request.param == "fake":
+        request.getfixturevalue("device")
+    return request.param
 
 
 @pytest.mark.parametrize(
@@ -115,15 +124,23 @@ def paired(precisions: list[str]) -> list:
     return pairs
 
 
+def train_without_reading(state) -> list:
+    """Losses and norms of three steps, which read nothing from the device before the end."""
+    results = [train_step(state) for _ in range(3)]
+    assert fake_device.reads == []
+    results = read_steps(state, results)
+    assert fake_device.reads == ["asnumpy"] * next(state.model.parameters()).on_gpu
+    fake_device.reads.clear()
+    return results
+
+
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_model_trains_and_generates_on_the_device(device, changes):
     config = replace(CONFIG, **changes)
     tokens = np.random.default_rng(0).integers(0, 64, 2000)
-    losses, states = [], [new_state(config, tokens, on_gpu) for on_gpu in (True, False)]
-    for state in states:
-        losses.append(read_steps(state, [train_step(state) for _ in range(3)]))
-    np.testing.assert_allclose(*losses, rtol=1e-4)
+    states = [new_state(config, tokens, on_gpu) for on_gpu in (True, False)]
+    np.testing.assert_allclose(*map(train_without_reading, states), rtol=1e-4)
     on_device, host = (state.model for state in states)
     for (name, actual), expected in zip(on_device.named_parameters(), host.parameters()):
         assert isinstance(actual.array, FakeArray), name
@@ -161,8 +178,7 @@ def test_each_precision_trains_and_generates(device, changes, precision):
     if precision != "tf32":
         small_type(precision)
     states = [new_state(replace(CONFIG, precision=p, **changes), TOKENS, True) for p in (precision, "float32")]
-    losses = [read_steps(state, [train_step(state) for _ in range(3)]) for state in states]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=0.02)
+    np.testing.assert_allclose(*map(train_without_reading, states), rtol=0.02)
     model, optimiser = states[0].model, states[0].optimiser
     for name, parameter in model.named_parameters():
         n_updates, moments = optimiser.state_of(parameter)
@@ -248,18 +264,6 @@ def assert_equal(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray])
     assert actual.keys() == expected.keys()
     for name, array in actual.items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
-
-
-@pytest.mark.slow_except(2)
-@pytest.mark.parametrize(("changes", "precision"), paired(["float32", "bfloat16", "float16"]))
-def test_training_step_does_not_synchronize(device, changes, precision):
-    if precision != "float32":
-        small_type(precision)
-    state = new_state(replace(CONFIG, precision=precision, **changes), TOKENS, True)
-    results = [train_step(state) for _ in range(3)]
-    assert fake_device.reads == []
-    assert len(read_steps(state, results)) == 3
-    assert fake_device.reads == ["asnumpy"]
 
 
 def test_run_synchronizes_every_n_steps(device, tmp_path, monkeypatch):
@@ -468,33 +472,24 @@ def test_clipping_does_not_synchronize(device):
 
 
 # -------------------------------------------------------------------- sequence models
-def twins(make):
-    """The same model on the device and on the host."""
-    return make().to_gpu(), make()
-
-
-def train_both(make, batch_loss, n_steps: int = 3, on_gpu: bool = False) -> tuple:
-    """Both models after some updates, which must have gone alike.
-
-    Args:
-        on_gpu: a real one.
-    """
-    models, losses = twins(make), []
+def train_both(make, batch_loss) -> tuple:
+    """Return a model on the device and the same one on the host, after three updates, which must have gone alike."""
+    models, losses = (make().to_gpu(), make()), []
     for model in models:
         optimiser = AdamW(1e-2)
         losses.append([])
-        for _ in range(n_steps):
+        for _ in range(3):
             loss = batch_loss(model)
             losses[-1].append(loss.item())
             loss.backward()
             model.update(optimiser)
     np.testing.assert_allclose(*losses, rtol=1e-4)
-    assert all(p.on_gpu and isinstance(p.array, FakeArray) != on_gpu for p in models[0].parameters())
+    assert all(p.on_gpu for p in models[0].parameters())
     return models
 
 
 @pytest.mark.parametrize("make", test_seq2seq.MODELS.values(), ids=test_seq2seq.MODELS)
-def test_encoder_decoders_train_and_generate_on_the_device(device, make, rng):
+def test_encoder_decoders_train_and_generate_on_the_device(any_device, make, rng):
     source, lengths = rng.integers(3, 7, (3, 6)), np.array([6, 2, 4])
     target = rng.integers(1, 7, (3, 5))
 
@@ -523,15 +518,16 @@ def test_text_encoder_trains_on_the_device(device, kind):
 
 
 @pytest.mark.parametrize("make", test_classifiers.MAKERS.values(), ids=test_classifiers.MAKERS)
-def test_classifiers_train_on_the_device(device, make, rng):
+def test_classifiers_train_on_the_device(any_device, make, rng):
     tokens, lengths, labels = rng.integers(0, 9, (4, 7)), np.array([7, 1, 4, 2]), np.array([0, 1, 2, 1])
     models = train_both(make, lambda model: CrossEntropy()(model.place(labels), model(model.place(tokens), lengths)))
-    weights = [model(model.place(tokens), lengths, return_weights=True)[1] for model in models]
-    np.testing.assert_allclose(weights[0].host_array, weights[1], 1e-3, 1e-5)
+    if any_device == "fake":  # sums in another order change the weights after some updates more
+        weights = [model(model.place(tokens), lengths, return_weights=True)[1] for model in models]
+        np.testing.assert_allclose(weights[0].host_array, weights[1], 1e-3, 1e-5)
 
 
 @pytest.mark.parametrize(("make", "shape"), test_autoencoders.MAKERS.values(), ids=test_autoencoders.MAKERS)
-def test_autoencoders_train_on_the_device(device, make, shape, rng):
+def test_autoencoders_train_on_the_device(any_device, make, shape, rng):
     x = rng.standard_normal((3, *shape)).astype(np.float32)
 
     def batch_loss(model):

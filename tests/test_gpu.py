@@ -1,4 +1,4 @@
-"""Models on a GPU against the same models on the CPU, at every precision.
+"""Models on a GPU against the same models on the CPU, at every precision; `test_fake_device.py` has more of these.
 
 All of it is skipped where there is no GPU.
 """
@@ -7,15 +7,13 @@ import itertools
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import test_autoencoders
-import test_classifiers
-import test_seq2seq
-from test_fake_device import VARIANTS, train_both
+from test_fake_device import VARIANTS
 
 from tricycle import devices, kernels
 from tricycle.configs import DebugConfig, GPTConfig
@@ -25,9 +23,7 @@ from tricycle.evaluation import evaluate
 from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.sequences.beam_search import beam_search
 from tricycle.system.memory import gpu_memory
-from tricycle.tensor import to_tensor
 from tricycle.training import NonFiniteError
 from tricycle.training_state import new_state, read_steps, resume_state, train_step
 
@@ -79,10 +75,7 @@ def test_gpt_loss_and_gradients_match_the_cpu(changes, precision, plain):
     config = replace(SMALL, **changes)
     expected, expected_gradients = loss_and_gradients(config, False)
     small = replace(config, precision=precision)
-    if plain:
-        with use_reference():
-            loss, grads = loss_and_gradients(small, True)
-    else:
+    with use_reference() if plain else nullcontext():
         loss, grads = loss_and_gradients(small, True)
     rtol, of_norm = TOLERANCES[precision]
     of_norm *= RELU_FACTOR if changes.get("activation") == "relu" else 1
@@ -185,40 +178,6 @@ def test_generation_and_evaluation_match_the_cpu(changes):
     assert drawn[0] == drawn[1]
     means = [evaluate(each, text_tokens()[:2000], 4)[0] for each in (model, host)]
     assert means[0] == pytest.approx(means[1], rel=1e-4)
-
-
-@pytest.mark.parametrize("make", test_seq2seq.MODELS.values(), ids=test_seq2seq.MODELS)
-def test_encoder_decoders_match_the_cpu(make, rng):
-    source, lengths = rng.integers(3, 7, (3, 6)), np.array([6, 2, 4])
-    target = rng.integers(1, 7, (3, 5))
-
-    def batch_loss(model):
-        logits = model(model.place(source), model.place(target[:, :-1]), lengths)
-        return CrossEntropy(0, 0.1)(model.place(target[:, 1:]), logits)
-
-    models = train_both(make, batch_loss, on_gpu=True)
-    options = {"begin": 1, "end": 2, "max_length": 6}
-    for beam_size in (1, 3):
-        found = [beam_search(model, source, lengths, beam_size=beam_size, **options) for model in models]
-        assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("make", test_classifiers.MAKERS.values(), ids=test_classifiers.MAKERS)
-def test_classifiers_match_the_cpu(make, rng):
-    tokens, lengths, labels = rng.integers(0, 9, (4, 7)), np.array([7, 1, 4, 2]), np.array([0, 1, 2, 1])
-    batch_loss = lambda model: CrossEntropy()(model.place(labels), model(model.place(tokens), lengths))
-    train_both(make, batch_loss, on_gpu=True)
-
-
-@pytest.mark.parametrize(("make", "shape"), test_autoencoders.MAKERS.values(), ids=test_autoencoders.MAKERS)
-def test_autoencoders_match_the_cpu(make, shape, rng):
-    x = rng.standard_normal((3, *shape)).astype(np.float32)
-
-    def batch_loss(model):
-        given = to_tensor(x, requires_grad=False)
-        return model.loss(given.to_gpu() if next(model.parameters()).on_gpu else given)
-
-    train_both(make, batch_loss, on_gpu=True)
 
 
 # -------------------------------------------------------------------- programs

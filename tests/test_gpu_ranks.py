@@ -71,26 +71,22 @@ class Communicator:
     def __init__(self, size, unique, rank):
         assert unique == b"of rank 0" and (size, rank) == (HERE.player.size, HERE.player.rank)
 
-    def _arrays(self, sendbuf, recvbuf, count, kind, *same):
+    def _array(self, sendbuf, recvbuf, count, kind, stream, *same):
+        own_stream = HERE.stream
+        assert stream == own_stream.ptr != HERE.current.ptr
+        assert own_stream.seen[HERE.current.ptr] == HERE.current.n_done, "the array may not be there yet"
         assert sendbuf == recvbuf
         assert len(set(HERE.player.all_gather((count, kind, *same)))) == 1, "ranks sum different things"
         return np.ctypeslib.as_array((KINDS[kind] * count).from_address(sendbuf))
 
-    def _check(self, stream):
-        own_stream = HERE.stream
-        assert stream == own_stream.ptr != HERE.current.ptr
-        assert own_stream.seen[HERE.current.ptr] == HERE.current.n_done, "the array may not be there yet"
-
     def allReduce(self, sendbuf, recvbuf, count, kind, op, stream):
-        self._check(stream)
-        array = self._arrays(sendbuf, recvbuf, count, kind, op)
         assert op == 0
+        array = self._array(sendbuf, recvbuf, count, kind, stream, op)
         array[...] = np.sum(HERE.player.all_gather(array.copy()), axis=0)
         HERE.log.append(("sum", count))
 
     def broadcast(self, sendbuf, recvbuf, count, kind, root, stream):
-        self._check(stream)
-        array = self._arrays(sendbuf, recvbuf, count, kind, root)
+        array = self._array(sendbuf, recvbuf, count, kind, stream, root)
         array[...] = HERE.player.all_gather(array.copy())[root]
         HERE.log.append(("broadcast", count))
 
@@ -262,19 +258,14 @@ def chosen(size=2):
     return play(size, act)
 
 
-def test_host_transport_is_used_without_nccl(cuda, monkeypatch):
-    cuda(has_nccl=False)
+@pytest.mark.parametrize(
+    ("how", "message"), [({"has_nccl": False}, "TRICYCLE_MPI_GPU=nccl: "), ({"bus": "00:7"}, "NCCL.*GPU")], ids=str
+)
+def test_host_transport_is_used_without_nccl_or_for_ranks_that_share_a_gpu(cuda, monkeypatch, how, message):
+    cuda(**how)
     assert chosen() == [HostTransport] * 2
     monkeypatch.setenv(TRANSPORT_VARIABLE, "nccl")
-    with pytest.raises(RuntimeError, match=r"TRICYCLE_MPI_GPU=nccl: .*rank 0, rank 1"):
-        chosen()
-
-
-def test_ranks_that_share_a_gpu_use_the_host_transport(cuda, monkeypatch):
-    cuda(bus="00:7")
-    assert chosen() == [HostTransport] * 2
-    monkeypatch.setenv(TRANSPORT_VARIABLE, "nccl")
-    with pytest.raises(RuntimeError, match=r"NCCL.*GPU.*rank 0, rank 1"):
+    with pytest.raises(RuntimeError, match=f"{message}.*rank 0, rank 1"):
         chosen()
 
 

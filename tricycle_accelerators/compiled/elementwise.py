@@ -115,11 +115,7 @@ def swiglu(x: np.ndarray) -> Any:
     return _over_rows(load_loops("loops").swiglu, [x], x.shape[-1] // 2)
 
 
-def _swiglu_backward_decline_reason(grad: np.ndarray, x: np.ndarray) -> str | None:
-    return large_array_decline_reason(grad, x)
-
-
-@decline_when(_swiglu_backward_decline_reason)
+@decline_when(lambda grad, x: large_array_decline_reason(grad, x))
 def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
     """Return the gradient of x = [a, b] (..., 2 C) from `grad` (..., C) of SwiGLU a * silu(b), by Numba loops."""
     return _over_rows(load_loops("training_loops").swiglu_backward, [grad, x], x.shape[-1])

@@ -88,12 +88,7 @@ def _pointer(context: Any, address: Any, like: Any) -> Any:
 
 @numba.njit(inline="always")
 def contiguous_row(x: Any, i: int) -> Any:
-    """Return x[i] as a view that Numba takes for contiguous, so that loops vectorize; the caller guarantees that it is.
-
-    Contiguity lets the compiler vectorize.
-
-    Told so, it takes many numbers at a time, otherwise one.
-    """
+    """Return x[i] as a view that Numba takes for contiguous, so that loops vectorize; the caller guarantees it."""
     part = x[i]
     return numba.carray(_pointer(part.ctypes.data, x), part.shape)
 

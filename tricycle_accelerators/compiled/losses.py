@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import NotImplementedType
-from typing import Any
 
 import numpy as np
 
@@ -13,11 +12,7 @@ from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.providers import decline_when
 
 
-def _cross_entropy_decline_reason(logits: np.ndarray, *_: Any, **__: Any) -> str | None:
-    return large_array_decline_reason(logits)
-
-
-@decline_when(_cross_entropy_decline_reason)
+@decline_when(lambda logits, *_, **__: large_array_decline_reason(logits))
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[np.ndarray, np.ndarray | None] | NotImplementedType:

@@ -193,8 +193,13 @@ def _handle() -> Any:
     return handles[device]
 
 
-def _cached_graph(make: Any, shape: AttentionShape) -> AttentionGraph | None:
-    """Return the graph for a shape, built once per thread; None if cuDNN does not support the shape."""
+def _cached_graph(
+    make: Any, mask: Array | None, q: Array, score_options: ScoreOptions, *others: Array
+) -> AttentionGraph | None:
+    """Return the graph for arrays of these shapes, built once per thread; None if cuDNN does not support the call."""
+    shape = None if mask is not None or unavailable_reason() else supported_shape(q, score_options, *others)
+    if shape is None:
+        return None
     import cudnn
     import cupy
 
@@ -230,8 +235,7 @@ def attention_forward(
     """Return output (B, T, H, D) and float32 logsumexp (B, H, T) of attention by cuDNN; None if not supported."""
     import cupy
 
-    shape = None if mask is not None or unavailable_reason() else supported_shape(q, score_options, k, v)
-    ready = None if shape is None else _cached_graph(build_forward_graph, shape)
+    ready = _cached_graph(build_forward_graph, mask, q, score_options, k, v)
     if ready is None:
         return None
     out, totals = cupy.empty(q.shape, q.dtype), cupy.empty((len(q), q.shape[2], q.shape[1]), cupy.float32)
@@ -263,12 +267,7 @@ def attention_backward(
     """
     import cupy
 
-    shape = (
-        None
-        if mask is not None or unavailable_reason()
-        else supported_shape(q, score_options, k, v, out, grad, dq, dk, dv)
-    )
-    ready = None if shape is None else _cached_graph(build_backward_graph, shape)
+    ready = _cached_graph(build_backward_graph, mask, q, score_options, k, v, out, grad, dq, dk, dv)
     if ready is None:
         return False
     totals = cupy.ascontiguousarray(logsumexp.astype(cupy.float32, copy=False))

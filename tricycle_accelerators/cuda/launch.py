@@ -185,9 +185,9 @@ def elements_per_16_bytes(itemsize: int) -> int:
     return 16 // itemsize
 
 
-def plan_elementwise(n: int, per_thread: int, threads: int = THREADS) -> LaunchPlan:
-    """Plan a launch over n elements, `per_thread` per thread, `threads` per block; ValueError if 0 or too large."""
-    return LaunchPlan((ceil_div(n, per_thread * threads), 1), (threads, 1)).check()
+def plan_elementwise(n: int, per_thread: int) -> LaunchPlan:
+    """Plan a launch over n elements, `per_thread` per thread, THREADS per block; ValueError if 0 or too large."""
+    return LaunchPlan((ceil_div(n, per_thread * THREADS), 1), (THREADS, 1)).check()
 
 
 def plan_rows(n_rows: int, row_size: int, itemsize: int, max_threads: int = MAX_THREADS) -> LaunchPlan:
@@ -373,22 +373,17 @@ def _device_of(kernel: str, arguments: Sequence[Any]) -> int | None:
     Raises:
         ValueError: there are several.
     """
-    numbers = {number for number in map(device_of, arguments) if number is not None}
+    numbers = {each.device.id for each in arguments if not isinstance(each, (np.ndarray, np.generic))}
     if len(numbers) > 1:
         names = " and ".join(map(str, sorted(numbers)))
         raise ValueError(f"{kernel}: expected arrays on one device, got some on {names}")
     return numbers.pop() if numbers else None
 
 
-def device_of(array: Any) -> int | None:
-    """Return the device number of a CuPy array; None for NumPy arrays and NumPy scalars."""
-    return None if isinstance(array, (np.ndarray, np.generic)) else array.device.id
-
-
 @contextmanager
-def on_device(number: int | None) -> Iterator[None]:
-    """Make a device the current one within a `with` block; None leaves the current device."""
-    if number is None or number == _device():
+def on_device(number: int) -> Iterator[None]:
+    """Make a device the current one within a `with` block."""
+    if number == _device():
         yield
         return
     from cupy.cuda import Device

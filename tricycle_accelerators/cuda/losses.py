@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tricycle.devices import Array
 from tricycle_accelerators.cuda import arrays, launch, sums
 from tricycle_accelerators.cuda.arrays import f32, i64
@@ -13,28 +11,20 @@ from tricycle_accelerators.providers import decline_when
 THREADS = 512
 
 
-def _cross_entropy_decline_reason(logits: Array, *_: Any, **__: Any) -> str | None:
-    return arrays.array_decline_reason(logits)
-
-
-@decline_when(_cross_entropy_decline_reason)
+@decline_when(lambda logits, *_, **__: arrays.array_decline_reason(logits))
 def cross_entropy(
     logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[Array, Array | None]:
     """Return the sum of weight * cross-entropy, 0-d float32, and its gradient by the logits or None, by CUDA."""
-    slope = arrays.empty_like(logits) if with_gradient else None
-    return _cross_entropy(logits, labels, weights, smoothing, slope), slope
-
-
-def _cross_entropy(logits: Array, labels: Array, weights: Array, smoothing: float, slope: Array | None) -> Array:
     n_rows, size = logits.shape
     if labels.shape != (n_rows,) or weights.shape != (n_rows,):
         got = f"{labels.shape} and {weights.shape}"
         raise ValueError(f"cross_entropy: expected labels and weights of shape ({n_rows},), got {got}")
+    slope = arrays.empty_like(logits) if with_gradient else None
     costs = arrays.empty_like(logits, (n_rows,), f32)
     ids = arrays.contiguous(labels.astype(i64, copy=False))
     operands = arrays.contiguous(logits), ids, arrays.contiguous_float32(weights)
     numbers = i64(n_rows), i64(size), f32(smoothing)
     plan = launch.plan_rows(n_rows, size, logits.dtype.itemsize, THREADS)
     launch.launch("rows", "cross_entropy", (arrays.cuda_type(logits.dtype),), plan, *operands, costs, slope, *numbers)
-    return sums.total_sum(costs, "float", "false")
+    return sums.total_sum(costs, "float", "false"), slope
