@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tricycle.pretrained.ggml_quantization import BLOCK_FORMATS, WRITABLE_FORMATS, dequantize_blocks, quantize_blocks
+from tricycle.debug import use_reference
+from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, dequantize_blocks
+from tricycle.pretrained.ggml_quantization import WRITABLE_FORMATS, quantize_blocks
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0, scales: str = "any") -> np.ndarray:
@@ -14,11 +16,10 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0, scales: str 
     packed = np.random.default_rng(seed).integers(0, 256, (*shape, blocks.n_bytes), np.uint8)
     if scales == "finite":
         halves = np.random.default_rng(seed).standard_normal((*shape, 2)).astype("<f2").view(np.uint8)
-        if kind == "Q6_K":
-            packed[..., 208:] = halves[..., :2]
-        else:
-            n = 2 if kind in ("Q8_0", "Q4_0", "Q5_0") else 4
-            packed[..., :n] = halves[..., :n]
+        for i, offset in enumerate(blocks.scales):
+            packed[..., offset : offset + 2] = halves[..., 2 * i : 2 * i + 2]
+        if kind == "MXFP4":
+            packed[..., 0] = 120 + packed[..., 0] % 8
     return packed.reshape(*shape[:-1], -1)
 
 
@@ -41,6 +42,8 @@ def test_dequantize_blocks_equals_gguf(kind, scales, shape, gguf):
     with np.errstate(all="ignore"):
         expected = gguf.dequantize(packed, gguf.GGMLQuantizationType[kind])
     values = dequantize_blocks(packed, kind)
+    with use_reference():
+        assert dequantize_blocks(packed, kind).tobytes() == expected.tobytes()
     assert values.dtype == np.float32 and values.shape == (*shape[:-1], shape[-1] * BLOCK_FORMATS[kind].n_values)
     unequal = values.view(np.uint32) != expected.view(np.uint32)
     assert not (unequal & ~(np.isnan(values) & np.isnan(expected))).any()

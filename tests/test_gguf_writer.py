@@ -16,10 +16,11 @@ from transformers_families import LIKE_LLAMA
 
 from tricycle.configs import ModelConfig
 from tricycle.generate import generate
+from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle.models import GPT
 from tricycle.pretrained import load, tokenizer_json
 from tricycle.pretrained.config_equivalence import differing_fields
-from tricycle.pretrained.ggml_quantization import dequantize_blocks, quantize_blocks
+from tricycle.pretrained.ggml_quantization import quantize_blocks
 from tricycle.pretrained.gguf import read_gguf
 from tricycle.pretrained.gguf_file import read_gguf_header
 from tricycle.pretrained.gguf_writer import export_gguf

@@ -256,7 +256,9 @@ def assert_close(name: str, actual: list, expected: list, dtype: type) -> None:
 def test_every_kernel_is_exported_and_has_a_case():
     assert set(KERNELS) - NOT_OPS == set(CASES)
     homes = [kernels, *(import_module(f"tricycle.kernels.{file.name}") for file in iter_modules(kernels.__path__))]
-    assert {name: x for home in homes for name, x in vars(home).items() if isinstance(x, Kernel)} == KERNELS
+    found = {name: x for home in homes for name, x in vars(home).items() if isinstance(x, Kernel)}
+    assert found.pop("dequantize_blocks") not in KERNELS.values()  # takes bytes: test_ggml_quantization.py
+    assert found == KERNELS
 
 
 @all_cases

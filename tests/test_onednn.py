@@ -218,7 +218,7 @@ def test_library_error_names_the_failed_call():
         (quantized_matmul, lambda x, half: (x, QuantizedMatrix(half, None, True)), None),
         (quantized_matmul, lambda x, half: (x, QuantizedMatrix(half.T)), "not transposed"),
         (quantized_matmul, lambda x, half: (x.astype(float), QuantizedMatrix(half, None, True)), "got float64"),
-        (quantized_matmul, lambda x, half: (x, QuantizedMatrix.quantize(x, "float16").T), "got float16"),
+        (quantized_matmul, lambda x, half: (x, QuantizedMatrix.quantize(x, "float16").T), "float16"),
         (quantized_matmul, lambda x, half: (x[:0], QuantizedMatrix(half, None, True)), "empty"),
         (quantized_matmul, lambda x, half: (x, QuantizedMatrix(half[:0], None, True)), "empty"),
     ],

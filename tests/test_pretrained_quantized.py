@@ -12,6 +12,7 @@ from tricycle.checkpoint import save_checkpoint
 from tricycle.debug import use_reference
 from tricycle.generate import generate
 from tricycle.kernels.quantized import QuantizedMatrix
+from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
@@ -43,10 +44,10 @@ def test_quantized_blocks_are_used_without_conversion(name: str, weights: str, t
     export_gguf(new_model(name), None, path, "Q8_0")
     wide, narrow = load(path).model, load(path, weights=weights).model
     blocks = few_bits(narrow)
-    in_blocks = [matrix for matrix in blocks.values() if "blocks of 32" in matrix.format_name]
+    in_blocks = [matrix for matrix in blocks.values() if isinstance(matrix, BlockMatrix)]
     stored = [info.dtype_name for info in read_gguf_header(path).tensors.values()]
     assert bool(in_blocks) == ("Q8_0" in stored)
-    assert {str(matrix.dtype) for matrix in blocks.values()} <= {"int8", "float16" if weights == "stored" else "int8"}
+    assert {str(matrix.dtype) for matrix in blocks.values()} <= {"uint8", "float16" if weights == "stored" else "int8"}
     for parameter_name, array in wide.state_dict().items():
         if parameter_name in blocks and blocks[parameter_name] in in_blocks:
             np.testing.assert_array_equal(np.asarray(blocks[parameter_name]), array)

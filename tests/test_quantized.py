@@ -38,12 +38,6 @@ def matrix_of(kind: str, shape: tuple[int, int], transposed: bool = True) -> tup
     return numbers, QuantizedMatrix.quantize(numbers, kind, transposed)
 
 
-def in_blocks(n_rows: int, n_blocks: int) -> QuantizedMatrix:
-    rng = np.random.default_rng(0)
-    values = rng.integers(-128, 128, (n_rows, 32 * n_blocks), dtype=np.int8)
-    return QuantizedMatrix(values, rng.random((n_rows, n_blocks), np.float32) / 100, True)
-
-
 # -------------------------------------------------------------------- the matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transposed", [True, False])
@@ -93,17 +87,6 @@ def test_bfloat16_without_ml_dtypes(monkeypatch):
         QuantizedMatrix.quantize(np.ones((2, 2)), "bfloat16")
 
 
-def test_each_block_has_a_separate_scale():
-    matrix = in_blocks(5, 3)
-    expected = matrix.values.reshape(5, 3, 32) * matrix.scales[:, :, None]
-    np.testing.assert_array_equal(np.asarray(matrix), expected.reshape(5, 96).T)
-    assert repr(matrix) == "(96, 5) int8 in blocks of 32"
-    once_more = matrix.with_row_scales()
-    assert once_more.scales.shape == (5, 1) and once_more.with_row_scales() is once_more
-    step = np.abs(np.asarray(matrix)).max(axis=0) / 127
-    assert (np.abs(np.asarray(once_more) - np.asarray(matrix)) <= step * 0.501).all()
-
-
 def test_rows_are_read_from_embeddings_only():
     _, matrix = matrix_of("int8", (9, 6), transposed=False)
     ids = np.array([[3, 8], [0, 3]])
@@ -117,7 +100,7 @@ def test_rows_are_read_from_embeddings_only():
 
 # -------------------------------------------------------------------- products
 @USABLE
-@pytest.mark.parametrize("kind", ["int8", "bfloat16", "blocks"])
+@pytest.mark.parametrize("kind", ["int8", "bfloat16"])
 @pytest.mark.parametrize("n_rows", [1, 2, 16, 17, 150])
 @pytest.mark.parametrize("shape", [(1, 1), (33, 65), (96, 500), (576, 130)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, "bfloat16"])
@@ -126,11 +109,11 @@ def test_onednn_product_matches_the_reference(monkeypatch, kind, n_rows, shape, 
     import ml_dtypes
 
     dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    matrix = in_blocks(shape[1], 3) if kind == "blocks" else matrix_of(kind, shape)[1]
+    matrix = matrix_of(kind, shape)[1]
     rng = np.random.default_rng(1)
     x = rng.standard_normal((n_rows, 2 * len(matrix))).astype(dtype)[:, ::2]
     bias = rng.standard_normal(matrix.shape[1]).astype(np.float32)
-    expected = x.astype(np.float64) @ np.asarray(matrix.with_row_scales(), np.float64) + bias
+    expected = x.astype(np.float64) @ np.asarray(matrix, np.float64) + bias
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     splits = split_precision.int8_split_matmul, split_precision.bfloat16_split_matmul
     compiled_versions = {kernel: kernel.implementations_for(np.ndarray) for kernel in splits}

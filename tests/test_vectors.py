@@ -14,7 +14,7 @@ pytest.importorskip("numba")
 pytest.importorskip("ml_dtypes")
 from tricycle_accelerators.compiled import vector_matmul
 
-KINDS = ["float32", "bfloat16", "int8", "int8 in blocks"]
+KINDS = ["float32", "bfloat16", "int8"]
 SHAPES = [(1, 1), (5, 64), (300, 576), (577, 100), (64, 1536), (4097, 67), (2, 130)]  # (columns, inner)
 
 
@@ -24,11 +24,11 @@ def team(monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     monkeypatch.setattr(matmul_plan, "MIN_VECTOR_BYTES", 0)
     monkeypatch.setattr(vector_matmul, "LATE_PAUSES", 10**9)  # there may be fewer processors
-    vector_matmul._team.cache_clear()
-    yield vector_matmul._team()
+    vector_matmul.spin_team.cache_clear()
+    yield vector_matmul.spin_team()
     with threads.pool_lock:
         threads._stop_serving_helpers()
-    vector_matmul._team.cache_clear()
+    vector_matmul.spin_team.cache_clear()
 
 
 def matrix_of(kind, shape, seed=0):
@@ -36,11 +36,7 @@ def matrix_of(kind, shape, seed=0):
     floats = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     if kind == "float32":
         return floats.T
-    if kind != "int8 in blocks":
-        return QuantizedMatrix.quantize(floats.T, kind, transposed=True)
-    scales = np.random.default_rng(1).uniform(0.01, 0.02, (shape[0], 1)).astype(np.float32)
-    values = np.random.default_rng(2).integers(-127, 128, shape).astype(np.int8)
-    return QuantizedMatrix(values, scales.repeat(2, axis=1) if shape[1] % 2 == 0 else scales, transposed=True)
+    return QuantizedMatrix.quantize(floats.T, kind, transposed=True)
 
 
 def kernel_of(matrix):
@@ -52,7 +48,7 @@ def product_of(x, matrix, bias=None):
 
 
 def expected_of(x, matrix, bias=0):
-    numbers = np.asarray(matrix.with_row_scales() if isinstance(matrix, QuantizedMatrix) else matrix, np.float64)
+    numbers = np.asarray(matrix, np.float64)
     return x.astype(np.float64) @ numbers + bias
 
 

@@ -428,11 +428,9 @@ def fingerprint(model: GPT) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         array: Any = parameter.array
-        parts = [array.values, array.scales] if isinstance(array, QuantizedMatrix) else [to_cpu(array)]
-        for values in parts:
-            if values is not None:
-                rows = np.ascontiguousarray(values[:: max(1, len(values) // N_FINGERPRINT_ROWS)])
-                digest.update(f"{name} {values.shape} {values.dtype}".encode() + rows.tobytes())
+        for values in array.arrays if isinstance(array, QuantizedMatrix) else [to_cpu(array)]:
+            rows = np.ascontiguousarray(values[:: max(1, len(values) // N_FINGERPRINT_ROWS)])
+            digest.update(f"{name} {values.shape} {values.dtype}".encode() + rows.tobytes())
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ from tricycle import devices
 from tricycle.configs.validated import OneOf
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import DecodingState, generate
-from tricycle.kernels.quantized import quantized_dtype
+from tricycle.kernels.quantized import DTYPE_NAMES, quantized_dtype
 from tricycle.models import GPT
 from tricycle.pretrained import RUN_CHECKPOINTS, Pretrained, load
 from tricycle.pretrained.adapters import load_adapter
@@ -24,7 +24,7 @@ from tricycle.weights import quantize
 from tricycle_cli.pickles import load_pickled_model
 
 Softmax = OneOf[str, SOFTMAXES]
-Weights = Literal["float32", "int8", "bfloat16", "float16", "stored"]
+Weights = Literal["float32", "int8", "bfloat16", "float16", "stored", "exact"]
 Device = Literal["auto", "cpu", "gpu"]
 CacheDtype = Literal["auto", "float32", "float16", "bfloat16"]
 Overflow = Literal["truncate", "error"]
@@ -46,8 +46,8 @@ class ModelFlags:
     adapter: Path | None = None
     """a LoRA adapter for this model: a folder that `tricycle finetune` or PEFT wrote"""
     weights: Weights = "float32"
-    """data type of the weights: 16 and 8 bits need less memory and less time per token; "stored" keeps 16-bit and Q8_0
-    weights as the file stores them"""
+    """data type of the weights: 16 and 8 bits need less memory and less time per token; "stored" keeps 16-bit weights
+    and the quantized blocks of a GGUF file as they are; "exact" does so without rounding activations to 8 bits"""
     device: Device = "auto"
     """where to compute; "auto" uses a GPU if one is available"""
 
@@ -161,7 +161,7 @@ def load_file(source: str, weights: str = "float32") -> Pretrained:
     path = Path(source)
     if path.suffix in PICKLES:
         model = load_pickled_model(path)
-        if weights not in ("float32", "stored"):
+        if weights in DTYPE_NAMES:
             quantize(model, weights)
         return Pretrained(model, None, GenerationSettings())
     if not path.exists() and path.suffix in FILES:

@@ -53,7 +53,7 @@ class QuantizedMatrix:
 
     Args:
         values: (N, K), int8, bfloat16 or float16.
-        scales: for int8, (N, B): an element is its value times the scale of its row and its block of K / B columns.
+        scales: for int8, (N, 1): an element is its value times the scale of its row.
         transposed: whether the matrix is used as (K, N).
         prepared: layouts that providers have made of it, shared with the transposed matrix.
     """
@@ -95,7 +95,7 @@ class QuantizedMatrix:
             rows if rows.dtype == quantized_dtype(dtype_name) else np.empty(rows.shape, quantized_dtype(dtype_name))
         )
         scales = np.empty((len(rows), 1), np.float32) if dtype_name == "int8" else None
-        for chunk in _chunks(*rows.shape):
+        for chunk in chunks_in_cache(*rows.shape):
             floats = np.array(rows[chunk], np.float32, order="C")
             if not np.isfinite(floats).all():
                 raise ValueError(f"quantized weights ({dtype_name}): expected finite numbers, got infinity or NaN")
@@ -113,15 +113,18 @@ class QuantizedMatrix:
     # ---------------------------------------------------------------- description
     @property
     def format_name(self) -> str:
-        """The format of the elements, such as "int8", "int8 in blocks of 32" or "bfloat16"."""
-        name = self.dtype.name
-        blocks = 1 if self.scales is None else self.scales.shape[1]
-        return f"{name} in blocks of {self.values.shape[1] // blocks}" if blocks > 1 else name
+        """The format of the elements, such as "int8" or "bfloat16"."""
+        return str(self.dtype.name)
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """The stored arrays: values and, for int8, scales."""
+        return [self.values] if self.scales is None else [self.values, self.scales]
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of the values and their scales."""
-        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        """The size of the stored arrays in bytes."""
+        return sum(array.nbytes for array in self.arrays)
 
     def __repr__(self) -> str:
         return f"{self.shape} {self.format_name}"
@@ -174,18 +177,22 @@ class QuantizedMatrix:
             raise TypeError(
                 f"quantized weights: expected an embedding table to look up rows, got a layer's matrix {self!r}"
             )
-        return _floats(self.values[ids], None if self.scales is None else self.scales[ids])
+        return self.dequantize_rows(ids)
 
-    def dequantize_rows(self, chunk: slice) -> np.ndarray:
-        """Return a slice of the stored rows (n, K), the columns if `transposed`, as float32."""
-        return _floats(self.values[chunk], None if self.scales is None else self.scales[chunk])
+    def dequantize_rows(self, rows: Any) -> np.ndarray:
+        """Return stored rows (..., K) by a slice or index array, the columns if `transposed`, as float32."""
+        floats = self.values[rows].astype(np.float32)
+        if self.scales is not None:
+            floats *= self.scales[rows]
+        return floats
 
     def row_chunks(self) -> Iterator[slice]:
         """Return an iterator over slices for `dequantize_rows` whose rows fit into the CPU cache as float32."""
-        return _chunks(*self.values.shape)
+        return chunks_in_cache(*self.values.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        whole = np.empty(self.values.shape, np.float32 if dtype is None else dtype)
+        shape = self.shape[::-1] if self.transposed else self.shape
+        whole = np.empty(shape, np.float32 if dtype is None else dtype)
         for chunk in self.row_chunks():
             whole[chunk] = self.dequantize_rows(chunk)
         return whole.T if self.transposed else whole
@@ -193,16 +200,6 @@ class QuantizedMatrix:
     def stored_values(self) -> np.ndarray:
         """Return a view of the values in the matrix's shape, without scales, so meaningful only for 16-bit dtypes."""
         return self.values.T if self.transposed else self.values
-
-    def with_row_scales(self) -> QuantizedMatrix:
-        """Return an int8 matrix with several scales per stored row requantized to one; else the matrix itself."""
-        if self.scales is None or self.scales.shape[1] == 1:
-            return self
-        values = np.empty_like(self.values)
-        scales = np.empty((len(values), 1), np.float32)
-        for chunk in self.row_chunks():
-            _round(self.dequantize_rows(chunk), values[chunk], scales[chunk])
-        return QuantizedMatrix(values, scales, self.transposed)
 
 
 ARRAY_MODULES[QuantizedMatrix] = np  # it is in host memory, and np.asarray dequantizes it
@@ -222,22 +219,10 @@ def quantized_dtype(dtype_name: str) -> np.dtype:
     return dtype
 
 
-def _chunks(n_rows: int, row_size: int) -> Iterator[slice]:
+def chunks_in_cache(n_rows: int, row_size: int) -> Iterator[slice]:
+    """Return an iterator over slices of rows of at most 2**18 elements (or one row), the last maybe beyond the end."""
     step = max(1, CHUNK // max(1, row_size))
     return (slice(start, start + step) for start in range(0, n_rows, step))
-
-
-def _floats(values: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
-    """Dequantize values (..., K) with scales (..., B) to float32."""
-    floats = values.astype(np.float32)
-    if scales is None:
-        return floats
-    if scales.shape[-1] == 1:
-        floats *= scales
-        return floats
-    blocks = floats.reshape(*scales.shape, -1)
-    blocks *= scales[..., None]
-    return floats
 
 
 def _round(floats: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:

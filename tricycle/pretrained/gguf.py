@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, BlockRows
 from tricycle.pretrained.gguf_config import CONFIG_READERS, Fields, ModelMetadata
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
@@ -143,14 +144,14 @@ class _TensorConversion:
         def read() -> np.ndarray:
             return transform.to_hf(self.file.read(info, rows), heads)
 
-        def read_blocks() -> tuple[np.ndarray, np.ndarray]:
-            values, scales = self.file.read_blocks(info, rows)
+        def read_blocks() -> BlockRows:
+            blocks = self.file.read_blocks(info, rows)
             if transform.transposes:
-                return values, scales
-            return transform.to_hf(values, heads), transform.to_hf(scales, heads)
+                return blocks
+            return blocks._replace(packed=transform.to_hf(blocks.packed, heads))
 
         hf_shape = shape[::-1] if transform.transposes else shape
-        has_blocks = info.dtype_name == "Q8_0" and len(shape) == 2
+        has_blocks = info.dtype_name in BLOCK_FORMATS and len(shape) == 2
         return StoredTensor(hf_shape, info.dtype_name, read, read_blocks if has_blocks else None)
 
 

@@ -11,6 +11,9 @@ import mmap
 import os
 import reprlib
 import struct
+import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.pretrained.ggml_quantization import BLOCK_FORMATS, dequantize_blocks, split_q8_0
+from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, BlockRows, dequantize_blocks, never_changed
 from tricycle.pretrained.safetensors_weights import READABLE_DTYPES, view_bfloat16
 
 MAGIC = b"GGUF"
@@ -30,8 +33,10 @@ _STRING, _ARRAY = 8, 9
 _MAX_VALUES = 2**22  # in all arrays together: the largest vocabularies have 2**18 tokens and twice as many merges
 _MAX_NAMES = 2**16  # keys, or tensors: the largest models have a few thousand
 _MAX_DIMENSIONS = 4
-_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **BLOCK_FORMATS}  # values and bytes of a block
-_DTYPE_NAMES = dict(zip((0, 1, 30, 8, 2, 3, 6, 7, 12, 13, 14), _SIZES))  # by ggml's numbers
+# Values and bytes of a block.
+_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2)} | {name: block[:2] for name, block in BLOCK_FORMATS.items()}
+_DTYPE_NAMES = dict(zip((0, 1, 30, 8, 2, 3, 6, 7, 12, 13, 14, 39), _SIZES))  # by ggml's numbers
+_SECONDS_BETWEEN_CHECKS = 0.01
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,13 @@ class GGUFFile:
         path: of the file.
         metadata: keys and values, arrays as lists.
         tensors: by name, in the order of the file.
+        check: raises OSError if the file was changed after its header was read.
     """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensorInfo]
+    check: Callable[[], None] = never_changed
 
     def read(self, info: GGUFTensorInfo, rows: slice = slice(None)) -> np.ndarray:
         """Return a tensor, or rows of its first axis, as float32 or as stored 16 bits; maybe a view of the file.
@@ -92,16 +99,16 @@ class GGUFFile:
             return _to_values(packed, info.dtype_name)[rows]
         return _to_values(packed[rows], info.dtype_name)
 
-    def read_blocks(self, info: GGUFTensorInfo, rows: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
-        """Return int8 values (N, K), float16 scales (N, K / 32) of Q8_0 rows; ValueError if scales are not finite.
+    def read_blocks(self, info: GGUFTensorInfo, rows: slice = slice(None)) -> BlockRows:
+        """Return rows of a quantized matrix as a view of the file; ValueError if scales are not finite.
 
         Raises:
             ValueError: see `read`; or a scale is not finite.
         """
-        values, scales = split_q8_0(self._read_bytes(info)[rows])
-        if not np.isfinite(scales).all():
+        blocks = BlockRows(self._read_bytes(info)[rows], info.dtype_name, self.check)
+        if not blocks.has_finite_scales():
             raise ValueError(f"{self.path}: expected finite scales of tensor {info.name!r}, got infinity or NaN")
-        return values, scales
+        return blocks
 
     def _read_bytes(self, info: GGUFTensorInfo) -> np.ndarray:
         """Return the stored bytes of a tensor, (..., bytes per row), as a view of the file."""
@@ -126,7 +133,34 @@ def read_gguf_header(path: str | os.PathLike[str]) -> GGUFFile:
         if size < _START.size or file.read(len(MAGIC)) != MAGIC:
             raise ValueError(f"{path}: expected a GGUF file, which begins with {MAGIC.decode()}")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _HeaderReader(path, content).read()
+            header = _HeaderReader(path, content).read()
+    return replace(header, check=_ChangeCheck(path))
+
+
+class _ChangeCheck:
+    """Raises OSError when called after a file was truncated or written to, at most every 10 ms.
+
+    To read a mapping beyond the end of its file ends the process (SIGBUS). A file that another one replaced under the
+    same name stays as it was, for it stays open here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path.open("rb")
+        weakref.finalize(self, self.file.close)
+        self.state = self._read_state()
+        self.next_time = 0.0
+
+    def _read_state(self) -> tuple[int, int]:
+        found = os.fstat(self.file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now >= self.next_time:
+            if self._read_state() != self.state:
+                raise OSError(f"{self.path}: was changed while it was in use: load the model again")
+            self.next_time = now + _SECONDS_BETWEEN_CHECKS
 
 
 def _to_values(packed: np.ndarray, dtype_name: str) -> np.ndarray:

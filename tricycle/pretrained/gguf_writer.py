@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from tricycle.configs.model import ModelConfig
+from tricycle.kernels.quantized_blocks import BLOCK_FORMATS
 from tricycle.models import GPT
 from tricycle.pretrained.config_fields import size_fields
 from tricycle.pretrained.export import export_tensors, match_family
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.llama import LLAMA
-from tricycle.pretrained.ggml_quantization import BLOCK_FORMATS, quantize_blocks
+from tricycle.pretrained.ggml_quantization import quantize_blocks
 from tricycle.pretrained.gguf_config import SIZE_METADATA, llama3_divisors
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, WeightTransform
 from tricycle.pretrained.gguf_tokenizer_writer import tokenizer_metadata

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.kernels.quantized_blocks import BlockRows
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -25,14 +27,14 @@ class StoredTensor:
         dtype_name: the data type of the values, in capitals: F32, F16, BF16, Q8_0, Q4_K, ....
         read: returns the values: float16 or bfloat16 (ml_dtypes) if they are stored so, else float32. No other copy
             stays in memory; the result may be a view of the file.
-        read_blocks: for Q8_0, returns the int8 values (N, K) and the float16 scales (N, K / 32) of the stored blocks.
-            A row is one output of a linear layer, or one token of an embedding. None for other data types.
+        read_blocks: returns the stored blocks of a quantized matrix, if possible as a view of the file. A row is one
+            output of a linear layer, or one token of an embedding. None for other data types.
     """
 
     shape: tuple[int, ...]
     dtype_name: str
     read: Callable[[], np.ndarray]
-    read_blocks: Callable[[], tuple[np.ndarray, np.ndarray]] | None = None
+    read_blocks: Callable[[], BlockRows] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,11 @@ from pathlib import Path
 from tricycle import kernels
 from tricycle.kernels import recurrent
 from tricycle.kernels.quantized import quantized_matmul
+from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle_accelerators import split_precision as narrow
 from tricycle_accelerators.compiled import (
     attention,
+    block_matmul,
     elementwise,
     losses,
     normalisation,
@@ -67,6 +69,7 @@ def register(array: type) -> None:
         array,
         (attention, (k.attention, k.attention_backward)),
         (vector_matmul, (k.matmul, quantized_matmul)),
+        (block_matmul, (quantized_matmul, dequantize_blocks)),
         (split_precision, (narrow.int8_split_matmul, narrow.bfloat16_split_matmul)),
         (tiled_matmul, [k.matmul]),
         (elementwise, (*activated, k.sum_rows, k.sum_squares, k.apply_rope)),

@@ -23,6 +23,7 @@ from tricycle_accelerators.compiled.vector_rows import (
     BFLOAT16,
     BYTES,
     FLOAT32,
+    FUNCTION,
     INT8,
     KIND,
     N_PARTS,
@@ -34,6 +35,7 @@ from tricycle_accelerators.compiled.vector_rows import (
     STRIDE,
     SUMS,
     X,
+    call_function,
     multiply_bfloat16_rows,
     multiply_float32_rows,
     multiply_int8_rows,
@@ -44,7 +46,7 @@ from tricycle_accelerators.compiled.vector_rows import HAS_BYTES as HAS_BYTES
 
 # After a job in the mailbox come how many of its rows are done, how many threads serve, whether they are to stop, and a
 # word for each thread: the number of the job in its upper half, in the lower one the rows that are left of its part.
-DONE, SERVING, STOP, LEFT = 16, 24, 25, 32
+DONE, SERVING, STOP, LEFT = 24, 32, 33, 40
 A_LINE = 8  # 64-bit integers in a cache line: the words of two threads share none
 MOST_PARTS = 64
 MAILBOX = LEFT + A_LINE * MOST_PARTS
@@ -74,8 +76,10 @@ def _compute_chunk(box: Any, place: int, part: int) -> bool:
         multiply_bfloat16_rows(box, stop - n, stop)
     elif box[KIND] == INT8:
         multiply_int8_rows(box, stop - n, stop)
-    else:
+    elif box[KIND] == BYTES:
         multiply_int8_rows_by_bytes(box, stop - n, stop)
+    else:
+        call_function(box[FUNCTION], place, stop - n, stop)
     atomic_add(place, DONE, n)
     return True
 
@@ -134,6 +138,23 @@ def serve_jobs(box: np.ndarray, part: int) -> None:
     atomic_add(place, SERVING, -1)
 
 
+@numba.njit(**OPTIONS)
+def run_job(box: Any) -> int:
+    """Compute the rows of the job in a mailbox with the threads that serve it; return pauses waited, -1 if too few."""
+    place, n_rows, n_threads = box.ctypes.data, box[N_ROWS], box[N_PARTS]
+    atomic_store(place, DONE, 0)
+    job = ((atomic_load(place, LEFT) >> 32) + 1) & 0x7FFFFFFF
+    for part in range(n_threads):
+        n = n_rows * (part + 1) // n_threads - n_rows * part // n_threads
+        atomic_store(place, LEFT + A_LINE * part, job << 32 | n)
+    _compute_all(box, place, 0)
+    waited = 0
+    while atomic_load(place, DONE) < n_rows:
+        waited += 1
+        pause()
+    return waited if atomic_load(place, SERVING) >= n_threads - 1 else -1
+
+
 @compile_loop(
     [f"i8(f4[:, ::1], {kind}[:, ::1], f4[::1], i4[::1], f4[:, ::1], i8[::1], i8)" for kind in ("f4", "u2", "i1")]
 )
@@ -158,7 +179,6 @@ def multiply_vector(
     Returns:
         For how many pauses the others were waited for, or -1 where fewer than `n_threads` took part.
     """
-    place = box.ctypes.data
     n_rows, size = matrix.shape
     bytes_of_x = np.empty((2, size if len(sums) else 0), np.uint8)
     step = split_into_bytes(x[0], bytes_of_x) if len(sums) else ZERO
@@ -168,17 +188,8 @@ def multiply_vector(
     box[SIZE], box[N_ROWS], box[N_PARTS] = size, n_rows, n_threads
     box[SCALES] = scales.ctypes.data if len(scales) else 0
     box[SUMS] = sums.ctypes.data
-    atomic_store(place, DONE, 0)
-    job = ((atomic_load(place, LEFT) >> 32) + 1) & 0x7FFFFFFF
-    for part in range(n_threads):
-        n = n_rows * (part + 1) // n_threads - n_rows * part // n_threads
-        atomic_store(place, LEFT + A_LINE * part, job << 32 | n)
-    _compute_all(box, place, 0)
-    waited = 0
-    while atomic_load(place, DONE) < n_rows:
-        waited += 1
-        pause()
+    waited = run_job(box)
     if len(bytes_of_x[0]) and step:  # named here, or their memory would be free by now
         for i in range(n_rows):
             out[0, i] *= step
-    return waited if atomic_load(place, SERVING) >= n_threads - 1 else -1
+    return waited

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from tricycle_accelerators.matmul_plan import vector_decline_reason
 from tricycle_accelerators.providers import decline_when
 from tricycle_accelerators.spin_threads import SpinPolicy
 
+TOO_FEW = -1  # what a job returns if fewer threads took part than were asked for
 LATE_PAUSES = 5_000  # pauses: a thread that is waited for longer was put aside by the system
 NO_SCALES, NO_SUMS = np.empty(0, np.float32), np.empty(0, np.int32)
 
@@ -30,7 +32,7 @@ class _Mailboxes(threading.local):
         self.own = np.zeros(load_loops("vector_loops").MAILBOX, np.int64)
 
 
-class _SpinTeam:
+class SpinTeam:
     """The calling thread and the worker threads, which watch one mailbox while products follow each other."""
 
     def __init__(self) -> None:
@@ -43,32 +45,42 @@ class _SpinTeam:
         self, x: np.ndarray, matrix: np.ndarray, scales: np.ndarray, sums: np.ndarray, out: np.ndarray
     ) -> None:
         """Write x (1, K) times float32, bfloat16 or int8 rows into `out` by spinning threads; alone if busy or late."""
+        self.run(partial(self.loops.multiply_vector, x, matrix, scales, sums, out))
+
+    def run(self, job: Callable[[np.ndarray, int], int]) -> int:
+        """Run a job with spinning threads, alone if they are busy or late; return what the job returns.
+
+        Args:
+            job: called with a mailbox and the number of threads; returns the pauses waited, -1 if too few took part.
+        """
         if not self.policy or not threads.pool_lock.acquire(blocking=False):
-            self.loops.multiply_vector(x, matrix, scales, sums, out, self.boxes.own, 1)
-            return
+            return job(self.boxes.own, 1)
         try:
-            n_parts = min(threads.n_threads(), self.loops.MOST_PARTS)
-            waited = self.loops.multiply_vector(x, matrix, scales, sums, out, self.shared, n_parts)
-            if waited < 0:
+            waited = job(self.shared, min(threads.n_threads(), self.loops.MOST_PARTS))
+            if waited == TOO_FEW:
                 threads.start_serving(self.serve, self.stop)
         finally:
             threads.pool_lock.release()
         self.policy.record(waited > LATE_PAUSES)
+        return waited
 
     def serve(self, part: int) -> None:
+        """Compute rows of jobs in a worker thread until stopped, or idle for long."""
         if part < self.loops.MOST_PARTS:
             self.loops.serve_jobs(self.shared, part)
 
     def stop(self, stopped: bool) -> None:
+        """Set or clear the flag at which workers stop serving."""
         self.shared[self.loops.STOP] = stopped
 
 
 # Cache: valid for the life of the process; a forked one, in which no helpers live on, begins with a new one.
 @cache
-def _team() -> _SpinTeam:
+def spin_team() -> SpinTeam:
+    """Return the team of the process, cached from the first call."""
     if hasattr(os, "register_at_fork"):  # not on Windows
-        os.register_at_fork(after_in_child=_team.cache_clear)
-    return _SpinTeam()
+        os.register_at_fork(after_in_child=spin_team.cache_clear)
+    return SpinTeam()
 
 
 def _matmul_decline_reason(
@@ -96,7 +108,7 @@ def matmul(
 ) -> np.ndarray:
     """Return row a @ column-major b + bias by spinning threads; NotImplemented if small or given `out`, `dtype`."""
     product = np.empty((1, b.shape[1]), np.float32)
-    _team().multiply(a, b.T, NO_SCALES, NO_SUMS, product)
+    spin_team().multiply(a, b.T, NO_SCALES, NO_SUMS, product)
     if bias is not None:
         product += bias
     return product
@@ -112,13 +124,12 @@ class _Rows(NamedTuple):
 
 def _matrix_rows(matrix: QuantizedMatrix) -> _Rows:
     """Return the rows of a matrix, which are made once for it."""
-    by_row = matrix.with_row_scales()
-    numbers = np.ascontiguousarray(by_row.values).view(np.int8 if matrix.dtype.name == "int8" else np.uint16)
+    numbers = np.ascontiguousarray(matrix.values).view(np.int8 if matrix.dtype.name == "int8" else np.uint16)
     if not numbers.flags.writeable:  # loops take no array that is read-only, though they write nothing here
         memory: Any = (ctypes.c_char * numbers.nbytes).from_address(numbers.ctypes.data)
-        memory.owner = by_row.values
+        memory.owner = matrix.values
         numbers = np.frombuffer(memory, numbers.dtype).reshape(numbers.shape)
-    scales = NO_SCALES if by_row.scales is None else np.ascontiguousarray(by_row.scales[:, 0], np.float32)
+    scales = NO_SCALES if matrix.scales is None else np.ascontiguousarray(matrix.scales[:, 0], np.float32)
     loops = load_loops("vector_loops")
     has_sums = loops.HAS_BYTES and len(scales) and numbers.shape[1] % (4 * loops.LANES) == 0
     return _Rows(numbers, scales, numbers.sum(axis=1, dtype=np.int32) if has_sums else NO_SUMS)
@@ -145,7 +156,7 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = Non
     if rows is None:
         rows = matrix.prepared["rows"] = _matrix_rows(matrix)
     product = np.empty((1, matrix.shape[1]), np.float32)
-    _team().multiply(x, rows.numbers, rows.scales, rows.sums, product)
+    spin_team().multiply(x, rows.numbers, rows.scales, rows.sums, product)
     if bias is not None:
         product += bias
     return product

@@ -27,8 +27,9 @@ from tricycle_accelerators.compiled.jit import (
 from tricycle_accelerators.compiled.registers import FLOAT, INDEX, LANES, PAIR, VECTOR, build_loop, load, prefetch
 
 # The fields of a job, by their places in a mailbox.
-X, ROWS, STRIDE, SIZE, N_ROWS, SCALES, SUMS, OUT, KIND, N_PARTS = range(10)
-FLOAT32, BFLOAT16, INT8, BYTES = range(4)  # BYTES: int8 times x as whole numbers
+X, ROWS, STRIDE, SIZE, N_ROWS, SCALES, SUMS, OUT, KIND, N_PARTS, FUNCTION = range(11)
+# BYTES: int8 times x as whole numbers. OTHER: by the function of another module, whose address is in the job.
+FLOAT32, BFLOAT16, INT8, BYTES, OTHER = range(5)
 UNROLLED = 4  # registers of sums
 AHEAD = 1024  # bytes that are asked for before they are needed
 
@@ -80,13 +81,27 @@ def _dot(kind: int) -> Any:
 
 
 @intrinsic
-def _address(context: Any, address: Any, like: Any) -> Any:
+def pointer_to(context: Any, address: Any, like: Any) -> Any:
+    """Convert an address to a pointer to numbers like a number (Numba intrinsic)."""
     pointer = types.CPointer(like.dtype if isinstance(like, types.Array) else like)
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(pointer))
 
     return pointer(types.intp, like), code
+
+
+@intrinsic
+def call_function(context: Any, function: Any, place: Any, start: Any, stop: Any) -> Any:
+    """Call the compiled function at an address with the address of a mailbox and a range of rows (Numba intrinsic)."""
+    kind = ir.FunctionType(ir.VoidType(), [INDEX] * 3)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function, *others = arguments
+        builder.call(builder.inttoptr(function, kind.as_pointer()), others)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), code
 
 
 def _make_multiply_rows(kind: int) -> Any:
@@ -98,8 +113,8 @@ def _make_multiply_rows(kind: int) -> Any:
     @numba.njit(fastmath={"contract"}, **OPTIONS)
     def rows_of(box: Any, start: int, stop: int) -> None:
         size, stride, x = box[SIZE], box[STRIDE], box[X]
-        out = numba.carray(_address(box[OUT], ZERO), (box[N_ROWS],))
-        numbers = numba.carray(_address(x, ZERO), (size,))
+        out = numba.carray(pointer_to(box[OUT], ZERO), (box[N_ROWS],))
+        numbers = numba.carray(pointer_to(x, ZERO), (size,))
         n_steps = size // whole
         for i in range(start, stop):
             row = box[ROWS] + i * stride
@@ -107,12 +122,12 @@ def _make_multiply_rows(kind: int) -> Any:
             if n_steps:
                 total = dot(x, row, n_steps)
             if size % whole:
-                rest = numba.carray(_address(row, number), (size,))
+                rest = numba.carray(pointer_to(row, number), (size,))
                 for j in range(n_steps * whole, size):
                     total += numbers[j] * np.float32(to_float32(rest[j]))
             out[i] = total
         if box[SCALES]:
-            scales = numba.carray(_address(box[SCALES], ZERO), (box[N_ROWS],))
+            scales = numba.carray(pointer_to(box[SCALES], ZERO), (box[N_ROWS],))
             for i in range(start, stop):
                 out[i] *= scales[i]
 
@@ -167,9 +182,9 @@ def _dot_bytes(context: Any, upper: Any, lower: Any, row: Any, n_steps: Any, shi
 def _multiply_int8_rows_by_bytes(box: Any, start: int, stop: int) -> None:
     size, stride, x = box[SIZE], box[STRIDE], box[X]
     n_rows, n_steps = box[N_ROWS], size // (4 * LANES)
-    out = numba.carray(_address(box[OUT], ZERO), (n_rows,))
-    scales = numba.carray(_address(box[SCALES], ZERO), (n_rows,))
-    sums = numba.carray(_address(box[SUMS], np.int32(0)), (n_rows,))
+    out = numba.carray(pointer_to(box[OUT], ZERO), (n_rows,))
+    scales = numba.carray(pointer_to(box[SCALES], ZERO), (n_rows,))
+    sums = numba.carray(pointer_to(box[SUMS], np.int32(0)), (n_rows,))
     for i in range(start, stop):
         out[i] = _dot_bytes(x, x + size, box[ROWS] + i * stride, n_steps, MIDDLE * sums[i], scales[i])
 

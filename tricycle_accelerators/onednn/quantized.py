@@ -29,9 +29,8 @@ def _packed(matrix: QuantizedMatrix) -> library.PackedMatrix:
     """Return the matrix packed in oneDNN's layout, packed by the first call."""
     with _one_at_a_time:
         if "onednn" not in matrix.prepared:
-            rows = matrix.with_row_scales()
-            factors = None if rows.scales is None else rows.scales[:, 0]
-            matrix.prepared["onednn"] = library.PackedMatrix(rows.values.T, factors)
+            factors = None if matrix.scales is None else matrix.scales[:, 0]
+            matrix.prepared["onednn"] = library.PackedMatrix(matrix.values.T, factors)
     laid: library.PackedMatrix = matrix.prepared["onednn"]
     return laid
 
@@ -41,8 +40,8 @@ def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, 
         return "a matrix that is not transposed"
     if x.dtype.itemsize > 4:
         return f"floats of at most 32 bits, got {x.dtype}"
-    if matrix.dtype == np.float16:
-        return "a matrix of int8 or bfloat16 alone, got float16"
+    if matrix.dtype.name not in ("int8", "bfloat16"):
+        return f"a matrix of int8 or bfloat16 alone, got {matrix!r}"
     return None if x.size and matrix.size else "an empty array"
 
 

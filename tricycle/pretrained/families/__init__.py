@@ -10,6 +10,7 @@ from typing import Any
 
 from tricycle.configs.size import min_n_weights
 from tricycle.kernels.quantized import DTYPE_NAMES
+from tricycle.kernels.quantized_blocks import BLOCK_FORMATS
 from tricycle.layers import Layer
 from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.bert import BERT, ROBERTA
@@ -25,8 +26,7 @@ from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
 ALL_FAMILIES: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
-Q8_0_BYTES_PER_ELEMENT = 34 / 32  # 32 int8 elements and a float16 scale
-WEIGHT_FORMATS = ("float32", "stored", *DTYPE_NAMES)
+WEIGHT_FORMATS = ("float32", "stored", "exact", *DTYPE_NAMES)
 
 
 def build_model(source: StoredModel, weights: str = "float32") -> Layer:
@@ -105,7 +105,7 @@ def required_memory(config: Any, source: StoredModel, weights: str) -> int:
     for tensor in tensors:
         n_elements, element_bytes = math.prod(tensor.shape), _bytes_per_element(tensor, weights)
         temporary_bytes = 0
-        if element_bytes != Q8_0_BYTES_PER_ELEMENT:
+        if tensor.dtype_name not in BLOCK_FORMATS or element_bytes in (1, 2, 4):
             # Blocks are converted to float32 when they are read, and int8 is computed from float32.
             temporary_bytes = 4 * (tensor.dtype_name not in ("F32", "F16", "BF16")) + 4 * (element_bytes == 1)
         total += int(n_elements * element_bytes)
@@ -117,8 +117,9 @@ def _bytes_per_element(tensor: StoredTensor, weights: str) -> float:
     """Return the bytes of an element in memory; `weights` as of `pretrained.load`."""
     if len(tensor.shape) < 2 or weights == "float32":
         return 4
-    if weights == "stored":
-        return {"F16": 2, "BF16": 2, "Q8_0": Q8_0_BYTES_PER_ELEMENT}.get(tensor.dtype_name, 4)
-    if weights == "int8":
-        return Q8_0_BYTES_PER_ELEMENT if tensor.read_blocks else 1
-    return 2
+    if tensor.read_blocks and (weights in ("stored", "exact") or (weights, tensor.dtype_name) == ("int8", "Q8_0")):
+        block = BLOCK_FORMATS[tensor.dtype_name]
+        return block.n_bytes / block.n_values
+    if weights in ("stored", "exact"):
+        return {"F16": 2, "BF16": 2}.get(tensor.dtype_name, 4)
+    return 1 if weights == "int8" else 2

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.kernels.quantized import QuantizedMatrix, quantized_dtype
+from tricycle.kernels.quantized import DTYPE_NAMES, QuantizedMatrix, quantized_dtype
+from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
@@ -175,9 +176,8 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
         theirs = [tensors[hf_tensor.name] for hf_tensor in hf_tensors]
         kind = _storage_format(mapping, name, theirs, weights)
         if kind == "blocks":
-            read = [tensor.read_blocks() for tensor in theirs if tensor.read_blocks is not None]
-            values, scales = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*read))
-            parameter.array = QuantizedMatrix(values, scales, declared_role(parameter) != "embedding")
+            parts = tuple(tensor.read_blocks() for tensor in theirs if tensor.read_blocks is not None)
+            parameter.array = BlockMatrix(parts, declared_role(parameter) != "embedding", weights == "exact")
         elif kind == "float32":
             if declared_role(parameter) in ("matrix", "head"):
                 # Decoding reads this order fastest: see `weights.set_memory_order`.
@@ -189,18 +189,15 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
 
 
 def _storage_format(mapping: TensorMapping, name: str, theirs: list[StoredTensor], weights: str) -> str:
-    """Return how to store a parameter: "float32", a dtype of `QuantizedMatrix`, or "blocks" for Q8_0 as in the file."""
+    """Return how to store a parameter: "float32", a dtype of `QuantizedMatrix`, or "blocks" as in the file."""
     if weights == "float32" or declared_role(mapping.parameters[name]) not in QUANTIZED_ROLES:
         return "float32"
-    if (
-        weights in ("stored", "int8")
-        and all(tensor.read_blocks for tensor in theirs)
-        and not mapping.is_interleaved(name)
-    ):
-        return "blocks"
-    if weights != "stored":
-        return weights
     kinds = {tensor.dtype_name for tensor in theirs}
+    have_blocks = all(tensor.read_blocks for tensor in theirs) and not mapping.is_interleaved(name)
+    if have_blocks and (weights in ("stored", "exact") or (weights == "int8" and kinds == {"Q8_0"})):
+        return "blocks"
+    if weights in DTYPE_NAMES:
+        return weights
     return {"F16": "float16", "BF16": "bfloat16"}.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
 
@@ -264,7 +261,7 @@ def _check_tensors(expected: dict[str, list[HFTensor]], tensors: dict[str, Store
     for name, shape in wrong_shapes[:MAX_LISTED_NAMES]:
         problems.append(f"{name}: expected shape {shape}, got {tensors[name].shape}")
     for name in names & set(tensors):
-        if not re.fullmatch(r"F16|BF16|F32|F64|Q\d\w*", tensors[name].dtype_name):
+        if not re.fullmatch(r"F16|BF16|F32|F64|Q\d\w*|MXFP4", tensors[name].dtype_name):
             problems.append(f"{name}: expected floating-point numbers, got {tensors[name].dtype_name}")
     if problems:
         raise ValueError(f"the weights are not those of the config: {'; '.join(problems[: 2 + MAX_LISTED_NAMES])}")

@@ -1,0 +1,130 @@
+"""Products with quantized blocks of GGUF files, and their dequantization. The import compiles or loads it.
+
+The rows of a product are shared by the threads that serve a mailbox (`vector_loops`).
+
+Shapes: R rows of x, K numbers each; M rows of blocks, which are the columns of the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from tricycle_accelerators.compiled.block_rows import FORMATS, dot_blocks, write_dequantized
+from tricycle_accelerators.compiled.block_rows import HAS_BLOCKS as HAS_BLOCKS
+from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compile_loop, max_abs_if_finite, maximum
+from tricycle_accelerators.compiled.vector_loops import run_job
+from tricycle_accelerators.compiled.vector_rows import (
+    FUNCTION,
+    KIND,
+    N_PARTS,
+    N_ROWS,
+    OTHER,
+    OUT,
+    ROWS,
+    SCALES,
+    SIZE,
+    STRIDE,
+    SUMS,
+    X,
+    pointer_to,
+)
+
+# More fields of a job: what the products of x's integers are added to, x's rows, bytes from row to row of the result,
+# the number of the format, and blocks in a row.
+STARTS, N_X, OUT_STRIDE, FORMAT, N_BLOCKS = range(FUNCTION + 1, FUNCTION + 6)
+PART = 32  # numbers of x with one scale
+NOT_FINITE = -2  # what `multiply_blocks` returns for infinity or NaN
+NUMBERS = {name: number for number, name in enumerate(FORMATS)}
+MOST_INT8 = np.float32(127)
+TINY = np.float32(1e-30)  # the smallest largest number of a part
+
+
+def _multiply_block_rows(place: int, start: int, stop: int) -> None:
+    """Compute some rows of a job's product for all rows of x; `place` is the address of its mailbox."""
+    box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 6,))
+    size, n_x, form, n_blocks = box[SIZE], box[N_X], box[FORMAT], box[N_BLOCKS]
+    for i in range(start, stop):
+        row = box[ROWS] + i * box[STRIDE]
+        for r in range(n_x):
+            out = numba.carray(pointer_to(box[OUT] + r * box[OUT_STRIDE], ZERO), (box[N_ROWS],))
+            part = r * (size // PART) * 4
+            starts, scales, sums = box[STARTS] + r * size, box[SCALES] + part, box[SUMS] + part
+            out[i] = dot_blocks(form, box[X] + r * size, starts, scales, sums, row, n_blocks)
+
+
+multiply_block_rows: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_multiply_block_rows)
+
+
+@numba.njit(**OPTIONS)
+def _quantize(x: Any, offset: int, integers: Any, starts: Any, scales: Any, sums: Any) -> None:
+    """Quantize a finite row (K,) to int8 by parts of PART numbers; `starts` are -offset times sums of four."""
+    for part in range(len(x) // PART):
+        first = part * PART
+        largest = TINY
+        for j in range(first, first + PART):
+            largest = maximum(abs(x[j]), largest)
+        factor = MOST_INT8 / largest
+        total = np.int32(0)
+        for j in range(first, first + PART):
+            integers[j] = np.int8(np.rint(x[j] * factor))
+        for j in range(first // 4, (first + PART) // 4):
+            four = np.int32(0)
+            for k in range(4 * j, 4 * j + 4):
+                four += np.int32(integers[k])
+            total += four
+            starts[j] = -np.int32(offset) * four
+        scales[part] = largest / MOST_INT8
+        sums[part] = scales[part] * np.float32(total)
+
+
+@compile_loop("i8(f4[:, ::1], i8, i8, i8, i8, i8, f4[:, :], i8, i8[::1], i8)")
+def multiply_blocks(
+    x: np.ndarray,
+    form: int,
+    offset: int,
+    rows: int,
+    stride: int,
+    n_blocks: int,
+    out: np.ndarray,
+    function: int,
+    box: np.ndarray,
+    n_threads: int,
+) -> int:
+    """Write x (R, K) times M rows of blocks into `out` (R, M), with the threads that serve the mailbox `box`.
+
+    Args:
+        form: the number of the format, and `offset` is the constant that its integers are too large by.
+        rows: the address of the blocks; `stride` bytes from row to row.
+        function: the address of `multiply_block_rows`.
+
+    Returns:
+        As `vector_loops.multiply_vector`; NOT_FINITE, without a product, if x has infinity or NaN.
+    """
+    n_x, size = x.shape
+    integers = np.empty((n_x, size), np.int8)
+    starts = np.empty((n_x, size // 4), np.int32)
+    scales = np.empty((2, n_x, size // PART), np.float32)
+    for r in range(n_x):
+        if max_abs_if_finite(x[r]) == ZERO:
+            return NOT_FINITE
+        _quantize(x[r], offset, integers[r], starts[r], scales[0, r], scales[1, r])
+    box[KIND], box[FUNCTION], box[N_PARTS] = OTHER, function, n_threads
+    box[X], box[STARTS], box[N_X], box[SIZE] = integers.ctypes.data, starts.ctypes.data, n_x, size
+    box[SCALES], box[SUMS] = scales.ctypes.data, scales[1].ctypes.data
+    box[ROWS], box[STRIDE], box[N_ROWS] = rows, stride, out.shape[1]
+    box[FORMAT], box[N_BLOCKS] = form, n_blocks
+    box[OUT], box[OUT_STRIDE] = out.ctypes.data, out.strides[0]
+    waited = run_job(box)
+    if len(integers) + len(starts) + len(scales) == 0:  # named here, or their memory would be free by now
+        return NOT_FINITE
+    return waited
+
+
+@compile_loop("void(i8, i8, i8, f4[::1])")
+def dequantize(form: int, rows: int, n_blocks: int, out: np.ndarray) -> None:
+    """Write the values of `n_blocks` blocks that begin at the address `rows` into `out`."""
+    if n_blocks > 0:
+        write_dequantized(form, rows, out.ctypes.data, n_blocks)

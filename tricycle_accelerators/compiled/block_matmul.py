@@ -1,0 +1,81 @@
+"""Products of a few rows and a matrix in the quantized blocks of a GGUF file, and the dequantization of blocks."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import NotImplementedType
+
+import numpy as np
+
+from tricycle.devices import Array
+from tricycle.kernels.quantized import QuantizedMatrix
+from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, BlockMatrix, count_blocks
+from tricycle_accelerators.compiled.loader import load_loops
+from tricycle_accelerators.compiled.vector_matmul import spin_team
+from tricycle_accelerators.providers import decline_when
+
+MOST_ROWS = 8  # with more, dequantizing the blocks takes less time than multiplying each row with them
+
+
+def _matmul_decline_reason(
+    x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
+) -> str | None:
+    if not isinstance(matrix, BlockMatrix):
+        return f"a matrix in blocks, got {matrix!r}"
+    if matrix.exact or not matrix.transposed:
+        return "a transposed matrix whose products may round x to 8 bits"
+    if not load_loops("block_loops").HAS_BLOCKS:
+        return "a processor with AVX2 or ARM's dot products"
+    if not 0 < len(x) <= MOST_ROWS:
+        return f"1 to {MOST_ROWS} rows, got {len(x)}"
+    if x.dtype != np.float32 or not x.flags.carray or not matrix.size:
+        return f"rows of float32 in one piece, aligned and not read-only, got {x.dtype}"
+    return None
+
+
+@decline_when(_matmul_decline_reason)
+def quantized_matmul(
+    x: Array, matrix: BlockMatrix, bias: Array | None = None, precision: str = "float32"
+) -> Array | NotImplementedType:
+    """Return rows, rounded to 8 bits, times blocks, plus bias, by spinning threads; NotImplemented for inf or NaN."""
+    loops = load_loops("block_loops")
+    product = np.empty((len(x), matrix.shape[1]), np.float32)
+    start, team = 0, spin_team()
+    for rows, name, check in matrix.parts:
+        check()
+        form = loops.FORMATS[name]
+        out = product[:, start : start + len(rows)]
+        start += len(rows)
+        job = partial(
+            loops.multiply_blocks,
+            x,
+            loops.NUMBERS[name],
+            form.offset,
+            rows.ctypes.data,
+            rows.strides[0],
+            rows.shape[1] // form.n_bytes,
+            out,
+            loops.multiply_block_rows.address,
+        )
+        if team.run(job) == loops.NOT_FINITE:
+            return NotImplemented
+    if bias is not None:
+        product += bias
+    return product
+
+
+def _dequantize_decline_reason(packed: np.ndarray, format_name: str) -> str | None:
+    if format_name not in BLOCK_FORMATS or not packed.size:
+        return f"blocks of one of {', '.join(BLOCK_FORMATS)}, got {format_name}"
+    return None if load_loops("block_loops").HAS_BLOCKS else "a processor with AVX2 or ARM's dot products"
+
+
+@decline_when(_dequantize_decline_reason)
+def dequantize_blocks(packed: np.ndarray, format_name: str) -> np.ndarray:
+    """Return the float32 values of ggml blocks, uint8 (..., bytes per row), by Numba; ValueError if not whole."""
+    n_blocks, block = count_blocks(packed, format_name), BLOCK_FORMATS[format_name]
+    packed = np.ascontiguousarray(packed)
+    values = np.empty((*packed.shape[:-1], n_blocks * block.n_values), np.float32)
+    loops = load_loops("block_loops")
+    loops.dequantize(loops.NUMBERS[format_name], packed.ctypes.data, packed.size // block.n_bytes, values.reshape(-1))
+    return values

@@ -1,0 +1,360 @@
+"""Dot products of vectors with rows of quantized blocks of GGUF files, and dequantization of such rows, in registers.
+
+A vector is quantized to int8 in blocks of 32 numbers, each with its own scale, and multiplied with the integers of the
+file's blocks: the processor adds up the products of four pairs of bytes in one instruction. What the blocks look like:
+ggml's `ggml-common.h` (https://github.com/ggml-org/ggml).
+
+A block is read as parts of 32 values: unsigned integers of 8 bits, minus a constant of the format, times a scale for
+each four of them, plus (in some formats) a minimum. Registers are 256 bits wide, on every processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from tricycle_accelerators.compiled.jit import FEATURES, IS_ARM64, intrinsic
+from tricycle_accelerators.compiled.registers import CONTRACT, FLOAT, INDEX, PAIR, build_loop, prefetch
+
+PART = 32  # values that are multiplied at once
+BYTE, HALF = ir.IntType(8), ir.HalfType()
+BYTES, WORDS, FLOATS = ir.VectorType(BYTE, PART), ir.VectorType(PAIR, 8), ir.VectorType(FLOAT, 8)
+SHORTS = ir.VectorType(ir.IntType(16), 16)
+
+HAS_VNNI = bool(FEATURES.get("avxvnni") or (FEATURES.get("avx512vnni") and FEATURES.get("avx512vl")))
+HAS_DOTPROD = bool(IS_ARM64 and FEATURES.get("dotprod"))
+HAS_AVX2 = bool(FEATURES.get("avx2") and FEATURES.get("f16c"))
+HAS_BLOCKS = HAS_AVX2 or HAS_DOTPROD
+AHEAD = 1024  # bytes that are asked for before they are needed
+
+
+class Part(NamedTuple):
+    """LLVM values of 32 quantized values: <32 x i8> integers, and <8 x float> scales, each for four integers."""
+
+    integers: Any
+    scales: Any
+
+
+class BlockFormat(NamedTuple):
+    """How to read a block: its numbers of values and bytes, the constant to subtract, and the code of its parts.
+
+    `parts(builder, address)` returns the parts and a vector of a minimum for each part, or None. The integers of a
+    `signed` format are int8.
+    """
+
+    n_values: int
+    n_bytes: int
+    offset: int
+    parts: Callable[[Any, Any], tuple[list[Part], Any]]
+    signed: bool = False
+
+
+# -------------------------------------------------------------------- pieces of code
+def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+    place = builder.add(address, INDEX(offset)) if offset else address
+    return builder.load(builder.inttoptr(place, kind.as_pointer()), align=1)
+
+
+def _constant(kind: Any, value: float) -> Any:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _splat(builder: Any, number: Any, count: int = 8) -> Any:
+    kind = ir.VectorType(number.type, count)
+    alone = builder.insert_element(ir.Constant(kind, ir.Undefined), number, PAIR(0))
+    return builder.shuffle_vector(alone, alone, ir.Constant(ir.VectorType(PAIR, count), [0] * count))
+
+
+def _shuffle(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(PAIR, len(places)), places))
+
+
+def _half(builder: Any, address: Any, offset: int) -> Any:
+    """Load a float16 as a float32."""
+    bits = _load(builder, address, offset, ir.IntType(16))
+    return builder.fpext(builder.bitcast(bits, HALF), FLOAT)
+
+
+def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def _nibbles(builder: Any, address: Any, offset: int) -> Any:
+    """Load 16 bytes as 32 integers: the lower 4 bits of each byte, then the upper ones."""
+    packed = _load(builder, address, offset, ir.VectorType(BYTE, 16))
+    lower = builder.and_(packed, _constant(packed.type, 15))
+    upper = builder.lshr(packed, _constant(packed.type, 4))
+    return _shuffle(builder, lower, upper, list(range(PART)))
+
+
+def _fifth_bits(builder: Any, address: Any, offset: int) -> Any:
+    """Load 32 bits as 32 integers of 0 or 16."""
+    bits = builder.bitcast(_load(builder, address, offset, PAIR), ir.VectorType(ir.IntType(1), PART))
+    return builder.select(bits, _constant(BYTES, 16), _constant(BYTES, 0))
+
+
+def _with_scale(builder: Any, integers: Any, scale: Any) -> list[Part]:
+    return [Part(integers, _splat(builder, scale))]
+
+
+# -------------------------------------------------------------------- formats with blocks of 32
+def _q8_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    integers = _load(builder, address, 2, BYTES)
+    if HAS_VNNI:
+        integers = builder.xor(integers, _constant(BYTES, 128))
+    return _with_scale(builder, integers, _half(builder, address, 0)), None
+
+
+def _q4_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    return _with_scale(builder, _nibbles(builder, address, 2), _half(builder, address, 0)), None
+
+
+def _q4_1(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    parts = _with_scale(builder, _nibbles(builder, address, 4), _half(builder, address, 0))
+    return parts, _splat(builder, _half(builder, address, 2), 1)
+
+
+def _q5_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    integers = builder.or_(_nibbles(builder, address, 6), _fifth_bits(builder, address, 2))
+    return _with_scale(builder, integers, _half(builder, address, 0)), None
+
+
+def _q5_1(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    integers = builder.or_(_nibbles(builder, address, 8), _fifth_bits(builder, address, 4))
+    return _with_scale(builder, integers, _half(builder, address, 0)), _splat(builder, _half(builder, address, 2), 1)
+
+
+MXFP4_TABLE = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0]  # twice the number, plus 12
+
+
+def _mxfp4(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    exponent = builder.zext(_load(builder, address, 0, BYTE), PAIR)
+    subnormal = builder.shl(PAIR(0x00200000), exponent)
+    normal = builder.shl(builder.sub(exponent, PAIR(1)), PAIR(23))
+    scale = builder.select(builder.icmp_unsigned("<", exponent, PAIR(2)), subnormal, normal)
+    integers = _look_up(builder, _nibbles(builder, address, 1))
+    return _with_scale(builder, integers, builder.bitcast(scale, FLOAT)), None
+
+
+def _look_up(builder: Any, places: Any) -> Any:
+    """Emit the bytes of MXFP4_TABLE at 32 places."""
+    kind = ir.VectorType(BYTE, 16)
+    table = ir.Constant(kind, MXFP4_TABLE)
+    if not IS_ARM64:
+        doubled = ir.Constant(BYTES, MXFP4_TABLE * 2)
+        return _call(builder, "llvm.x86.avx2.pshuf.b", BYTES, doubled, places)
+    halves = [_shuffle(builder, places, places, list(range(start, start + 16))) for start in (0, 16)]
+    found = [_call(builder, "llvm.aarch64.neon.tbl1.v16i8", kind, table, half) for half in halves]
+    return _shuffle(builder, *found, list(range(PART)))
+
+
+# -------------------------------------------------------------------- formats with blocks of 256
+def _q4_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    return _k_parts(builder, address, _four_bits(builder, address, 16))
+
+
+def _q5_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    fifth = _load(builder, address, 16, BYTES)
+    parts = []
+    for number, integers in enumerate(_four_bits(builder, address, 48)):
+        bit = builder.and_(builder.lshr(fifth, _constant(BYTES, number)), _constant(BYTES, 1))
+        parts.append(builder.or_(integers, builder.shl(bit, _constant(BYTES, 4))))
+    return _k_parts(builder, address, parts)
+
+
+def _four_bits(builder: Any, address: Any, offset: int) -> list[Any]:
+    """Load 128 bytes as 8 parts: of each 32 bytes, first the lower 4 bits, then the upper ones."""
+    parts = []
+    for start in range(offset, offset + 128, PART):
+        packed = _load(builder, address, start, BYTES)
+        parts += [builder.and_(packed, _constant(BYTES, 15)), builder.lshr(packed, _constant(BYTES, 4))]
+    return parts
+
+
+def _k_parts(builder: Any, address: Any, integers: list[Any]) -> tuple[list[Part], Any]:
+    """Return parts with the scales and minima of Q4_K and Q5_K: 8 of 6 bits each in 12 bytes, times two float16."""
+    first, second, third = (_load(builder, address, offset, PAIR) for offset in (4, 8, 12))
+    bits = lambda word, shift, mask: builder.and_(builder.lshr(word, PAIR(shift)), PAIR(mask * 0x01010101))
+    upper = lambda word: builder.shl(bits(word, 6, 3), PAIR(4))
+    scales = [bits(first, 0, 63), builder.or_(bits(third, 0, 15), upper(first))]
+    minima = [bits(second, 0, 63), builder.or_(bits(third, 4, 15), upper(second))]
+    pair = ir.VectorType(PAIR, 2)
+
+    def floats(words: list[Any], factor: Any) -> Any:
+        joined = builder.insert_element(ir.Constant(pair, [0, 0]), words[0], PAIR(0))
+        joined = builder.insert_element(joined, words[1], PAIR(1))
+        numbers = builder.zext(builder.bitcast(joined, ir.VectorType(BYTE, 8)), WORDS)
+        return builder.fmul(builder.uitofp(numbers, FLOATS), _splat(builder, factor))
+
+    by_part = floats(scales, _half(builder, address, 0))
+    mins = floats(minima, builder.fneg(_half(builder, address, 2)))
+    spread = [_shuffle(builder, by_part, by_part, [number] * 8) for number in range(8)]
+    return [Part(*each) for each in zip(integers, spread)], mins
+
+
+def _q6_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    """Read 128 bytes of lower 4 bits, 64 of upper 2 bits, 16 scales of 8 bits and a float16."""
+    scales = builder.sitofp(
+        builder.sext(_load(builder, address, 192, ir.VectorType(BYTE, 16)), ir.VectorType(PAIR, 16)),
+        ir.VectorType(FLOAT, 16),
+    )
+    scales = builder.fmul(scales, _splat(builder, _half(builder, address, 208), 16))
+    parts = []
+    for half in range(2):
+        lower = [_load(builder, address, 64 * half + PART * i, BYTES) for i in range(2)]
+        upper = _load(builder, address, 128 + PART * half, BYTES)
+        for number in range(4):
+            low = builder.lshr(lower[number % 2], _constant(BYTES, 4 * (number // 2)))
+            two = builder.and_(builder.lshr(upper, _constant(BYTES, 2 * number)), _constant(BYTES, 3))
+            low = builder.and_(low, _constant(BYTES, 15))
+            integers = builder.or_(low, builder.shl(two, _constant(BYTES, 4)))
+            first = 8 * half + 2 * number
+            parts.append(Part(integers, _shuffle(builder, scales, scales, [first] * 4 + [first + 1] * 4)))
+    return parts, None
+
+
+FORMATS = {
+    "Q8_0": BlockFormat(32, 34, 128 if HAS_VNNI else 0, _q8_0, signed=not HAS_VNNI),
+    "Q4_0": BlockFormat(32, 18, 8, _q4_0),
+    "Q4_1": BlockFormat(32, 20, 0, _q4_1),
+    "Q5_0": BlockFormat(32, 22, 16, _q5_0),
+    "Q5_1": BlockFormat(32, 24, 0, _q5_1),
+    "Q4_K": BlockFormat(256, 144, 0, _q4_k),
+    "Q5_K": BlockFormat(256, 176, 0, _q5_k),
+    "Q6_K": BlockFormat(256, 210, 32, _q6_k),
+    "MXFP4": BlockFormat(32, 17, 12, _mxfp4),
+}
+
+
+# -------------------------------------------------------------------- products
+def _add_products_of_four(builder: Any, sums: Any, integers: Any, x: Any, signed: bool) -> Any:
+    """Add to 8 int32 the products of four integers (unsigned, or `signed`) and four int8 of x each."""
+    if HAS_VNNI:
+        words = [builder.bitcast(each, WORDS) for each in (integers, x)]
+        return _call(builder, "llvm.x86.avx512.vpdpbusd.256", WORDS, sums, *words)
+    if IS_ARM64:
+        quarter, narrow = ir.VectorType(PAIR, 4), []
+        for start in (0, 16):
+            places = list(range(start, start + 16))
+            lanes = list(range(start // 4, start // 4 + 4))
+            halves = [_shuffle(builder, each, each, places) for each in (integers, x)]
+            four = _shuffle(builder, sums, sums, lanes)
+            narrow.append(_call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", quarter, four, *halves))
+        return _shuffle(builder, *narrow, list(range(8)))
+    if signed:  # the instruction takes bytes without a sign on its left
+        x = _call(builder, "llvm.x86.avx2.psign.b", BYTES, x, integers)
+        below = builder.icmp_signed("<", integers, _constant(BYTES, 0))
+        integers = builder.select(below, builder.sub(_constant(BYTES, 0), integers), integers)
+    pairs = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS, integers, x)
+    return builder.add(sums, _call(builder, "llvm.x86.avx2.pmadd.wd", WORDS, pairs, _constant(SHORTS, 1)))
+
+
+def _emit_dot(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> Any:
+    """Emit the dot product of a quantized vector and a row of blocks; see `dot_blocks` for the arguments."""
+    x, starts, scales, sums, row, n_blocks = arguments
+    n_parts = form.n_values // PART
+    minima = ir.VectorType(FLOAT, n_parts)
+
+    def add_block(step: Any, totals: list[Any]) -> list[Any]:
+        block = builder.add(row, builder.mul(step, INDEX(form.n_bytes)))
+        for line in range(0, form.n_bytes, 64):
+            prefetch(builder, builder.add(block, INDEX(AHEAD + line)))
+        parts, mins = form.parts(builder, block)
+        at = lambda array, size: builder.add(array, builder.mul(step, INDEX(n_parts * size)))
+        totals = list(totals)
+        for number, part in enumerate(parts):
+            start = _load(builder, at(starts, PART), PART * number, WORDS)
+            numbers = _load(builder, at(x, PART), PART * number, BYTES)
+            products = _add_products_of_four(builder, start, part.integers, numbers, form.signed)
+            scale = _splat(builder, _load(builder, at(scales, 4), 4 * number, FLOAT))
+            product = builder.fmul(builder.sitofp(products, FLOATS), builder.fmul(scale, part.scales), flags=CONTRACT)
+            totals[number % 2] = builder.fadd(totals[number % 2], product, flags=CONTRACT)
+        if mins is not None:
+            product = builder.fmul(mins, _load(builder, at(sums, 4), 0, minima), flags=CONTRACT)
+            totals[2] = builder.fadd(totals[2], product, flags=CONTRACT)
+        return totals
+
+    initial = [_constant(FLOATS, 0.0)] * 2 + [_constant(minima, 0.0)]
+    totals = build_loop(builder, n_blocks, initial, add_block)
+    return builder.fadd(_sum(builder, builder.fadd(totals[0], totals[1])), _sum(builder, totals[2]))
+
+
+def _sum(builder: Any, vector: Any) -> Any:
+    name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
+    kind = ir.FunctionType(FLOAT, [FLOAT, vector.type])
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [ir.Constant(FLOAT, 0.0), vector], fastmath=("reassoc",))
+
+
+def _emit_dequantize(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> None:
+    """Emit code that writes the values of n_blocks blocks as float32 to an address."""
+    row, out, n_blocks = arguments
+
+    def write_block(step: Any, _: list[Any]) -> list[Any]:
+        parts, mins = form.parts(builder, builder.add(row, builder.mul(step, INDEX(form.n_bytes))))
+        place = builder.add(out, builder.mul(step, INDEX(4 * form.n_values)))
+        for number, part in enumerate(parts):
+            words = (builder.sext if form.signed else builder.zext)(part.integers, ir.VectorType(PAIR, PART))
+            words = builder.sub(words, _constant(words.type, form.offset))
+            scales = _shuffle(builder, part.scales, part.scales, [lane // 4 for lane in range(PART)])
+            values = builder.fmul(builder.sitofp(words, ir.VectorType(FLOAT, PART)), scales)
+            if mins is not None:
+                values = builder.fadd(values, _splat(builder, builder.extract_element(mins, PAIR(number)), PART))
+            target = builder.add(place, INDEX(4 * PART * number))
+            builder.store(values, builder.inttoptr(target, values.type.as_pointer()), align=4)
+        return []
+
+    build_loop(builder, n_blocks, [], write_block)
+
+
+def _by_format(builder: Any, number: Any, emit: Callable[[BlockFormat], Any]) -> Any:
+    """Emit a switch over the formats, numbered in the order of FORMATS; return the result of the chosen code."""
+    done = builder.append_basic_block("done")
+    switch = builder.switch(number, done)
+    default, results = builder.block, []
+    for i, form in enumerate(FORMATS.values()):
+        case = builder.append_basic_block("format")
+        switch.add_case(INDEX(i), case)
+        builder.position_at_end(case)
+        results.append((emit(form), builder.block))
+        builder.branch(done)
+    builder.position_at_end(done)
+    if results[0][0] is None:
+        return None
+    result = builder.phi(FLOAT)
+    for value, block in [(ir.Constant(FLOAT, 0.0), default), *results]:
+        result.add_incoming(value, block)
+    return result
+
+
+@intrinsic
+def dot_blocks(context: Any, form: Any, x: Any, starts: Any, scales: Any, sums: Any, row: Any, n_blocks: Any) -> Any:
+    """Compute the dot product of a quantized vector and a row of blocks (Numba intrinsic).
+
+    Args:
+        form: the number of the format in FORMATS.
+        x: address of the vector's integers, K int8; next are the addresses of what their products are added to (K / 4
+            int32), of the scales (K / 32 float32) and of the sums times scales (K / 32 float32).
+        row: address of the blocks.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _by_format(builder, arguments[0], lambda form: _emit_dot(builder, form, arguments[1:]))
+
+    return types.float32(*[types.intp] * 7), code
+
+
+@intrinsic
+def write_dequantized(context: Any, form: Any, row: Any, out: Any, n_blocks: Any) -> Any:
+    """Write the values of blocks from an address as float32 to another (Numba intrinsic)."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _by_format(builder, arguments[0], lambda form: _emit_dequantize(builder, form, arguments[1:]))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), code
