@@ -181,7 +181,7 @@ class QuantizedMatrix:
 
     def dequantize_rows(self, rows: Any) -> np.ndarray:
         """Return stored rows (..., K) by a slice or index array, the columns if `transposed`, as float32."""
-        floats = self.values[rows].astype(np.float32)
+        floats: np.ndarray = self.values[rows].astype(np.float32)
         if self.scales is not None:
             floats *= self.scales[rows]
         return floats

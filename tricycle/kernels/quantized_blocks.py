@@ -61,7 +61,7 @@ class BlockRows(NamedTuple):
     def row_size(self) -> int:
         """The number of values of a row."""
         block = BLOCK_FORMATS[self.format_name]
-        return self.packed.shape[1] // block.n_bytes * block.n_values
+        return int(self.packed.shape[1]) // block.n_bytes * block.n_values
 
     def has_finite_scales(self) -> bool:
         """Return whether all values are finite, by the scales of the blocks."""
@@ -160,7 +160,7 @@ def block_format(format_name: str) -> BlockFormat:
 def count_blocks(packed: np.ndarray, format_name: str) -> int:
     """Return the number of blocks in a row of bytes; ValueError if it is not a whole number."""
     block = block_format(format_name)
-    n_blocks, remainder = divmod(packed.shape[-1], block.n_bytes)
+    n_blocks, remainder = divmod(int(packed.shape[-1]), block.n_bytes)
     if remainder:
         rows = f"rows of whole {format_name} blocks of {block.n_bytes} bytes"
         raise ValueError(f"dequantize_blocks: expected {rows}, got {packed.shape}")

@@ -69,8 +69,8 @@ def _splat(builder: Any, number: Any, count: int = 8) -> Any:
     return builder.shuffle_vector(alone, alone, ir.Constant(ir.VectorType(PAIR, count), [0] * count))
 
 
-def _shuffle(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(PAIR, len(places)), places))
+def _shuffle(builder: Any, a: Any, b: Any, places: Sequence[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(PAIR, len(places)), list(places)))
 
 
 def _half(builder: Any, address: Any, offset: int) -> Any:
@@ -89,7 +89,7 @@ def _nibbles(builder: Any, address: Any, offset: int) -> Any:
     packed = _load(builder, address, offset, ir.VectorType(BYTE, 16))
     lower = builder.and_(packed, _constant(packed.type, 15))
     upper = builder.lshr(packed, _constant(packed.type, 4))
-    return _shuffle(builder, lower, upper, list(range(PART)))
+    return _shuffle(builder, lower, upper, range(PART))
 
 
 def _fifth_bits(builder: Any, address: Any, offset: int) -> Any:
@@ -148,9 +148,9 @@ def _look_up(builder: Any, places: Any) -> Any:
     if not IS_ARM64:
         doubled = ir.Constant(BYTES, MXFP4_TABLE * 2)
         return _call(builder, "llvm.x86.avx2.pshuf.b", BYTES, doubled, places)
-    halves = [_shuffle(builder, places, places, list(range(start, start + 16))) for start in (0, 16)]
-    found = [_call(builder, "llvm.aarch64.neon.tbl1.v16i8", kind, table, half) for half in halves]
-    return _shuffle(builder, *found, list(range(PART)))
+    halves = [_shuffle(builder, places, places, range(start, start + 16)) for start in (0, 16)]
+    first, second = (_call(builder, "llvm.aarch64.neon.tbl1.v16i8", kind, table, half) for half in halves)
+    return _shuffle(builder, first, second, range(PART))
 
 
 # -------------------------------------------------------------------- formats with blocks of 256
@@ -240,12 +240,11 @@ def _add_products_of_four(builder: Any, sums: Any, integers: Any, x: Any, signed
     if IS_ARM64:
         quarter, narrow = ir.VectorType(PAIR, 4), []
         for start in (0, 16):
-            places = list(range(start, start + 16))
-            lanes = list(range(start // 4, start // 4 + 4))
+            places, lanes = range(start, start + 16), range(start // 4, start // 4 + 4)
             halves = [_shuffle(builder, each, each, places) for each in (integers, x)]
             four = _shuffle(builder, sums, sums, lanes)
             narrow.append(_call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", quarter, four, *halves))
-        return _shuffle(builder, *narrow, list(range(8)))
+        return _shuffle(builder, narrow[0], narrow[1], range(8))
     if signed:  # the instruction takes bytes without a sign on its left
         x = _call(builder, "llvm.x86.avx2.psign.b", BYTES, x, integers)
         below = builder.icmp_signed("<", integers, _constant(BYTES, 0))
