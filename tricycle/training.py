@@ -83,7 +83,7 @@ def train(
     max_norm: float = 0.0,
     session: Session | None = None,
 ) -> bool:
-    """Make `n_steps` or a session's updates; return whether all were made; NonFiniteError unless session recovers.
+    """Make `n_steps` updates, or those, evaluations and saves of a session; return False if the session stopped.
 
     Args:
         batches: an iterator of arguments of `batch_loss`; a session may draw several for an update.

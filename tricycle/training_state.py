@@ -380,7 +380,7 @@ class _OneUpdate(StateSession):
 
 
 def train_step(state: TrainingState) -> tuple[Any, Any]:
-    """Make one update of a state in place; return the mean loss in nats per token and the norm before clipping.
+    """Make one update in place; return loss and norm before clipping; NonFiniteError, without update, if not finite.
 
     Returns:
         the mean loss in nats per token, and the norm of the gradients before clipping: numbers, or for a model on a GPU

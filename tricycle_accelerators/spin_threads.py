@@ -98,7 +98,7 @@ def _blas() -> _Blas | None:
 
 
 def multiply_vector(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
-    """Return row @ b (K, M) by OpenBLAS's threads; None if b is small, BLAS other or limited, or spinning rests.
+    """Return row @ b by OpenBLAS with all threads, for this call; None if b is small or threads may not spin.
 
     BLAS adds up the terms of each column in the same order, whatever its threads.
     """

@@ -97,7 +97,7 @@ class Signals:
 
     @contextlib.contextmanager
     def restore_interrupts(self) -> Iterator[None]:
-        """Raise `Interrupted` in place of other exceptions that a signal caused within this context.
+        """Raise `Interrupted` again where code within this context replaced it by another exception.
 
         C code that calls Python may replace an `Interrupted` by another exception.
         """

@@ -154,7 +154,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     min_turn: float = MIN_TURN,
 ) -> None:
-    """Time products, training steps and their kernels in interleaved rounds until `seconds`; append to `timings`.
+    """Time products and training steps, and add up kernel times within the steps, in rounds until `seconds`.
 
     Args:
         timings: the precisions; the measured seconds are appended to them.

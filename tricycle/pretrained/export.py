@@ -59,7 +59,7 @@ def find_export_family(config: ModelConfig, excluded: str = "") -> tuple[Family,
 
 
 def match_family(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, dict[str, Any], ModelConfig]:
-    """Return the one of `families` that computes a config, its config.json fields and their config; else ValueError.
+    """Return the family that computes a config with the fewest additions, its fields, and config; else ValueError.
 
     Raises:
         ValueError: no family computes the same; names the unsupported fields of the closest one.

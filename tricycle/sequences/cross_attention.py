@@ -80,7 +80,7 @@ class MultiHeadAttention(MultiHead):
         kv: tuple[Tensor, Tensor] | None = None,
         return_weights: bool = False,
     ) -> Any:
-        """Return attention (B, T, C) to either `key` or `kv`; `return_weights`: also (B, H, T, S); mask True = visible.
+        """Attend to `key` or `kv`, else ValueError; return (B, T, C), with `return_weights` also (B, H, T, S).
 
         Args:
             query: (B, T, C). key, value: see `project_kv`.

@@ -201,7 +201,7 @@ def find_formula(name: str | None) -> str | None:
 
 
 def backward_sources(tensor: Tensor) -> list[dict[str, str]]:
-    """Return "location" and "code" of a Tensor's backward function, then of those that it calls; [] if unknown."""
+    """Return "location" and "code" of a Tensor's backward function and of the functions in its closure; or []."""
     backward = tensor._backward
     functions = [backward] if isinstance(backward, FunctionType) else []
     for function in functions:  # the list grows during the loop: a breadth-first search
