@@ -36,12 +36,13 @@ def document_reference_kernels(app: Sphinx) -> None:
         batched,
         muon,
         quantized,
+        quantized_blocks,
         recurrent,
         row_attention,
     )
 
-    for name, kernel in KERNELS.items():
-        setattr(sys.modules[kernel.reference.__module__], name, kernel.reference)
+    for kernel in (*KERNELS.values(), quantized_blocks.dequantize_blocks):
+        setattr(sys.modules[kernel.reference.__module__], kernel.reference.__name__, kernel.reference)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
