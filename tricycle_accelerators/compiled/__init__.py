@@ -68,8 +68,8 @@ def register(array: type) -> None:
     register_kernels(
         array,
         (attention, (k.attention, k.attention_backward)),
-        (vector_matmul, (k.matmul, quantized_matmul)),
         (block_matmul, (quantized_matmul, dequantize_blocks)),
+        (vector_matmul, (k.matmul, quantized_matmul)),
         (split_precision, (narrow.int8_split_matmul, narrow.bfloat16_split_matmul)),
         (tiled_matmul, [k.matmul]),
         (elementwise, (*activated, k.sum_rows, k.sum_squares, k.apply_rope)),

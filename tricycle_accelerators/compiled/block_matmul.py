@@ -21,7 +21,7 @@ def _matmul_decline_reason(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
     if not isinstance(matrix, BlockMatrix):
-        return f"a matrix in blocks, got {matrix!r}"
+        return "a matrix in the blocks of a GGUF file"
     if matrix.exact or not matrix.transposed:
         return "a transposed matrix whose products may round x to 8 bits"
     if not load_loops("block_loops").HAS_BLOCKS:
