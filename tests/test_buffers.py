@@ -50,7 +50,8 @@ def test_large_array_is_aligned_and_owns_its_memory(arena):
     assert owns_memory(array) and owns_memory(np.empty(3))
     for view in (array[1:], array.reshape(-1), array.T, array.view(np.uint32), np.empty(3)[:2]):
         assert not owns_memory(view)
-    assert array.nbytes % 64 == 60 and address(array) + array.nbytes + 4 in arena.starts  # its own last cache line
+    end = address(array) + array.nbytes + 4  # of its own last cache line
+    assert array.nbytes % 64 == 60 and arena.ranges[0].used_end == end
 
 
 def test_small_array_uses_numpy_memory(arena):
@@ -86,6 +87,20 @@ def test_adjacent_free_blocks_are_merged(arena):
 
 
 @on_unix
+def test_unused_addresses_are_taken_last(arena, monkeypatch):
+    """Memory that arrays have used is reused in any range before the rest of a range that takes no memory yet."""
+    monkeypatch.setattr(buffers, "RANGE_BYTES", 2**24)
+    held = [some(3) for _ in range(6)]  # 15 MB in one range, 3 in the next, which remains nearly unused
+    kept = held.pop()
+    used = sum(whole.used_end - whole.start for whole in arena.ranges)
+    held.clear()
+    held = [some(2), some(5), some(4)]
+    assert len(arena.ranges) == 2 and sum(whole.used_end - whole.start for whole in arena.ranges) == used
+    held.append(some(8))  # joined to the free part before it, as far as that goes
+    assert len(arena.ranges) == 2 and kept.nbytes
+
+
+@on_unix
 @pytest.mark.parametrize("n_bytes", [2**30, 2**24])
 def test_arrays_never_overlap(arena, monkeypatch, n_bytes):
     """Arrays of random sizes come and go, in one range or many; each keeps the number that it was filled with."""
@@ -106,7 +121,7 @@ def test_arrays_never_overlap(arena, monkeypatch, n_bytes):
     del array
     held.clear()
     arena.collect()
-    assert sorted(arena.free) == sorted((whole.bytes.size, whole.start) for whole in arena.ranges)
+    assert sorted(arena.free) == sorted((whole.used_end - whole.start, whole.start) for whole in arena.ranges)
 
 
 @on_unix

@@ -2,8 +2,9 @@
 
 malloc gives the memory of a large array back to the system, which clears every page before it hands it out again: a
 tenth of a training step. `empty` takes arrays from ranges of addresses of our own, by best fit, and joins what is free
-again to what is free beside it, so that the gradients of a step lie where its activations were. What was never written
-to takes no memory. When no array was taken for some seconds, all that is free goes back to the system.
+again to what is free beside it, so that the gradients of a step are stored where its activations were. Addresses that
+no array has used take no memory; they are used only when no freed part is large enough. When no array was taken for
+some seconds, all that is free goes back to the system.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import tracemalloc
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -31,12 +33,22 @@ class _Bytes(np.ndarray):
     """Those of a range. Of another type than the arrays in it, or NumPy would give it as their base, past the lease."""
 
 
-class _Range(NamedTuple):
-    """Addresses that the system has given us; those of two ranges do not adjoin, for the last page is never used."""
+@dataclass
+class _Range:
+    """Addresses that the system has given us; those of two ranges do not adjoin, for the last page is never used.
+
+    Attributes:
+        used_end: the address after the last that an array has used.
+    """
 
     start: int
     bytes: np.ndarray
     memory: mmap.mmap
+    used_end: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.bytes.size
 
 
 class _Lease(np.ndarray):
@@ -55,7 +67,7 @@ class _Arena:
 
     Attributes:
         returned: addresses and sizes of what is free, but not joined yet: a `_Lease` may end within any method.
-        free: the size and the address of each free part, sorted.
+        free: the size and the address of each free part that an array has used before, sorted.
         starts, ends: the size of the free part that starts, or ends, at an address.
         ranges: by their addresses.
     """
@@ -75,7 +87,7 @@ class _Arena:
         self.collect()
         place = bisect_left(self.free, (size, 0))
         if place == len(self.free):
-            if not self.reserve(size):
+            if not self.grow(size):
                 return None
             place = bisect_left(self.free, (size, 0))
         self.n_taken += 1
@@ -90,8 +102,20 @@ class _Arena:
         lease.returned, lease.place = self.returned, (start, size)
         return lease
 
+    def grow(self, size: int) -> bool:
+        """Add a free part of `size` bytes at addresses not used before; return False if out of memory."""
+        for each in self.ranges:
+            below = self.ends.get(each.used_end, 0)
+            if each.used_end - below + size <= each.end:
+                if below:
+                    self.remove(each.used_end - below, below)
+                self.insert(each.used_end - below, size)
+                each.used_end += size - below
+                return True
+        return self.reserve(size) and self.grow(size)
+
     def reserve(self, size: int) -> bool:
-        """Map another memory range of 1 GiB or more and add it to the free list; return False if the system refuses."""
+        """Map another memory range of at least `size` bytes and 1 GiB; return False if the system refuses."""
         if sys.platform == "win32":
             return False
         n_pages = -(-max(size, RANGE_BYTES) // mmap.PAGESIZE) + 1
@@ -103,8 +127,8 @@ class _Arena:
             with suppress(AttributeError, OSError):  # not every kernel has huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         usable = np.ndarray.__new__(_Bytes, (n_pages - 1) * mmap.PAGESIZE, np.uint8, memory)
-        insort(self.ranges, _Range(usable.ctypes.data, usable, memory), key=lambda each: each.start)
-        self.insert(usable.ctypes.data, usable.size)
+        start = usable.ctypes.data
+        insort(self.ranges, _Range(start, usable, memory, start), key=lambda each: each.start)
         return True
 
     def range_of(self, address: int) -> _Range:
