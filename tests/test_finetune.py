@@ -24,6 +24,7 @@ from tricycle.generate import generate
 from tricycle.pretrained import load
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle_cli import updates
 from tricycle_cli.evaluate import main as evaluate
 from tricycle_cli.export import main as export
@@ -174,6 +175,17 @@ def test_adapters_on_quantized_weights_lower_the_loss(words, base_folder, data, 
     tune(base_folder, data, tmp_path / "run", *words.split())
     losses = held_out_losses(tmp_path / "run")
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_adapter_is_trained_on_the_blocks_of_a_gguf_file(base_folder, data, tmp_path):
+    pytest.importorskip("gguf")
+    loaded = load(base_folder)
+    export_gguf(loaded.model, loaded.tokeniser, tmp_path / "model.gguf", "Q8_0")
+    tune(tmp_path / "model.gguf", data, tmp_path / "run")
+    losses = held_out_losses(tmp_path / "run")
+    assert losses[-1] < losses[0]
+    assert finetune(["--resume", str(tmp_path / "run")]) == 0
 
 
 def test_early_stopping_ends_the_run_after_patience(base_folder, data, tmp_path, capsys):

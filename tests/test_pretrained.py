@@ -152,7 +152,7 @@ def test_16_bit_weights_are_kept_on_request(dtype: str, config: ModelConfig, tmp
 
 
 def test_unknown_weights_dtype_raises(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"weights.*float32, stored, exact, int8, bfloat16.*'int4'"):
+    with pytest.raises(ValueError, match=r"weights.*float32, auto, stored, exact, int8, bfloat16.*'int4'"):
         load(folder, weights="int4")
 
 

@@ -9,10 +9,13 @@ import pytest
 from test_ggml_quantization import random_blocks
 from test_gguf_writer import new_model
 
+from tricycle.debug import use_reference
+from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
 from tricycle.kernels.quantized import quantized_matmul
-from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, BlockMatrix, BlockRows
+from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, BlockMatrix, BlockRows, has_fast_products
 from tricycle.pretrained import load
+from tricycle.pretrained.adapters import new_adapter
 from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.tensor import to_tensor
 from tricycle_accelerators import matmul_plan
@@ -115,6 +118,35 @@ def test_blocks_stay_in_the_mapped_file(quantized_file, weights):
     error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
     assert error < (1e-5 if weights == "exact" else 0.02)
     assert len(list(generate(model, [1, 2, 3], 5, temperature=0))) == 5
+
+
+def test_auto_keeps_blocks_if_a_provider_multiplies_with_them(quantized_file, tmp_path):
+    def has_blocks(path: Path) -> bool:
+        return any(isinstance(parameter.array, BlockMatrix) for parameter in load(path, "auto").model.parameters())
+
+    with use_reference():
+        assert not has_blocks(quantized_file)
+    assert has_blocks(quantized_file) == has_fast_products()
+    export_gguf(new_model("llama"), None, tmp_path / "half.gguf", "F16")
+    assert all(parameter.dtype == np.float32 for parameter in load(tmp_path / "half.gguf", "auto").model.parameters())
+
+
+@pytest.mark.parametrize("weights", ["stored", "exact"])
+def test_adapter_on_blocks_has_the_gradients_of_one_on_float32(quantized_file, weights):
+    """The dequantized matrices are never stored, and no gradient is computed for them."""
+    gradients, tokens = [], np.arange(40).reshape(2, 20) % 30
+    for kind in (weights, "float32"):
+        loaded = load(quantized_file, kind)
+        adapter = new_adapter(loaded, LoRAConfig(rank=2))
+        for low_rank in adapter.low_ranks.values():
+            for up in low_rank.ups:
+                up.array[...] = np.random.default_rng(0).standard_normal(up.shape)
+        loaded.model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append([parameter.grad.numpy() for parameter in adapter.parameters()])
+        assert all(parameter.grad is None for parameter in loaded.model.parameters() if not parameter.requires_grad)
+    for ours, expected in zip(*gradients, strict=True):
+        error = np.linalg.norm(ours - expected) / np.linalg.norm(expected)
+        assert error < (1e-4 if weights == "exact" else 0.05)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not let a mapped file be changed")

@@ -136,9 +136,8 @@ class GPT(BlockStack):
             raise ValueError(f"GPT: expected a cache for each of {len(self.blocks)} blocks, got {len(caches)}")
         if tokens.ndim not in (1, 2):
             raise ValueError(f"GPT: expected tokens of shape (batch, tokens), got {tokens.shape}")
-        n_tokens = tokens.shape[-1] if tokens.size else 0
+        n_tokens, window = tokens.shape[-1] if tokens.size else 0, self.config.context_window
         segments = caches[0].segments(n_tokens) if caches else ((0, n_tokens),)
-        window = self.config.context_window
         for seen, new in segments:
             if not 0 < new <= window - seen:
                 got = f"{new} after {seen} earlier ones" if seen else f"{new}"
@@ -185,7 +184,8 @@ class GPT(BlockStack):
         if not accepts_argument(self.logits, "dtype"):
             return loss_fn(labels, self.logits(hidden), scale)
         n_rows = math.prod(hidden.shape[:-1])
-        n_parts = math.ceil(n_rows / max(1, MAX_LOGITS // self.config.vocab_size))
+        is_quantized = hasattr(self.token_embedding.weights.array, "dequantize_rows")  # to save memory
+        n_parts = math.ceil(n_rows / max(1, MAX_LOGITS // (4 if is_quantized else 1) // self.config.vocab_size))
         dtype = None
         if grad_enabled_for(hidden) and not self.config.logit_cap:  # 16 bits suffice if the products have 16 bits
             products = [layer for layer in (self.head, self.head_projection) if layer is not None]

@@ -97,8 +97,9 @@ class Arguments:
     """LoRA: multiply the output by alpha / sqrt(rank) (rank-stabilized LoRA)"""
     dora: bool = False
     """LoRA: also train the norms of the matrices' columns (DoRA)"""
-    weights: Weights = "float32"
-    """LoRA: data type of the base model's weights, which are frozen"""
+    weights: Weights = "auto"
+    """LoRA: data type of the base model's weights, which are frozen; "auto" keeps the quantized blocks of a GGUF file
+    (QLoRA) and is float32 otherwise"""
     context_window: int = 0
     """maximum length of an example in tokens; 0 for the model's context window, but at most 512"""
     truncate_answers: bool = False
@@ -172,7 +173,7 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
 
 def check_arguments(arguments: Arguments) -> None:
     """Raise ValueError for --method full with --dora, --rslora or non-float32 --weights, or a number out of range."""
-    if arguments.method == "full" and arguments.weights != "float32":
+    if arguments.method == "full" and arguments.weights not in ("auto", "float32"):
         raise ValueError(f"expected --weights float32 with --method full, got {arguments.weights}")
     for name in ("dora", "rslora"):
         if arguments.method == "full" and getattr(arguments, name):
@@ -254,7 +255,8 @@ class FinetuneTask(Task):
         records = read_records(arguments.data)
         held_out = read_records(arguments.held_out) if arguments.held_out else []
         check_record_kinds(arguments.loss, [*records, *held_out])
-        self.loaded = loaded = load_model(arguments.model, None, None, arguments.device, arguments.weights)
+        weights = "float32" if lora is None else arguments.weights
+        self.loaded = loaded = load_model(arguments.model, None, None, arguments.device, weights)
         run.tokeniser = loaded.tokeniser
         longest = loaded.model.config.context_window
         window = arguments.context_window or min(longest, MAX_DEFAULT_WINDOW)
@@ -356,7 +358,7 @@ class FinetuneTask(Task):
         advice.append(f"lower --context-window (now {self.dataset.window})")
         if arguments.method == "full":
             advice.append("use --method lora")
-        elif arguments.weights == "float32":
+        elif arguments.weights in ("auto", "float32"):
             advice.append("use --weights bfloat16 or int8")
         return ", or ".join(advice)
 

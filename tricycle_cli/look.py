@@ -114,7 +114,7 @@ def load_inspectable(arguments: Arguments, source: str, is_second: bool = False)
     translators = find_translators(source)
     if translators:
         return load_translator(translators, source, arguments)
-    loaded: Any = load_file(source, arguments.model.weights)
+    loaded: Any = load_file(source, arguments.model.weights, arguments.model.device)
     if isinstance(loaded.model, GPT):
         flags = replace(arguments.model, adapter=None) if is_second else arguments.model
         load_model(source, None if is_second else arguments.tokeniser, loaded=loaded, **vars(flags))

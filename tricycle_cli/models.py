@@ -24,7 +24,7 @@ from tricycle.weights import quantize
 from tricycle_cli.pickles import load_pickled_model
 
 Softmax = OneOf[str, SOFTMAXES]
-Weights = Literal["float32", "int8", "bfloat16", "float16", "stored", "exact"]
+Weights = Literal["auto", "float32", "int8", "bfloat16", "float16", "stored", "exact"]
 Device = Literal["auto", "cpu", "gpu"]
 CacheDtype = Literal["auto", "float32", "float16", "bfloat16"]
 Overflow = Literal["truncate", "error"]
@@ -45,9 +45,10 @@ class ModelFlags:
     """the attention normalizer, in place of the one that the model was trained with"""
     adapter: Path | None = None
     """a LoRA adapter for this model: a folder that `tricycle finetune` or PEFT wrote"""
-    weights: Weights = "float32"
-    """data type of the weights: 16 and 8 bits need less memory and less time per token; "stored" keeps 16-bit weights
-    and the quantized blocks of a GGUF file as they are; "exact" does so without rounding activations to 8 bits"""
+    weights: Weights = "auto"
+    """data type of the weights: 16 and 8 bits need less memory and less time per token; "auto" keeps the quantized
+    blocks of a GGUF file and is float32 otherwise; "stored" keeps 16-bit weights, too; "exact" is "stored" without
+    rounding activations to 8 bits"""
     device: Device = "auto"
     """where to compute; "auto" uses a GPU if one is available"""
 
@@ -84,13 +85,13 @@ def new_decoder(model: GPT, flags: DecodingFlags) -> tuple[DecodingState, Callab
 
 
 def use_gpu(device: str, weights: str = "float32") -> bool:
-    """Return whether to use a GPU; "auto": if one works and weights are float32; "gpu": raise if it cannot be used.
+    """Return whether to use a GPU; "auto": if one works and weights can be float32; "gpu": raise if it cannot be used.
 
     Raises:
         RuntimeError: device is "gpu", and no GPU can be used.
-        ValueError: device is "gpu", with weights other than float32.
+        ValueError: device is "gpu", with weights that cannot be float32.
     """
-    if weights != "float32":
+    if weights not in ("auto", "float32"):
         if device == "gpu":
             raise ValueError(f"--weights {weights}: expected --device cpu (weights on a GPU are float32), got gpu")
         return False
@@ -125,7 +126,7 @@ def load_model(
     """
     on_gpu = use_gpu(device, weights)
     if loaded is None:
-        loaded = load_file(source, weights)
+        loaded = load_file(source, weights, device)
     if not isinstance(loaded.model, GPT):
         raise ValueError(f"{source}: expected a model that generates text, got a {type(loaded.model).__name__}")
     if tokeniser is not None:
@@ -152,13 +153,16 @@ def load_model(
     return loaded
 
 
-def load_file(source: str, weights: str = "float32") -> Pretrained:
+def load_file(source: str, weights: str = "float32", device: str = "cpu") -> Pretrained:
     """Load a decoder or encoder by path (pickle, file, folder) or name; its tokenizer may be None.
+
+    The weights are in host memory. On a GPU, which `use_gpu(device, weights)` decides, "auto" is float32.
 
     Raises:
         FileNotFoundError, ValueError: the source is missing, or contains no model.
     """
     path = Path(source)
+    weights = "float32" if use_gpu(device, weights) else weights
     if path.suffix in PICKLES:
         model = load_pickled_model(path)
         if weights in DTYPE_NAMES:

@@ -151,7 +151,7 @@ def load(arguments: Arguments) -> ModelService:
     created = int(time.time())
     limits = EngineLimits(arguments.max_batch_size, arguments.max_queue, arguments.cached_texts)
     on_gpu = use_gpu(arguments.model.device, arguments.model.weights)
-    loaded = load_file(arguments.source, arguments.model.weights)
+    loaded = load_file(arguments.source, arguments.model.weights, arguments.model.device)
     if isinstance(loaded.model, TextEncoder):
         if on_gpu:
             loaded.model.to_gpu()

@@ -257,18 +257,18 @@ def adapted_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRankUpdate
     factors = [(target, ranks, kernels.matmul_operand(up.array, precision)) for target, ranks, up in low_rank.factors()]
     down = kernels.matmul_operand(low_rank.down.array, precision)
     rows = as_floating(x.array).reshape(math.prod(x.shape[:-1]), from_size)
-    activation_dtype = rows.dtype if rows.dtype.itemsize == 2 else None  # 16-bit activations remain 16-bit
     wide, rows = rows, kernels.matmul_operand(rows, precision)
     hidden = kernels.matmul_operand(_scale_hidden(_matmul(rows, down, precision), factors), precision)  # (N, R)
     bias = None if base is None or base.bias is None or low_rank.magnitudes else base.bias.array
     y = x.xp.zeros((len(wide), to_size), wide.dtype)
     if base is not None:
-        y = _base_matmul(wide, rows, base, bias, precision)
+        y = _base_matmul(wide, rows, base.weights.array, bias, precision)
     for target, ranks, up in factors:
         _add_in_place(y[:, target.start : target.stop], _matmul(hidden[:, ranks], up, precision))
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
-        dy = kernels.matmul_operand(grad.reshape(len(rows), to_size), precision)
+        wide_dy = grad.reshape(len(rows), to_size)
+        dy = kernels.matmul_operand(wide_dy, precision)
         dhiddens, dups = [], []
         for target, ranks, up in factors:
             dcolumns = dy[:, target.start : target.stop]
@@ -280,8 +280,7 @@ def adapted_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRankUpdate
             return [None, ddown, *dups]
         dx = _matmul(dhidden, down.T, precision)
         if base is not None:
-            weights = _base_operand(base, precision)
-            dx_low_rank, dx = dx, kernels.matmul(dy, weights.T, None, None, activation_dtype, precision)
+            dx_low_rank, dx = dx, _base_matmul(wide_dy, dy, base.weights.array.T, None, precision)
             _add_in_place(dx, dx_low_rank)
         return [dx.reshape(x.shape), ddown, *dups]
 
@@ -308,29 +307,20 @@ def _add_in_place(total: Array, addend: Array) -> None:
         total[...] = total.astype(addend.dtype) + addend
 
 
-def _base_matmul(wide: Array, rows: Array, base: Dense, bias: Array | None, precision: str) -> Array:
-    """Return x W + b as a new array (N, out).
+def _base_matmul(wide: Array, rows: Array, matrix: Any, bias: Array | None, precision: str) -> Array:
+    """Return x W + b as a new array (N, out) for frozen weights, which may be quantized.
 
     Args:
         wide: x, (N, in).
         rows: x as an operand of the precision.
+        matrix: W. It is not copied as a whole, unless `kernels.matmul_operand` has to convert it.
     """
-    matrix: Any = base.weights.array
-    if isinstance(matrix, QuantizedMatrix) and (matrix.dtype.name != precision or len(wide) <= FEW_ROWS):
-        return quantized_matmul(wide, matrix, bias, precision)
-    activation_dtype = wide.dtype if wide.dtype.itemsize == 2 else None
-    return kernels.matmul(rows, _base_operand(base, precision), bias, None, activation_dtype, precision)
-
-
-def _base_operand(base: Dense, precision: str) -> Array:
-    """Return the weights of a layer as an operand of a precision.
-
-    The result is not cached, to save memory. Weights that are stored in the precision are not copied.
-    """
-    matrix: Any = base.weights.array
     if isinstance(matrix, QuantizedMatrix):
-        matrix = matrix.stored_values() if matrix.dtype.name == precision else np.asarray(matrix)
-    return kernels.matmul_operand(matrix, precision)
+        if matrix.dtype.name != precision or len(wide) <= FEW_ROWS:
+            return quantized_matmul(wide, matrix, bias, precision)
+        matrix = matrix.stored_values()
+    activation_dtype = wide.dtype if wide.dtype.itemsize == 2 else None
+    return kernels.matmul(rows, kernels.matmul_operand(matrix, precision), bias, None, activation_dtype, precision)
 
 
 # -------------------------------------------------------------------- the adapter of a model

@@ -13,6 +13,7 @@ import numpy as np
 
 from tricycle.devices import ARRAY_MODULES
 from tricycle.kernels.dispatch import Kernel
+from tricycle.kernels.explanation import PLAIN, explain
 from tricycle.kernels.quantized import QuantizedMatrix, chunks_in_cache
 
 _MAX_EXPONENT = 252  # of MXFP4: with larger ones the largest values are infinite in float32
@@ -88,6 +89,12 @@ def dequantize_blocks(packed: np.ndarray, format_name: str) -> np.ndarray:
     values = np.empty((packed.size // block.n_bytes, block.n_values), np.float32)
     convert_blocks("dequantize", format_name, packed.reshape(-1, block.n_bytes), values)
     return values.reshape(*packed.shape[:-1], count_blocks(packed, format_name) * block.n_values)
+
+
+def has_fast_products() -> bool:
+    """Return whether a provider is installed that multiplies with blocks; the reference dequantizes them each time."""
+    report = explain(dequantize_blocks, np.zeros((1, BLOCK_FORMATS["Q8_0"].n_bytes), np.uint8), "Q8_0")
+    return report.provider != PLAIN
 
 
 class BlockMatrix(QuantizedMatrix):

@@ -14,7 +14,7 @@ from tricycle.kernels.quantized_blocks import BLOCK_FORMATS
 from tricycle.layers import Layer
 from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.bert import BERT, ROBERTA
-from tricycle.pretrained.families.family import Family, load_weights
+from tricycle.pretrained.families.family import Family, keeps_blocks, load_weights
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
@@ -26,7 +26,7 @@ from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
 ALL_FAMILIES: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
-WEIGHT_FORMATS = ("float32", "stored", "exact", *DTYPE_NAMES)
+WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)
 
 
 def build_model(source: StoredModel, weights: str = "float32") -> Layer:
@@ -117,9 +117,9 @@ def _bytes_per_element(tensor: StoredTensor, weights: str) -> float:
     """Return the bytes of an element in memory; `weights` as of `pretrained.load`."""
     if len(tensor.shape) < 2 or weights == "float32":
         return 4
-    if tensor.read_blocks and (weights in ("stored", "exact") or (weights, tensor.dtype_name) == ("int8", "Q8_0")):
+    if tensor.read_blocks and keeps_blocks(weights, {tensor.dtype_name}):
         block = BLOCK_FORMATS[tensor.dtype_name]
         return block.n_bytes / block.n_values
     if weights in ("stored", "exact"):
         return {"F16": 2, "BF16": 2}.get(tensor.dtype_name, 4)
-    return 1 if weights == "int8" else 2
+    return {"auto": 4, "int8": 1}.get(weights, 2)
