@@ -11,7 +11,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
 from transformers_families import FAMILIES, HF_SIZES, LLAMA3_SCALING, new_hf_model
 
 RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3"}
@@ -26,13 +25,14 @@ KNOWN = {
 }
 
 
-def new_model(name: str) -> Any:
+def new_model(name: str, **fields: Any) -> Any:
     """Return a transformers model with random weights, large enough that each part affects the logits."""
-    return new_hf_model(FAMILIES[name].model_type, {**FAMILIES[name].hf_fields, **KNOWN.get(name, {})})
+    return new_hf_model(FAMILIES[name].model_type, {**FAMILIES[name].hf_fields, **KNOWN.get(name, {}), **fields})
 
 
 def new_bert() -> Any:
     """Return a small BERT without a pooler, as llama.cpp converts it."""
+    import torch
     import transformers
 
     config = transformers.BertConfig(**HF_SIZES, num_attention_heads=3, intermediate_size=40)

@@ -29,6 +29,7 @@ from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.pretrained import load
+from tricycle.pretrained.adapters import new_adapter, save_adapter
 from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.sampling import SamplingParams
 from tricycle.tokeniser import BPETokeniser
@@ -359,7 +360,7 @@ def test_exported_run_folder_gives_equal_logits(tuned, tmp_path):
     logits = [load(place).model(np.array([ids])).array for place in (folder, tuned[0])]
     np.testing.assert_allclose(*logits, atol=1e-5)
     refused(call("export", tuned[0], folder), "folder .*new or empty")
-    refused(call("export", tuned[0]), "output folder or --gguf")
+    refused(call("export", tuned[0]), "output folder, --gguf or --gguf-adapter")
 
 
 def test_exported_gguf_gives_equal_logits(pretrained_folder, tmp_path):
@@ -370,6 +371,24 @@ def test_exported_gguf_gives_equal_logits(pretrained_folder, tmp_path):
     logits = [load(place).model(np.array([ids])).array for place in (path, pretrained_folder)]
     np.testing.assert_allclose(*logits, atol=1e-5)
     refused(call("export", pretrained_folder, "--gguf", path), r"model\.gguf: .*new file.*exists")
+
+
+def test_exported_gguf_adapter_gives_equal_text(pretrained_folder, tmp_path):
+    loaded = load(pretrained_folder)
+    adapter = new_adapter(loaded)
+    for low_rank in adapter.low_ranks.values():
+        for up in low_rank.ups:
+            up.array[...] = np.random.default_rng(0).normal(0, 0.1, up.shape)
+    save_adapter(adapter, loaded, tmp_path / "adapter")
+    path, folder, flags = tmp_path / "a.gguf", tmp_path / "merged", ("--adapter", tmp_path / "adapter")
+    out = good(call("export", pretrained_folder, folder, *flags, "--gguf-adapter", path))
+    assert out.startswith(f"{path}: architecture llama, {adapter.n_parameters:,} parameters in F32\n{folder}: ")
+    words = ("--temperature", 0, "--length", 12)
+    texts = [good(call("generate", pretrained_folder, "the quick", "--adapter", a, *words)) for a in (path, flags[1])]
+    assert texts[0] == texts[1] == good(call("generate", folder, "the quick", *words))
+    refused(call("export", pretrained_folder, *flags, "--gguf-adapter", path), r"a\.gguf: .*new file.*exists")
+    refused(call("export", pretrained_folder, "--gguf-adapter", path), "--gguf-adapter: expected --adapter")
+    refused(call("generate", path, "the quick"), "expected a model, got general.type 'adapter'")
 
 
 # -------------------------------------------------------------------- quantized weights

@@ -330,10 +330,11 @@ def test_invalid_export_arguments_are_rejected(tmp_path):
 
 
 # -------------------------------------------------------------------- llama.cpp itself
-def greedy_of_llama_cpp(path: Path, prompt: list[int], n: int) -> list[int]:
+def greedy_of_llama_cpp(path: Path, prompt: list[int], n: int, adapter: Path | None = None) -> list[int]:
     """Generate greedily with llama.cpp, with a KV cache in float32."""
     llama_cpp = pytest.importorskip("llama_cpp")
-    model = llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, type_k=0, type_v=0, verbose=False)
+    options = {"n_ctx": 128, "lora_path": adapter and str(adapter), "n_threads": 1, "type_k": 0, "type_v": 0}
+    model = llama_cpp.Llama(str(path), **options, verbose=False)
     tokens = list(islice(model.generate(prompt, temp=0.0, repeat_penalty=1.0), n))
     model.close()
     return tokens

@@ -1,4 +1,4 @@
-"""Export a model as a folder in Hugging Face format, as a GGUF file for llama.cpp, or both."""
+"""Export a model as a folder in Hugging Face format or a GGUF file for llama.cpp, or an adapter for llama.cpp."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tricycle.pretrained.adapters import load_adapter
+from tricycle.pretrained.adapters import load_adapter, save_gguf_adapter
 from tricycle.pretrained.export import export_folder
 from tricycle.system.files import read_json_object
 from tricycle_cli.flags import parse
@@ -34,19 +34,27 @@ class Arguments:
     tokeniser: Path | None = None
     """a tokenizer file, for a model without a tokenizer"""
     adapter: Path | None = None
-    """a LoRA adapter to merge into the weights: a folder that `tricycle finetune` or PEFT wrote"""
+    """a LoRA adapter to merge into the weights: a folder that `tricycle finetune` or PEFT wrote, or a GGUF file"""
+    gguf_adapter: Path | None = None
+    """a GGUF file to write that contains only the LoRA adapter of --adapter, for llama.cpp"""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle export`: write a model (with a merged adapter) as a Hugging Face folder, a GGUF file, or both."""
+    """Run `tricycle export`: write a model (with a merged adapter) as a folder or GGUF file, or only an adapter.
+
+    Raises:
+        FileExistsError: a GGUF file to write exists.
+        ValueError: no output is requested, or the output does not support the model.
+    """
     arguments = parse(Arguments, args=args, description=__doc__ or "")
-    if arguments.folder is None and arguments.gguf is None:
-        raise ValueError("expected an output folder or --gguf, got neither")
-    if arguments.gguf is not None and arguments.gguf.exists():
-        raise FileExistsError(f"{arguments.gguf}: expected a new file, got one that exists")
+    check_outputs(arguments)
     loaded = load_model(arguments.source, arguments.tokeniser, device="cpu")
     if arguments.adapter is not None:
-        load_adapter(loaded, arguments.adapter).merge()
+        adapter = load_adapter(loaded, arguments.adapter)
+        if arguments.gguf_adapter is not None:
+            kind = save_gguf_adapter(adapter, loaded, arguments.gguf_adapter)
+            print(f"{arguments.gguf_adapter}: architecture {kind}, {adapter.n_parameters:,} parameters in F32")
+        adapter.merge()
     if arguments.folder is not None:
         card = training_results(Path(arguments.source))
         generation = loaded.generation if loaded.source is not None else None
@@ -60,6 +68,18 @@ def main(args: Sequence[str] | None = None) -> None:
         export_gguf(loaded.model, loaded.tokeniser, arguments.gguf, arguments.type)
         size = arguments.gguf.stat().st_size
         print(f"{arguments.gguf}: {loaded.model.n_parameters:,} parameters in {arguments.type}, {size:,} bytes")
+
+
+def check_outputs(arguments: Arguments) -> None:
+    """Raise an exception unless a new output is requested, and an adapter only together with --adapter."""
+    files = [arguments.gguf, arguments.gguf_adapter]
+    if arguments.folder is None and files == [None, None]:
+        raise ValueError("expected an output folder, --gguf or --gguf-adapter, got none")
+    if arguments.gguf_adapter is not None and arguments.adapter is None:
+        raise ValueError("--gguf-adapter: expected --adapter with it, the adapter to write")
+    for path in files:
+        if path is not None and path.exists():
+            raise FileExistsError(f"{path}: expected a new file, got one that exists")
 
 
 def training_results(source: Path) -> dict[str, Any]:

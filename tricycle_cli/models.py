@@ -44,7 +44,7 @@ class ModelFlags:
     softmax: Softmax | None = None
     """the attention normalizer, in place of the one that the model was trained with"""
     adapter: Path | None = None
-    """a LoRA adapter for this model: a folder that `tricycle finetune` or PEFT wrote"""
+    """a LoRA adapter for this model: a folder that `tricycle finetune` or PEFT wrote, or a GGUF file"""
     weights: Weights = "auto"
     """data type of the weights: 16 and 8 bits need less memory and less time per token; "auto" keeps the quantized
     blocks of a GGUF file and is float32 otherwise; "stored" keeps 16-bit weights, too; "exact" is "stored" without
@@ -118,7 +118,7 @@ def load_model(
         softmax: the attention normalizer, if another one than the model was trained with.
         device: "auto", "cpu" or "gpu".
         weights: as in `tricycle.pretrained.load`; types of fewer than 32 bits are for CPUs.
-        adapter: a folder of a LoRA adapter in PEFT's format, which is attached.
+        adapter: a LoRA adapter, a folder in PEFT's format or a GGUF file, which is attached.
         loaded: the result of `load_file` for this source, if the caller has loaded it already.
 
     Raises:

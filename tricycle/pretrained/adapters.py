@@ -2,8 +2,9 @@
 
     loaded = load("smollm2")
     adapter = new_adapter(loaded, LoRAConfig(rank=8))       # and train the model, or
-    adapter = load_adapter(loaded, "folder")
-    save_adapter(adapter, "folder")
+    adapter = load_adapter(loaded, "folder")                # or "adapter.gguf"
+    save_adapter(adapter, loaded, "folder")
+    save_gguf_adapter(adapter, loaded, "adapter.gguf")      # for llama.cpp
 
 Tensors are named after the layers of the Hugging Face model of the same family. If no family computes what a model
 does, they have Tricycle's names, and only Tricycle can read them.
@@ -27,6 +28,8 @@ from tricycle.pretrained import Pretrained
 from tricycle.pretrained.export import find_export_family, write_json
 from tricycle.pretrained.families import find_family
 from tricycle.pretrained.families.family import Family, TensorMapping, abbreviate_names
+from tricycle.pretrained.gguf_adapters import LowRankFactors, find_architecture, read_gguf_adapter, write_gguf_adapter
+from tricycle.pretrained.gguf_names import AttentionHeads
 from tricycle.pretrained.safetensors_weights import read_tensors, write_tensors
 from tricycle.pretrained.stored_model import StoredTensor, error_prefix
 from tricycle.system.files import atomic_write, read_json_object
@@ -46,6 +49,10 @@ REQUIRED_FIELDS: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base weights
 }
+
+
+# The fields of adapter_config.json, the config, and A and B (and DoRA's magnitudes) by module name.
+OpenedAdapter = tuple[dict[str, Any], LoRAConfig, dict[str, tuple[StoredTensor, ...]]]
 
 
 class TargetModule(NamedTuple):
@@ -72,6 +79,7 @@ class TargetModules:
 
     def __init__(self, loaded: Pretrained) -> None:
         self.model = loaded.model
+        self.source = loaded.source
         self.family: Family | None = None
         if loaded.source is not None:
             self.family = find_family(loaded.source)
@@ -107,6 +115,12 @@ class TargetModules:
                 raise ValueError(f"expected targets among {ALL_LINEAR}, {', '.join(known)}, got {target!r}")
             selected.update(matches)
         return [module for module in self.all if module.name in selected]
+
+    def gguf_layout(self) -> tuple[str, AttentionHeads]:
+        """Return what GGUF adapters depend on: general.architecture and heads; ValueError without an architecture."""
+        config = self.model.config
+        heads = AttentionHeads(config.n_heads, config.key_heads, config.channels_per_head)
+        return find_architecture(self.source, self.family), heads
 
     def to_peft(self, module: TargetModule, up: np.ndarray) -> np.ndarray:
         """Return a copy of a module's matrix B (r, out) in PEFT's layout (out, r), with the same dtype."""
@@ -186,17 +200,40 @@ def save_adapter(adapter: Adapter, loaded: Pretrained, folder: str | os.PathLike
     """
     folder = Path(folder)
     modules = TargetModules(loaded)
-    tensors = _peft_tensors(adapter, modules)
-    for name, array in tensors.items():
-        if not np.isfinite(array).all():
-            raise ValueError(f"save_adapter: expected finite weights, {name} has NaN or infinity")
+    with error_prefix("save_adapter: "):
+        tensors = _peft_tensors(adapter, modules)
     with atomic_write(folder / WEIGHTS) as file:
         write_tensors(file, {name: array.shape for name, array in tensors.items()}, tensors.items(), "F32")
     write_json(folder / CONFIG, _adapter_config_fields(adapter, modules))
 
 
+def save_gguf_adapter(adapter: Adapter, loaded: Pretrained, path: str | os.PathLike[str]) -> str:
+    """Write or replace a GGUF file of a LoRA adapter for llama.cpp atomically, in F32; return general.architecture.
+
+    Scales that differ between matrices are multiplied into B, because the file has one alpha.
+
+    Raises:
+        ImportError: the package gguf is not installed.
+        ValueError: a DoRA adapter, a model without an architecture of llama.cpp, or a weight that is not finite.
+            Nothing is written.
+    """
+    with error_prefix("save_gguf_adapter: "):
+        if any(low_rank.magnitudes for low_rank in adapter.low_ranks.values()):
+            advice = "merge it into the model and export that one"
+            raise ValueError(f"expected LoRA, got DoRA, which llama.cpp does not support: {advice}")
+        modules = TargetModules(loaded)
+        architecture, heads = modules.gguf_layout()
+        tensors = _peft_tensors(adapter, modules)
+        factors = {}
+        for target in (target for low_rank in adapter.low_ranks.values() for target in low_rank.targets):
+            down, up = (tensors[f"{PREFIX}{target.name}.lora_{letter}.weight"] for letter in "AB")
+            factors[target.name] = LowRankFactors(down, up, target.scale)
+        write_gguf_adapter(path, architecture, heads, factors)
+    return architecture
+
+
 def _peft_tensors(adapter: Adapter, modules: TargetModules) -> dict[str, np.ndarray]:
-    """Return the tensors of adapter_model.safetensors."""
+    """Return the tensors of adapter_model.safetensors; ValueError if a value is not finite."""
     tensors = {}
     for low_rank in adapter.low_ranks.values():
         for target, ranks, up in low_rank.factors():
@@ -207,6 +244,9 @@ def _peft_tensors(adapter: Adapter, modules: TargetModules) -> dict[str, np.ndar
         for target, magnitude in zip(low_rank.targets, low_rank.magnitudes):
             theirs = modules.to_peft(modules.by_name[target.name], magnitude.numpy()[None])
             tensors[f"{PREFIX}{target.name}.lora_magnitude_vector"] = np.ascontiguousarray(theirs[:, 0])
+    for name, array in tensors.items():
+        if not np.isfinite(array).all():
+            raise ValueError(f"expected finite weights, {name} has NaN or infinity")
     return tensors
 
 
@@ -241,25 +281,24 @@ def _adapter_config_fields(adapter: Adapter, modules: TargetModules) -> dict[str
 
 # -------------------------------------------------------------------- reading
 def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
-    """Load an adapter in PEFT's format, attach it to the model, freeze all else, and return the adapter.
+    """Load an adapter of PEFT or llama.cpp, attach it to the model, freeze all else, and return the adapter.
 
     No code in the files is executed.
 
     Args:
-        folder: the folder of the two files, or a run folder that contains it under the name adapter.
+        folder: the folder of PEFT's two files, a run folder that contains it under the name adapter, or a GGUF file.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the adapter is of an unsupported kind, its tensors do not fit the model, or the model already has an
             adapter.
     """
-    folder = find_adapter_folder(Path(folder))
-    fields = read_json_object(folder / CONFIG)
-    tensors, _ = read_tensors(folder / WEIGHTS)
+    folder = Path(folder)
+    if not folder.is_file():
+        folder = find_adapter_folder(folder)
     modules = TargetModules(loaded)
+    fields, config, factors = (_open_gguf if folder.is_file() else _open_folder)(folder, modules)
     with error_prefix(f"{folder}: "):
-        config = _read_config(fields)
-        factors = _group_tensors(tensors, config.dora)
         targets = _match_tensors(factors, modules, config, fields)
     low_ranks = _new_low_ranks(loaded.model, targets, config, 0)
     for low_rank in low_ranks.values():
@@ -276,12 +315,28 @@ def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
     return Adapter(loaded.model, low_ranks, config, name if isinstance(name, str) else "").attach()
 
 
+def _open_folder(folder: Path, modules: TargetModules) -> OpenedAdapter:
+    """Read the config of an adapter in PEFT's format, and open its tensors."""
+    fields = read_json_object(folder / CONFIG)
+    tensors, _ = read_tensors(folder / WEIGHTS)
+    with error_prefix(f"{folder}: "):
+        config = _read_config(fields)
+        return fields, config, _group_tensors(tensors, config.dora)
+
+
+def _open_gguf(path: Path, modules: TargetModules) -> OpenedAdapter:
+    """Read the config of a GGUF adapter, and open its tensors."""
+    with error_prefix(f"{path}: "):
+        fields, factors = read_gguf_adapter(path, *modules.gguf_layout())
+        return fields, _read_config(fields), factors
+
+
 def find_adapter_folder(folder: Path) -> Path:
     """Return `folder` or its subfolder adapter, whichever has an adapter's files; FileNotFoundError if neither."""
     for candidate in (folder, folder / "adapter"):
         if (candidate / CONFIG).is_file() and (candidate / WEIGHTS).is_file():
             return candidate
-    raise FileNotFoundError(f"{folder}: expected an adapter, a folder with {CONFIG} and {WEIGHTS}")
+    raise FileNotFoundError(f"{folder}: expected an adapter, a GGUF file or a folder with {CONFIG} and {WEIGHTS}")
 
 
 def _read_config(fields: Mapping[str, Any]) -> LoRAConfig:

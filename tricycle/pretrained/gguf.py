@@ -54,7 +54,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
     divisors = file.read(file.tensors[_ROPE_DIVISORS]) if _ROPE_DIVISORS in file.tensors else None
     fields = CONFIG_READERS[architecture](metadata, divisors) | metadata.special_tokens()
     heads = AttentionHeads(metadata.positive_int("attention.head_count"), metadata.n_key_heads(), metadata.head_size())
-    tensors = _TensorConversion(file, metadata, TENSOR_MAPPINGS[architecture], heads).tensors()
+    tensors = TensorConversion(file, metadata, TENSOR_MAPPINGS[architecture], heads).tensors()
     output, embedding = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
     have_same_type = output and (output.dtype_name, output.shape) == (embedding.dtype_name, embedding.shape)
     if architecture == "gpt2" and output and have_same_type and np.array_equal(file.read(output), file.read(embedding)):
@@ -88,7 +88,7 @@ def _check_sizes(file: GGUFFile, metadata: ModelMetadata) -> None:
 
 
 @dataclass(frozen=True)
-class _TensorConversion:
+class TensorConversion:
     """Converts the tensors of a GGUF file to the names and values of transformers."""
 
     file: GGUFFile
@@ -102,13 +102,13 @@ class _TensorConversion:
         for name, info in self.file.tensors.items():
             if name == _ROPE_DIVISORS:
                 continue
-            for hf_name, tensor in self._convert(name, info):
+            for hf_name, tensor in self.convert(name, info):
                 if hf_name in tensors:
                     raise self.metadata.error(f"tensor {short_repr(name)} is a second {short_repr(hf_name)}")
                 tensors[hf_name] = tensor
         return tensors
 
-    def _convert(self, name: str, info: GGUFTensorInfo) -> list[tuple[str, StoredTensor]]:
+    def convert(self, name: str, info: GGUFTensorInfo) -> list[tuple[str, StoredTensor]]:
         """Return the names and tensors of transformers that one tensor of the file contains."""
         layer, _, suffix = name.rpartition(".")
         match = _BLOCK.match(name)

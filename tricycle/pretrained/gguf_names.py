@@ -70,6 +70,13 @@ class TensorMapping:
     names: dict[str, tuple[str, ...]]
     transforms: dict[str, WeightTransform] = field(default_factory=dict)
 
+    def gguf_layer(self, hf_layer: str) -> tuple[str, WeightTransform]:
+        """Return llama.cpp's name and the transform of a layer of transformers; raise KeyError if there is none."""
+        to_gguf = {names[0]: gguf_name for gguf_name, names in self.names.items() if len(names) == 1}
+        number = next((component for component in hf_layer.split(".") if component.isdigit()), "")
+        template = to_gguf[hf_layer.replace(f".{number}.", ".N.") if number else hf_layer]
+        return template.replace(".N.", f".{number}."), self.transforms.get(template, WeightTransform())
+
 
 # -------------------------------------------------------------------- values
 def _permute_rows(dimensions: Callable[[AttentionHeads], tuple[int, int, int, int]]) -> WeightTransform:

@@ -84,7 +84,7 @@ def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], dtype_
     tensors = ((plan[name], _encode(plan[name], array, heads)) for name, array in arrays)
     divisors = _rope_divisors(config) if config.rotary_scaling == "llama3" else {}
     with atomic_write(path) as file:
-        _write(file.name, architecture, metadata, [*plan.values(), *divisors], chain(tensors, divisors.items()))
+        write_gguf(file.name, architecture, metadata, [*plan.values(), *divisors], chain(tensors, divisors.items()))
     return architecture
 
 
@@ -134,13 +134,9 @@ def _rope_divisors(config: ModelConfig) -> dict[WrittenTensor, np.ndarray]:
 # -------------------------------------------------------------------- tensors
 def _plan_tensor(architecture: str, name: str, shape: tuple[int, ...], dtype_name: str) -> WrittenTensor:
     """Return the name, data type, shape and transform of a transformers tensor in the written file."""
-    mapping = TENSOR_MAPPINGS[architecture]
-    to_gguf = {hf_name: gguf_name for gguf_name, (hf_name, *_) in mapping.names.items()}
-    layer, _, suffix = name.rpartition(".")
-    number = next((component for component in layer.split(".") if component.isdigit()), "")
-    template = to_gguf[layer.replace(f".{number}.", ".N.") if number else layer]
-    gguf_name = f"{template.replace('.N.', f'.{number}.')}.{suffix}"
-    transform = mapping.transforms.get(template, WeightTransform())
+    hf_layer, _, suffix = name.rpartition(".")
+    layer, transform = TENSOR_MAPPINGS[architecture].gguf_layer(hf_layer)
+    gguf_name = f"{layer}.{suffix}"
     if transform.transposes:
         shape = shape[::-1]
     if len(shape) == 1 or gguf_name in _ALWAYS_F32:
@@ -166,7 +162,7 @@ def _encode(tensor: WrittenTensor, array: np.ndarray, heads: AttentionHeads) -> 
     return quantize_blocks(array, tensor.dtype_name) if tensor.dtype_name in BLOCK_FORMATS else array.astype("<f2")
 
 
-def _write(
+def write_gguf(
     path: str,
     architecture: str,
     metadata: Metadata,
