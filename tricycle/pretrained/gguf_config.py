@@ -317,11 +317,15 @@ def _gemma2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _gemma3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Gemma 3, where every sixth layer has full attention and the others another RoPE base."""
-    softcap = "final_logit_softcapping"
+    """Return the fields of Gemma 3, where every sixth layer has full attention and the others another RoPE base.
+
+    Without a window, all layers have full attention.
+    """
+    softcap, window = "final_logit_softcapping", "attention.sliding_window"
+    has_window = bool(metadata.get(window))
     return _like_gemma(metadata, divisors, "gemma3_text", n_layers_of_27b=62) | {
-        "sliding_window": metadata.positive_int("attention.sliding_window"),
-        "sliding_window_pattern": metadata.positive_int("attention.sliding_window_pattern", 6),
+        "sliding_window": metadata.positive_int(window) if has_window else None,
+        "sliding_window_pattern": metadata.positive_int(f"{window}_pattern", 6) if has_window else 1,
         "rope_local_base_freq": metadata.positive_float("rope.freq_base_swa", 10_000.0),
         "rope_theta": metadata.positive_float("rope.freq_base", 1_000_000.0),
         "attn_logit_softcapping": None,

@@ -50,9 +50,13 @@ def match_architecture(config: ModelConfig) -> tuple[str, Family, ModelConfig]:
 
 
 def architecture_metadata(architecture: str, config: ModelConfig) -> Metadata:
-    """Return the metadata of an architecture, with its name as the prefix of the keys."""
-    metadata = size_fields(config, **SIZE_METADATA) | METADATA_WRITERS[architecture][1](config)
-    return {f"{architecture}.{name}": value for name, value in metadata.items()}
+    """Return the metadata of an architecture, with its name as the prefix of the keys.
+
+    Args:
+        config: a result of `match_architecture`, where fields that may be integers or floats are floats.
+    """
+    values = size_fields(config, **SIZE_METADATA) | METADATA_WRITERS[architecture][1](config)
+    return {f"{architecture}.{name}": value for name, value in values.items()}
 
 
 def rope_divisors(config: ModelConfig) -> np.ndarray | None:
@@ -115,10 +119,10 @@ def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _rope(config: ModelConfig) -> Metadata:
     metadata: Metadata = {
         "rope.dimension_count": int(config.channels_per_head * config.rotary_fraction),
-        "rope.freq_base": float(config.rotary_base),
+        "rope.freq_base": config.rotary_base,
     }
     if config.rotary_scaling == "linear":
-        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rotary_factor)}
+        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rotary_factor}
     return metadata
 
 
@@ -139,21 +143,21 @@ def _like_llama(config: ModelConfig) -> Metadata:
 
 def _gemma2(config: ModelConfig) -> Metadata:
     caps = {"attn_logit_softcapping": config.score_cap, "final_logit_softcapping": config.logit_cap}
-    return {
-        **_like_llama(config),
-        "attention.sliding_window": config.window or config.context_window,
-        **{name: float(cap) for name, cap in caps.items() if cap},
-    }
+    windows = {"attention.sliding_window": config.window}
+    return {**_like_llama(config), **{name: value for name, value in {**caps, **windows}.items() if value}}
 
 
 def _gemma3(config: ModelConfig) -> Metadata:
     full_layers = [layer for layer in range(config.n_layers) if config.window_size(layer) is None]
-    metadata = _gemma2(config) | {
-        "attention.sliding_window_pattern": 1 + (full_layers[0] if full_layers else config.n_layers),
-        "rope.freq_base_swa": float(config.rotary_local_base or config.rotary_base),
-    }
+    metadata = _gemma2(config)
     metadata.pop("attn_logit_softcapping", None)
-    return metadata
+    if len(full_layers) == config.n_layers:
+        metadata.pop("attention.sliding_window", None)
+        return metadata
+    return metadata | {
+        "attention.sliding_window_pattern": 1 + (full_layers[0] if full_layers else config.n_layers),
+        "rope.freq_base_swa": config.rotary_local_base or config.rotary_base,
+    }
 
 
 def _layer_norm(config: ModelConfig) -> Metadata:
