@@ -57,8 +57,7 @@ def export_gguf(
     """Write a model and tokenizer (or None) to a GGUF file of F32, F16 or Q8_0; return the architecture or ValueError.
 
     Args:
-        model: a `GPT` or a `TextEncoder` whose config an architecture of llama.cpp computes: llama, qwen2, qwen3, olmo2,
-            gemma2, gemma3, gpt2, gptneox, phi2 or bert.
+        model: a `GPT` or `TextEncoder` that an architecture in `gguf_metadata_writer.METADATA_WRITERS` computes.
         tokeniser: Tricycle's with GPT-2's pre-tokenizer, or another byte-level BPE, a SentencePiece BPE or a lower-case
             WordPiece. With None the file has no tokenizer: llama.cpp cannot run it, but other programs can read it.
         path: of the file, which is replaced.
