@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from transformers_families import LIKE_LLAMA
 
-from tricycle.configs import ModelConfig
+from tricycle.configs import EncoderConfig, ModelConfig
 from tricycle.generate import generate
 from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle.models import GPT
@@ -22,10 +22,12 @@ from tricycle.pretrained import load, tokenizer_json
 from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.pretrained.export import NEUTRAL_FIELDS
 from tricycle.pretrained.ggml_quantization import quantize_blocks
-from tricycle.pretrained.gguf import read_gguf
+from tricycle.pretrained.gguf import GGUFModel, read_gguf
 from tricycle.pretrained.gguf_file import read_gguf_header
 from tricycle.pretrained.gguf_writer import export_gguf
+from tricycle.pretrained.sentence_encoder import SentenceEncoder, load_sentence_encoder, source_pooling
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
+from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
 from tricycle.weights import set_memory_order
@@ -83,7 +85,7 @@ def new_model(name: str) -> GPT:
     return lively(GPT(ModelConfig(**MODELS[name][1])))
 
 
-def lively(model: GPT) -> GPT:
+def lively(model: Any) -> Any:
     """Return the model with random weights, so that every part affects the logits."""
     rng = np.random.default_rng(0)
     for parameter in model.parameters():
@@ -201,6 +203,72 @@ def test_export_replaces_the_file_atomically(tmp_path):
     assert path.read_bytes() == b"what was there" and [entry.name for entry in tmp_path.iterdir()] == ["a.gguf"]
     export_gguf(model, bpe_tokeniser(), path)
     assert path.read_bytes()[:4] == b"GGUF" and [entry.name for entry in tmp_path.iterdir()] == ["a.gguf"]
+
+
+# -------------------------------------------------------------------- encoders
+BERT_WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the ##se thing in wind , ! é ##s".split()
+
+
+def new_encoder(**fields: Any) -> TextEncoder:
+    sizes = {"vocab_size": 20, "context_window": 32, "embedding_dim": 64, "n_layers": 2, "n_heads": 4, "norm_eps": 1e-5}
+    return lively(TextEncoder(EncoderConfig(**{**sizes, **fields})))
+
+
+def wordpiece() -> PretrainedTokeniser:
+    vocab = {text: i for i, text in enumerate(BERT_WORDS)}
+    document = tokenizer_json.wordpiece_document(vocab, True, "[CLS]", "[SEP]", "[UNK]")
+    return PretrainedTokeniser(json.dumps(document), {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"})
+
+
+ENCODER_TEXTS = ["The thing in THE wind", "these things, in!", "", "another thing"]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_exported_encoder_round_trips(tmp_path, pooling):
+    model, tokeniser = new_encoder(bias=True), wordpiece()
+    assert export_gguf(model, tokeniser, tmp_path / "a.gguf", pooling=pooling) == "bert"
+    back = load_sentence_encoder(tmp_path / "a.gguf")
+    assert back.model.config.token_types == 2 and back.pooling.mode == pooling
+    for (name, ours), (other, theirs) in zip(model.named_parameters(), back.model.named_parameters(), strict=True):
+        assert name == other
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    expected = SentenceEncoder(model, tokeniser, SentencePooling(pooling, normalize=False)).encode(ENCODER_TEXTS)
+    np.testing.assert_allclose(back.encode(ENCODER_TEXTS), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_encoder_without_a_tokeniser(tmp_path, kind):
+    export_gguf(new_encoder(), None, tmp_path / "a.gguf", kind)
+    tensors = read_gguf(tmp_path / "a.gguf").tensors
+    kinds = {name: tensor.dtype_name for name, tensor in tensors.items() if len(tensor.shape) == 2}
+    f32 = {f"embeddings.{name}_embeddings.weight" for name in ("position", "token_type")}
+    assert {name for name, dtype_name in kinds.items() if dtype_name == "F32"} == f32
+    assert set(kinds.values()) == {"F32", kind}
+
+
+@pytest.mark.parametrize(("value", "mode"), [(0, "mean"), (2, "first"), (3, None), ([1], None)])
+def test_pooling_type_of_a_gguf_file(tmp_path, value, mode):
+    source = GGUFModel(tmp_path, {}, {}, metadata={"bert.pooling_type": value})
+    if mode is not None:
+        assert source_pooling(source).mode == mode
+        return
+    with pytest.raises(ValueError, match=r"bert\.pooling_type to be 0 or 1 or 2"):
+        source_pooling(source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_llama_cpp_computes_equal_sentence_embeddings(tmp_path, pooling):
+    """llama.cpp approximates GELU with tanh and a table of 16 bits."""
+    model, tokeniser = new_encoder(), wordpiece()
+    export_gguf(model, tokeniser, tmp_path / "a.gguf", pooling=pooling)
+    theirs = open_llama_cpp(tmp_path / "a.gguf", embedding=True)
+    vectors = [theirs.embed(text, normalize=True) for text in ENCODER_TEXTS]
+    expected = SentenceEncoder(model, tokeniser, SentencePooling(pooling)).encode(ENCODER_TEXTS)
+    np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-3)
+    for text in ENCODER_TEXTS:
+        assert theirs.tokenize(text.encode(), special=True) == tokeniser.encode(text)
+    theirs.close()
 
 
 # -------------------------------------------------------------------- tokenisers
@@ -356,6 +424,8 @@ def test_invalid_export_arguments_are_rejected(tmp_path):
         export_gguf(new_model("llama"), None, tmp_path / "a.gguf", "Q4_K")
     with pytest.raises(ValueError, match=r"^export_gguf: .*GPT.*dict"):
         export_gguf({}, None, tmp_path / "a.gguf")
+    with pytest.raises(ValueError, match=r"pooling.*mean, first.*'max'"):
+        export_gguf(new_encoder(), None, tmp_path / "a.gguf", pooling="max")
 
 
 # -------------------------------------------------------------------- llama.cpp itself
@@ -371,6 +441,7 @@ def open_llama_cpp(path: Path, **options: Any) -> Any:
     return llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, type_k=0, type_v=0, verbose=False, **options)
 
 
+@pytest.mark.slow
 @each_model
 def test_llama_cpp_computes_equal_logits_and_tokens(tmp_path, name):
     model = new_model(name)
@@ -386,6 +457,7 @@ def test_llama_cpp_computes_equal_logits_and_tokens(tmp_path, name):
     theirs.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["bpe", "another", "learnt"])
 def test_llama_cpp_tokenizes_equally(tmp_path, of):
     llama_cpp = pytest.importorskip("llama_cpp")

@@ -17,8 +17,11 @@ from chat_templates import CHATML, HELLO, LONGER
 from tiny_models import smollm2_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tricycle.configs import EncoderConfig, ModelConfig
+from tricycle.models import GPT
 from tricycle.pretrained import tokenizer_json
 from tricycle.pretrained.gguf_tokenizer_writer import tokenizer_metadata
+from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.pretrained.tokenisers import (
     PretrainedTokeniser,
     load_tokeniser,
@@ -27,6 +30,7 @@ from tricycle.pretrained.tokenisers import (
     tokeniser_from_gguf,
 )
 from tricycle.pretrained.tokenizer_json import to_tokenizer_json
+from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -385,6 +389,23 @@ def test_gemma_style_spaces_are_written_to_gguf():
     for text in TEXTS:
         if "▁" not in text:
             assert back.encode(text) == like_gemma.encode(text), repr(text[:80])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama2", "gemma", "bert"])
+def test_llama_cpp_tokenizes_written_vocabularies_equally(tmp_path, name):
+    """Apart from U+2581 and words of more than 100 letters in WordPiece, and from characters of value 0."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    tokeniser = writable(name)
+    sizes = {"vocab_size": tokeniser.n_vocab + 2, "embedding_dim": 32, "n_layers": 1, "n_heads": 2}
+    model = TextEncoder(EncoderConfig(**sizes)) if name == "bert" else GPT(ModelConfig(**sizes))
+    export_gguf(model, tokeniser, tmp_path / "a.gguf")
+    theirs = llama_cpp.Llama(str(tmp_path / "a.gguf"), vocab_only=True, verbose=False)
+    texts = [text for text in TEXTS if "\0" not in text and not (name == "bert" and ("▁" in text or "a" * 101 in text))]
+    assert len(texts) > 150
+    for text in texts:
+        assert theirs.tokenize(text.encode(), special=True) == tokeniser.encode(text), repr(text[:80])
+    theirs.close()
 
 
 def changed(name: str, *path: str, value: object) -> PretrainedTokeniser:

@@ -28,6 +28,7 @@ SIZE_METADATA = {
     "n_layers": "block_count",
     "n_heads": "attention.head_count",
 }
+WITH_ROPE_DIVISORS = ("llama",)  # architectures with the tensor rope_freqs.weight, for Llama 3's scaling
 POOLING_TYPES = {"mean": 1, "first": 2}  # from modes of `SentencePooling` to values of pooling_type
 _LLAMA_3_BOUNDS = (8192.0, 1.0, 4.0)  # of Llama 3.1 and 3.2: original window, lower and upper bound
 
@@ -149,7 +150,7 @@ def _rope_scaling(metadata: ModelMetadata, divisors: np.ndarray | None) -> Field
     is_linear = kind != "none" and factor != 1
     if divisors is None:
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if is_linear else {}
-    if metadata.architecture != "llama":
+    if metadata.architecture not in WITH_ROPE_DIVISORS:
         raise metadata.error(f"has rope_freqs.weight, which is unknown in the architecture {metadata.architecture}")
     if is_linear:
         raise metadata.error("has two RoPE scalings: the tensor rope_freqs.weight and a factor")

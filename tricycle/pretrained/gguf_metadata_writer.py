@@ -28,7 +28,13 @@ from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3, rotary_scaling_fields
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
-from tricycle.pretrained.gguf_config import CONFIG_READERS, SIZE_METADATA, ModelMetadata, llama3_divisors
+from tricycle.pretrained.gguf_config import (
+    CONFIG_READERS,
+    SIZE_METADATA,
+    WITH_ROPE_DIVISORS,
+    ModelMetadata,
+    llama3_divisors,
+)
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo
 
 Metadata = dict[str, Any]
@@ -83,7 +89,7 @@ def _read_back(architecture: str, config: ModelConfig) -> dict[str, Any]:
     """Return the fields of a config.json that a GGUF file of the config contains; ValueError if it is not valid."""
     tensors = {name: GGUFTensorInfo(name, "F32", shape, 0, 0) for name, shape in _described_tensors(config).items()}
     file = GGUFFile(Path("metadata"), architecture_metadata(architecture, config), tensors)
-    divisors = rope_divisors(config)
+    divisors = rope_divisors(config) if architecture in WITH_ROPE_DIVISORS else None
     fields = CONFIG_READERS[architecture](ModelMetadata(file, architecture), divisors)
     if divisors is not None:  # several scalings have these divisors, and the reader chooses one of them
         fields["rope_scaling"] = rotary_scaling_fields(config)
