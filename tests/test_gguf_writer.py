@@ -20,7 +20,7 @@ from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle.models import GPT
 from tricycle.pretrained import load, tokenizer_json
 from tricycle.pretrained.config_equivalence import differing_fields
-from tricycle.pretrained.export import NEUTRAL_FIELDS
+from tricycle.pretrained.export import NEUTRAL_FIELDS, export_folder
 from tricycle.pretrained.ggml_quantization import quantize_blocks
 from tricycle.pretrained.gguf import GGUFModel, read_gguf
 from tricycle.pretrained.gguf_file import read_gguf_header
@@ -31,6 +31,7 @@ from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
 from tricycle.weights import set_memory_order
+from tricycle_cli.export import main as export_main
 
 pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
@@ -254,6 +255,19 @@ def test_pooling_type_of_a_gguf_file(tmp_path, value, mode):
         return
     with pytest.raises(ValueError, match=r"bert\.pooling_type to be 0 or 1 or 2"):
         source_pooling(source)
+
+
+def test_export_command_writes_the_pooling_of_an_encoder(tmp_path):
+    export_folder(new_encoder(), wordpiece(), tmp_path / "encoder")
+    (tmp_path / "encoder" / "1_Pooling").mkdir()
+    (tmp_path / "encoder" / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
+    places = {"Transformer": "", "Pooling": "1_Pooling"}
+    modules = [{"path": place, "type": f"sentence_transformers.models.{kind}"} for kind, place in places.items()]
+    (tmp_path / "encoder" / "modules.json").write_text(json.dumps(modules))
+    export_main([str(tmp_path / "encoder"), "--gguf", str(tmp_path / "a.gguf"), "--type", "F32"])
+    back, expected = load_sentence_encoder(tmp_path / "a.gguf"), load_sentence_encoder(tmp_path / "encoder")
+    assert back.pooling.mode == "first"
+    np.testing.assert_allclose(back.encode(ENCODER_TEXTS), expected.encode(ENCODER_TEXTS), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ class Arguments:
     """The flags of `tricycle export`."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """a model, as in `tricycle generate`"""
+    """a model, as in `tricycle generate`, or a text encoder"""
     folder: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = None
     """a new folder for config.json, model.safetensors, the tokenizer files and a model card"""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
