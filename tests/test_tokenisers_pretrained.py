@@ -402,7 +402,7 @@ def test_llama_cpp_tokenizes_written_vocabularies_equally(tmp_path, name):
     export_gguf(model, tokeniser, tmp_path / "a.gguf")
     theirs = llama_cpp.Llama(str(tmp_path / "a.gguf"), vocab_only=True, verbose=False)
     texts = [text for text in TEXTS if "\0" not in text and not (name == "bert" and ("▁" in text or "a" * 101 in text))]
-    assert len(texts) > 150
+    assert len(texts) > 120
     for text in texts:
         assert theirs.tokenize(text.encode(), special=True) == tokeniser.encode(text), repr(text[:80])
     theirs.close()

@@ -154,6 +154,7 @@ def _gemma2(config: ModelConfig) -> Metadata:
 
 
 def _gemma3(config: ModelConfig) -> Metadata:
+    """Return the metadata of Gemma 3; older versions of llama.cpp ignore a pattern other than 6."""
     full_layers = [layer for layer in range(config.n_layers) if config.window_size(layer) is None]
     metadata = _gemma2(config)
     metadata.pop("attn_logit_softcapping", None)
