@@ -154,7 +154,7 @@ def _gemma2(config: ModelConfig) -> Metadata:
 
 
 def _gemma3(config: ModelConfig) -> Metadata:
-    """Return the metadata of Gemma 3; older versions of llama.cpp ignore a pattern other than 6."""
+    """Return the metadata of Gemma 3; older versions of llama.cpp assume the pattern 6 and a base_swa of 10,000."""
     full_layers = [layer for layer in range(config.n_layers) if config.window_size(layer) is None]
     metadata = _gemma2(config)
     metadata.pop("attn_logit_softcapping", None)
