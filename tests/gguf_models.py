@@ -20,6 +20,7 @@ ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not 
 KNOWN = {
     "Qwen2": {"use_sliding_window": False, "sliding_window": None},
     "GPT-2": {"n_inner": 96},
+    "OLMo 2": {"tie_word_embeddings": False},
     "Gemma 2": {"query_pre_attn_scalar": 8},
     "Gemma 3": {"query_pre_attn_scalar": 8, "sliding_window_pattern": 3},
 }

@@ -142,6 +142,22 @@ def test_llama_with_only_qkv_biases_becomes_qwen2(files, tmp_path):
     build_model(source)
 
 
+def test_models_that_llama_cpp_does_not_compute_are_rejected(files, tmp_path):
+    _, olmo2 = files["OLMo 2"]
+    refused(written(tmp_path, "olmo2", olmo2, {"attention.sliding_window": 9}), "OLMo 3, which is not supported")
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight"):
+        build_model(read_gguf(written(tmp_path, "olmo2", olmo2, tensors={"output.weight": None})))
+    _, qwen3 = files["Qwen3"]
+    divisors = {"rope_freqs.weight": np.ones(8, np.float32)}
+    refused(written(tmp_path, "qwen3", qwen3, tensors=divisors), r"rope_freqs\.weight.*unknown.*qwen3")
+
+
+def test_gemma_3_without_a_window_has_full_attention(files, tmp_path):
+    _, model = files["Gemma 3"]
+    source = read_gguf(written(tmp_path, "gemma3", model, {"attention.sliding_window": None}))
+    assert build_model(source).config.window == 0
+
+
 def test_special_tokens_and_sampling_settings_are_read(files, tmp_path):
     _, model = files["Llama"]
     keys = {f":tokenizer.ggml.{name}_token_id": i for i, name in enumerate(["bos", "eos", "eot", "padding"], 1)}

@@ -17,7 +17,11 @@ from chat_templates import CHATML, HELLO, LONGER
 from tiny_models import smollm2_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tricycle.configs import EncoderConfig, ModelConfig
+from tricycle.models import GPT
 from tricycle.pretrained import tokenizer_json
+from tricycle.pretrained.gguf_tokenizer_writer import tokenizer_metadata
+from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.pretrained.tokenisers import (
     PretrainedTokeniser,
     load_tokeniser,
@@ -26,6 +30,7 @@ from tricycle.pretrained.tokenisers import (
     tokeniser_from_gguf,
 )
 from tricycle.pretrained.tokenizer_json import to_tokenizer_json
+from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -342,6 +347,97 @@ def test_bad_gguf_metadata_is_rejected(change, message):
     with pytest.raises(ValueError, match=f"^GGUF: .*{message}") as caught:
         tokeniser_from_gguf(metadata)
     assert "\n" not in str(caught.value)
+
+
+def writable(name: str) -> PretrainedTokeniser:
+    """Return a tokenizer that GGUF metadata can express: all pairs of tokens that are a token are merged."""
+    if name == "bert":
+        special = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+        return PretrainedTokeniser(kind("bert").to_str(), special)
+    metadata = metadata_of(kind(name), "llama", add_space_prefix=name == "llama2")
+    for text in ("▁▁", "▁▁▁▁"):
+        metadata["tokenizer.ggml.scores"].append(-float(len(metadata["tokenizer.ggml.tokens"])))
+        metadata["tokenizer.ggml.tokens"].append(text)
+        metadata["tokenizer.ggml.token_type"].append(1)
+    return tokeniser_from_gguf(metadata)
+
+
+@pytest.mark.parametrize("name", ["llama2", "gemma", "bert"])
+def test_sentencepiece_and_wordpiece_are_written_to_gguf(name):
+    tokeniser = writable(name)
+    metadata = tokenizer_metadata(tokeniser, tokeniser.n_vocab + 3)
+    assert len(metadata["tokenizer.ggml.tokens"]) == tokeniser.n_vocab + 3
+    back = tokeniser_from_gguf(metadata)
+    for text in TEXTS:
+        assert back.encode(text) == tokeniser.encode(text), repr(text[:80])
+    assert back.special | tokeniser.special == back.special
+
+
+def test_gemma_style_spaces_are_written_to_gguf():
+    """Gemma's tokenizer.json divides at spaces, of which normalized texts have none, and adds tokens of spaces."""
+    tokeniser = writable("gemma")
+    document = json.loads(tokeniser.to_tokenizer_json())
+    document["pre_tokenizer"] = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
+    document["pre_tokenizer"]["invert"] = False
+    document["normalizer"] = document["normalizer"]["normalizers"][0]
+    spaces = [text for text in document["model"]["vocab"] if text.strip("▁") == "" and len(text) > 1]
+    assert spaces
+    ids = document["model"]["vocab"]
+    document["added_tokens"] += [tokenizer_json.added_token(ids[text], text, special=False) for text in spaces]
+    like_gemma = PretrainedTokeniser(json.dumps(document), tokeniser.special)
+    back = tokeniser_from_gguf(tokenizer_metadata(like_gemma, like_gemma.n_vocab))
+    for text in TEXTS:
+        if "▁" not in text:
+            assert back.encode(text) == like_gemma.encode(text), repr(text[:80])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama2", "gemma", "bert"])
+def test_llama_cpp_tokenizes_written_vocabularies_equally(tmp_path, name):
+    """Apart from U+2581 and words of more than 100 letters in WordPiece, and from characters of value 0."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    tokeniser = writable(name)
+    sizes = {"vocab_size": tokeniser.n_vocab + 2, "embedding_dim": 32, "n_layers": 1, "n_heads": 2}
+    model = TextEncoder(EncoderConfig(**sizes)) if name == "bert" else GPT(ModelConfig(**sizes))
+    export_gguf(model, tokeniser, tmp_path / "a.gguf")
+    theirs = llama_cpp.Llama(str(tmp_path / "a.gguf"), vocab_only=True, verbose=False)
+    texts = [text for text in TEXTS if "\0" not in text and not (name == "bert" and ("▁" in text or "a" * 101 in text))]
+    assert len(texts) > 120
+    for text in texts:
+        assert theirs.tokenize(text.encode(), special=True) == tokeniser.encode(text), repr(text[:80])
+    theirs.close()
+
+
+def changed(name: str, *path: str, value: object) -> PretrainedTokeniser:
+    """Return a tokenizer with another value at a path of its document."""
+    tokeniser = writable(name)
+    document = json.loads(tokeniser.to_tokenizer_json())
+    place = document
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return PretrainedTokeniser(json.dumps(document), tokeniser.special)
+
+
+NOT_WRITABLE = {
+    "merges that are missing": (lambda: PretrainedTokeniser(kind("gemma").to_str(), NAMES), "merge for each pair"),
+    "another normalizer": (
+        lambda: changed("gemma", "normalizer", value={"type": "NFC"}),
+        "SentencePiece's normalizer",
+    ),
+    "ignored merges": (lambda: changed("gemma", "model", "ignore_merges", value=True), "BPE ignore_merges"),
+    "upper case": (lambda: changed("bert", "normalizer", "lowercase", value=False), "BERT in lower case"),
+    "no special tokens": (lambda: changed("bert", "post_processor", value=None), r"\[CLS\] and \[SEP\], got \[\]"),
+    "another prefix": (lambda: changed("bert", "model", "continuing_subword_prefix", value="@@"), "## before parts"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_WRITABLE)
+def test_tokenizers_that_gguf_cannot_express_are_rejected(name):
+    make, message = NOT_WRITABLE[name]
+    tokeniser = make()
+    with pytest.raises(ValueError, match=message):
+        tokenizer_metadata(tokeniser, tokeniser.n_vocab)
 
 
 def test_chat_template_of_a_gguf_file():

@@ -11,9 +11,10 @@ import tyro
 
 from tricycle.pretrained.adapters import load_adapter, save_gguf_adapter
 from tricycle.pretrained.export import export_folder
+from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.files import read_json_object
 from tricycle_cli.flags import parse
-from tricycle_cli.models import load_model
+from tricycle_cli.models import load_file, load_model
 from tricycle_cli.run import read_metrics
 
 
@@ -22,13 +23,13 @@ class Arguments:
     """The flags of `tricycle export`."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """a model, as in `tricycle generate`"""
+    """a model, as in `tricycle generate`, or a text encoder"""
     folder: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = None
     """a new folder for config.json, model.safetensors, the tokenizer files and a model card"""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """data type of the weights in the folder"""
     gguf: Path | None = None
-    """a GGUF file to write"""
+    """a GGUF file to write: llama, qwen2, qwen3, olmo2, gemma2, gemma3, gpt2, gptneox, phi2 or bert"""
     type: Literal["F32", "F16", "Q8_0"] = "F16"
     """data type of the weights in the GGUF file"""
     tokeniser: Path | None = None
@@ -48,7 +49,9 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     check_outputs(arguments)
-    loaded = load_model(arguments.source, arguments.tokeniser, device="cpu")
+    loaded = load_file(arguments.source)
+    if not isinstance(loaded.model, TextEncoder):
+        loaded = load_model(arguments.source, arguments.tokeniser, device="cpu", loaded=loaded)
     if arguments.adapter is not None:
         adapter = load_adapter(loaded, arguments.adapter)
         if arguments.gguf_adapter is not None:
@@ -64,8 +67,12 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"{arguments.folder}: model type {kind}, {loaded.model.n_parameters:,} parameters in {arguments.dtype}")
     if arguments.gguf is not None:
         from tricycle.pretrained.gguf_writer import export_gguf
+        from tricycle.pretrained.sentence_encoder import source_pooling
 
-        export_gguf(loaded.model, loaded.tokeniser, arguments.gguf, arguments.type)
+        pooling = "mean"
+        if loaded.source is not None and isinstance(loaded.model, TextEncoder):
+            pooling = source_pooling(loaded.source).mode
+        export_gguf(loaded.model, loaded.tokeniser, arguments.gguf, arguments.type, pooling)
         size = arguments.gguf.stat().st_size
         print(f"{arguments.gguf}: {loaded.model.n_parameters:,} parameters in {arguments.type}, {size:,} bytes")
 

@@ -25,6 +25,7 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
         "gated": config.is_gated,
         "activation": "swish" if config.activation == "swiglu" else config.activation,
         "score_scale": config.score_scale or config.channels_per_head**-0.5,
+        "rotary_fraction": int(config.channels_per_head * config.rotary_fraction) / config.channels_per_head,
         "embedding_size": config.embedding_size or config.embedding_dim,
     }
     for group in ("qkv", "output", "mlp"):
@@ -60,13 +61,17 @@ def has_bias(config: ModelConfig, group: str) -> bool:
     return config.bias if bias is None else bool(bias)
 
 
-def differing_fields(config: ModelConfig, other: ModelConfig) -> list[str]:
-    """Return the names of the fields in which the computations of two configs differ; [] if they compute the same."""
+def differing_fields(config: ModelConfig, other: ModelConfig, tolerance: float = 1e-12) -> list[str]:
+    """Return the names of the fields in which the computations of two configs differ; [] if they compute the same.
+
+    Args:
+        tolerance: the largest relative difference of floats that count as equal.
+    """
     values, others = effective_fields(config), effective_fields(other)
-    return [name for name, value in values.items() if not _are_equal(value, others[name])]
+    return [name for name, value in values.items() if not _are_equal(value, others[name], tolerance)]
 
 
-def _are_equal(value: Any, other: Any) -> bool:
-    if isinstance(value, float) and isinstance(other, (int, float)) and math.isclose(value, other, rel_tol=1e-12):
+def _are_equal(value: Any, other: Any, tolerance: float) -> bool:
+    if isinstance(value, float) and isinstance(other, (int, float)) and math.isclose(value, other, rel_tol=tolerance):
         return True
     return bool(value == other)

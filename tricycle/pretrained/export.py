@@ -58,8 +58,13 @@ def find_export_family(config: ModelConfig, excluded: str = "") -> tuple[Family,
         return match_family(config, [family for family in ALL_FAMILIES if family.model_types[0] != excluded])
 
 
-def match_family(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, dict[str, Any], ModelConfig]:
+def match_family(
+    config: ModelConfig, families: Iterable[Family], tolerance: float = 1e-12
+) -> tuple[Family, dict[str, Any], ModelConfig]:
     """Return the family that computes a config with the fewest additions, its fields, and config; else ValueError.
+
+    Args:
+        tolerance: the largest relative difference of floats that count as equal.
 
     Raises:
         ValueError: no family computes the same; names the unsupported fields of the closest one.
@@ -79,7 +84,7 @@ def match_family(config: ModelConfig, families: Iterable[Family]) -> tuple[Famil
         except ValueError as error:  # its message names the unsupported field
             nearest = min(nearest, (99, f"{kind}: {error}"))
             continue
-        differences = differing_fields(config, converted)
+        differences = differing_fields(config, converted, tolerance)
         ours, theirs = effective_fields(config), effective_fields(converted)
         neutral = {name for name in NEUTRAL_FIELDS if not ours[name] and theirs[name]}
         unsupported = [name for name in differences if name not in neutral]

@@ -1,7 +1,9 @@
 """Conversion of GGUF metadata to the fields of a config.json.
 
-llama.cpp has constants for values that its files do not contain; these constants are the defaults here.
-(Sources: llama.cpp's `gguf-py/gguf/constants.py` for the keys, `src/llama-model.cpp` for the constants.)
+llama.cpp has constants for values that its files do not contain; these constants are the defaults here. What llama.cpp
+always or never has in an architecture, such as biases or an output matrix, is not read from the tensors but stated
+here, so that a file which llama.cpp rejects is also rejected by Tricycle.
+(Sources: llama.cpp's `gguf-py/gguf/constants.py` for the keys, `src/models/` for the constants and tensors.)
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ SIZE_METADATA = {
     "n_layers": "block_count",
     "n_heads": "attention.head_count",
 }
+WITH_ROPE_DIVISORS = ("llama",)  # architectures with the tensor rope_freqs.weight, for Llama 3's scaling
+POOLING_TYPES = {"mean": 1, "first": 2}  # from modes of `SentencePooling` to values of pooling_type
 _LLAMA_3_BOUNDS = (8192.0, 1.0, 4.0)  # of Llama 3.1 and 3.2: original window, lower and upper bound
 
 
@@ -146,6 +150,8 @@ def _rope_scaling(metadata: ModelMetadata, divisors: np.ndarray | None) -> Field
     is_linear = kind != "none" and factor != 1
     if divisors is None:
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if is_linear else {}
+    if metadata.architecture not in WITH_ROPE_DIVISORS:
+        raise metadata.error(f"has rope_freqs.weight, which is unknown in the architecture {metadata.architecture}")
     if is_linear:
         raise metadata.error("has two RoPE scalings: the tensor rope_freqs.weight and a factor")
     return llama3_scaling(metadata, divisors)
@@ -267,21 +273,31 @@ def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _qwen2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    return _like_llama(metadata, divisors, "qwen2") | {"hidden_act": "silu", "use_sliding_window": False}
+    """Return the fields of Qwen 2, where the heads together have the width of the model."""
+    fields = _like_llama(metadata, divisors, "qwen2") | {"hidden_act": "silu", "use_sliding_window": False}
+    del fields["head_dim"]
+    return fields
 
 
 def _qwen3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    bias = metadata.has_tensor("blk.0.attn_q.bias")
-    return _qwen2(metadata, divisors) | {"model_type": "qwen3", "attention_bias": bias}
+    """Return the fields of Qwen 3, which has no biases in llama.cpp."""
+    return _like_llama(metadata, divisors, "qwen3") | {"hidden_act": "silu", "use_sliding_window": False}
 
 
 def _olmo2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    bias = metadata.has_tensor("blk.0.attn_q.bias")
-    return _like_llama(metadata, divisors, "olmo2") | {"hidden_act": "silu", "attention_bias": bias}
+    """Return the fields of OLMo 2: heads of the width of the model, an output matrix, no biases.
+
+    Files of OLMo 3, which has sliding windows, also have this architecture.
+    """
+    if metadata.get("attention.sliding_window"):
+        raise metadata.error("has a sliding window, as OLMo 3, which is not supported")
+    fields = _like_llama(metadata, divisors, "olmo2") | {"hidden_act": "silu", "tie_word_embeddings": False}
+    del fields["head_dim"]
+    return fields
 
 
 def _like_gemma(metadata: ModelMetadata, divisors: np.ndarray | None, model_type: str, n_layers_of_27b: int) -> Fields:
-    """Return the common fields of Gemma 2 and 3.
+    """Return the common fields of Gemma 2 and 3, which have no biases.
 
     Only the largest model, recognized by its number of layers, scales scores by (width / heads)**-0.5.
     """
@@ -292,7 +308,9 @@ def _like_gemma(metadata: ModelMetadata, divisors: np.ndarray | None, model_type
 
 
 def _gemma2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Gemma 2: a sliding window in every other layer, and the embedding as output matrix."""
     return _like_gemma(metadata, divisors, "gemma2", n_layers_of_27b=46) | {
+        "tie_word_embeddings": True,
         "sliding_window": metadata.positive_int("attention.sliding_window", 4096),
         "attn_logit_softcapping": metadata.positive_float("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": metadata.positive_float("final_logit_softcapping", 30.0),
@@ -300,11 +318,15 @@ def _gemma2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _gemma3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Gemma 3, where every sixth layer has full attention and the others another RoPE base."""
-    softcap = "final_logit_softcapping"
+    """Return the fields of Gemma 3, where every sixth layer has full attention and the others another RoPE base.
+
+    Without a window, all layers have full attention.
+    """
+    softcap, window = "final_logit_softcapping", "attention.sliding_window"
+    has_window = bool(metadata.get(window))
     return _like_gemma(metadata, divisors, "gemma3_text", n_layers_of_27b=62) | {
-        "sliding_window": metadata.positive_int("attention.sliding_window"),
-        "sliding_window_pattern": metadata.positive_int("attention.sliding_window_pattern", 6),
+        "sliding_window": metadata.positive_int(window) if has_window else None,
+        "sliding_window_pattern": metadata.positive_int(f"{window}_pattern", 6) if has_window else 1,
         "rope_local_base_freq": metadata.positive_float("rope.freq_base_swa", 10_000.0),
         "rope_theta": metadata.positive_float("rope.freq_base", 1_000_000.0),
         "attn_logit_softcapping": None,
@@ -334,6 +356,7 @@ def _rotary_fraction(metadata: ModelMetadata) -> float:
 
 
 def _neox(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of GPT-NeoX, which has all biases and an output matrix."""
     return _sizes(metadata, "layer") | {
         "model_type": "gpt_neox",
         "hidden_act": "gelu",
@@ -342,10 +365,12 @@ def _neox(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
         "use_parallel_residual": metadata.boolean("use_parallel_residual", True),
         **_rope_scaling(metadata, divisors),
         **metadata.vocabulary_fields(),
+        "tie_word_embeddings": False,
     }
 
 
 def _phi2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Phi, which has all biases and an output matrix."""
     return _sizes(metadata, "layer") | {
         "model_type": "phi",
         "hidden_act": "gelu_new",
@@ -354,6 +379,7 @@ def _phi2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
         "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
         **_rope_scaling(metadata, divisors),
         **metadata.vocabulary_fields(),
+        "tie_word_embeddings": False,
     }
 
 

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from tricycle.bpe import END_OF_TEXT
 from tricycle.pretrained.gguf_tokenizer_reader import (
+    BYTE,
     CONTROL,
     IGNORE_MERGES,
     NORMAL,
     PRE_TOKENIZERS,
+    SPACE_CHARACTER,
+    UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    GGUFTokenizer,
 )
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
-from tricycle.pretrained.tokenizer_json import byte_level_parts, to_tokenizer_json
+from tricycle.pretrained.tokenizer_json import byte_level_parts, sentencepiece_parts, to_tokenizer_json
 from tricycle.tokeniser import BPETokeniser
 
 Metadata = dict[str, Any]
 
+_BPE_OPTIONS = ("continuing_subword_prefix", "end_of_word_suffix", "dropout")  # which llama.cpp does not have
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte in SentencePiece
 # Pre-tokenizers: from names in llama.cpp to names in `tokenizer_json.byte_level_parts`.
 _PRE_TOKENIZERS = {names[0]: split for split, names in PRE_TOKENIZERS.items()}
 
 
 def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Metadata:
-    """Return GGUF's "tokenizer.*", with chat templates, of a byte-level BPE; pad to `n_rows`; else ValueError.
+    """Return GGUF's "tokenizer.*", with chat templates, of a BPE or WordPiece; pad to `n_rows`; else ValueError.
 
     Args:
-        tokeniser: a `BPETokeniser` or a `PretrainedTokeniser`.
+        tokeniser: a `BPETokeniser` or a `PretrainedTokeniser`: byte-level BPE, SentencePiece BPE, or WordPiece in lower
+            case.
         n_rows: the number of rows of the embedding; rows without a token get an unused token, as llama.cpp requires.
 
     Raises:
@@ -41,14 +50,33 @@ def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Metadata:
     if not isinstance(tokeniser, PretrainedTokeniser):
         raise ValueError(f"expected a BPETokeniser or a PretrainedTokeniser, got {type(tokeniser).__name__}")
     document = json.loads(tokeniser.to_tokenizer_json())
-    special_tokens = _special_tokens(tokeniser)
+    _check_added_tokens(document)
+    if document["model"].get("type") == "WordPiece":
+        metadata = _wordpiece(document, tokeniser, n_rows)
+    else:
+        convert = _sentencepiece if document["model"].get("byte_fallback") else _byte_level_bpe
+        metadata = _special_tokens(tokeniser) | convert(document, n_rows)
+    return metadata | _chat_templates(tokeniser.chat_templates)
+
+
+def _check_added_tokens(document: Metadata) -> None:
+    for token in document.get("added_tokens", []):
+        if any(token.get(name) for name in ("lstrip", "rstrip", "single_word")):
+            raise ValueError(f"expected tokens without lstrip, rstrip and single_word, got {token.get('content')!r}")
+
+
+# -------------------------------------------------------------------- byte-level BPE
+def _byte_level_bpe(document: Metadata, n_rows: int) -> Metadata:
     pre_tokenizer = _pre_tokenizer_name(document)
     _check_merges(document, pre_tokenizer)
-    metadata: Metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre_tokenizer}
-    return metadata | _tokens_and_merges(document, n_rows) | special_tokens | _chat_templates(tokeniser.chat_templates)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre_tokenizer,
+        **_token_lists(_tokens(document, n_rows)),
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in _merges(document)],
+    }
 
 
-# -------------------------------------------------------------------- pre-tokenizer and merges
 def _pre_tokenizer_name(document: Metadata) -> str:
     """Return llama.cpp's name of the pre-tokenizer; raise ValueError if it has none."""
     for name, split in _PRE_TOKENIZERS.items():
@@ -77,19 +105,15 @@ def _flatten_steps(parts: list[Any]) -> Iterator[tuple[str, Any]]:
         elif kind == "Split" and part.get("behavior") == "Isolated" and not part.get("invert"):
             yield kind, part.get("pattern", {}).get("Regex")
         else:
-            yield kind, None
+            yield kind, {name: value for name, value in part.items() if name != "type"}
 
 
 def _check_merges(document: Metadata, pre_tokenizer: str) -> None:
     """Raise ValueError if llama.cpp would divide pieces into other tokens."""
     model = document["model"]
-    unsupported = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout")
-    options = [name for name in unsupported if model.get(name)]
+    options = [name for name in _BPE_OPTIONS if model.get(name)]
     if model.get("type") != "BPE" or options:
         raise ValueError(f"expected a byte-level BPE, got {model.get('type')} {' '.join(options)}".rstrip())
-    for token in document.get("added_tokens", []):
-        if any(token.get(name) for name in ("lstrip", "rstrip", "single_word")):
-            raise ValueError(f"expected tokens without lstrip, rstrip and single_word, got {token.get('content')!r}")
     ignores_merges = bool(model.get("ignore_merges"))
     if ignores_merges != (pre_tokenizer in IGNORE_MERGES) and (tokens := _tokens_without_merges(document)):
         raise ValueError(f"expected merges for every token, got none for {len(tokens)}, such as {tokens[0]!r}")
@@ -106,21 +130,132 @@ def _tokens_without_merges(document: Metadata) -> list[str]:
     return [token for token, encoding in zip(tokens, encoded) if len(encoding.ids) != 1]
 
 
+# -------------------------------------------------------------------- SentencePiece BPE
+def _sentencepiece(document: Metadata, n_rows: int) -> Metadata:
+    """Return the metadata of a SentencePiece BPE, where tokens have scores in place of merges.
+
+    llama.cpp merges the neighbors whose concatenation is the token with the highest score.
+    """
+    ranks: dict[str, int] = {}
+    for left, right in _merges(document):
+        ranks.setdefault(left + right, len(ranks))
+    tokens = [_sentencepiece_token(text, kind, document, ranks) for text, kind in _tokens(document, n_rows)]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.add_space_prefix": _adds_space_prefix(document),
+        **_token_lists(tokens),
+        "tokenizer.ggml.scores": [float(-ranks.get(text, len(ranks))) for text, _ in tokens],
+    }
+    _check_scores(document, metadata)
+    return metadata
+
+
+def _sentencepiece_token(text: str, kind: int, document: Metadata, ranks: dict[str, int]) -> tuple[str, int]:
+    """Return a token with its type in a SentencePiece vocabulary."""
+    if _BYTE.fullmatch(text):
+        return text, BYTE
+    if text == document["model"].get("unk_token"):
+        return text, UNKNOWN
+    # Gemma's tokens of several spaces are added tokens, but texts are normalized before, so that merges form them.
+    is_merged = kind == USER_DEFINED and not text.strip(SPACE_CHARACTER) and text in ranks
+    return text, NORMAL if is_merged else kind
+
+
+def _adds_space_prefix(document: Metadata) -> bool:
+    """Return whether a space is inserted before texts; raise ValueError for another normalization."""
+    no_spaces = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    for prefix in (False, True):
+        normalizer = sentencepiece_parts(prefix)["normalizer"]
+        # Normalized texts have no spaces, so that Gemma's division at spaces has no effect.
+        for pre_tokenizer in (None, no_spaces):
+            expected = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+            if _steps_before_merging(document) == _steps_before_merging(expected):
+                return prefix
+    raise ValueError("expected SentencePiece's normalizer: spaces as U+2581, and no other steps, got others")
+
+
+def _check_scores(document: Metadata, metadata: Metadata) -> None:
+    """Raise ValueError if other neighbors would be merged by scores than by the document's merges.
+
+    Merges of added tokens do not count, because these are matched before; only those of spaces are merged.
+    """
+    model = document["model"]
+    options = [name for name in (*_BPE_OPTIONS, "ignore_merges") if model.get(name)]
+    if model.get("type") != "BPE" or options:
+        raise ValueError(f"expected a SentencePiece BPE, got {model.get('type')} {' '.join(options)}".rstrip())
+    texts = {token["content"] for token in document.get("added_tokens", [])}
+    added = {text for text in texts if text.strip(SPACE_CHARACTER)}
+    both = []
+    for merges in (_merges(document), GGUFTokenizer(metadata).to_tokenizer_json()["model"]["merges"]):
+        both.append([(left, right) for left, right in merges if not added & {left, right, left + right}])
+    results = [[token for token, _ in groupby(left + right for left, right in merges)] for merges in both]
+    if results[0] != results[1] or set(both[0]) != set(both[1]):
+        wrong = next((left + right for left, right in set(both[0]) ^ set(both[1])), "another order")
+        raise ValueError(f"expected a merge for each pair of tokens that is a token, ordered by token, got {wrong!r}")
+
+
+# -------------------------------------------------------------------- WordPiece
+def _wordpiece(document: Metadata, tokeniser: PretrainedTokeniser, n_rows: int) -> Metadata:
+    """Return the metadata of BERT's WordPiece, where U+2581 marks the first token of a word, not ## the others."""
+    model, vocab = document["model"], tokeniser.backend.get_vocab(with_added_tokens=True)
+    around = tokeniser.backend.encode("").tokens
+    if len(around) != 2:
+        raise ValueError(f"expected a tokeniser that adds two tokens to a text, such as [CLS] and [SEP], got {around}")
+    tokens = _tokens(document, n_rows)
+    metadata: Metadata = {
+        "tokenizer.ggml.model": "bert",
+        **_token_lists([(_wordpiece_text(text, kind), kind) for text, kind in tokens]),
+        # llama.cpp inserts bos_token_id before a text; older versions insert cls_token_id.
+        "tokenizer.ggml.bos_token_id": vocab[around[0]],
+        "tokenizer.ggml.cls_token_id": vocab[around[0]],
+        "tokenizer.ggml.seperator_token_id": vocab[around[1]],
+        "tokenizer.ggml.unknown_token_id": vocab[model["unk_token"]],
+    }
+    for name, key in (("pad_token", "padding"), ("mask_token", "mask")):
+        if name in tokeniser.special:
+            metadata[f"tokenizer.ggml.{key}_token_id"] = vocab[tokeniser.special[name]]
+    back = GGUFTokenizer(metadata).to_tokenizer_json()
+    normalizer = document.get("normalizer") or {}
+    if normalizer.get("lowercase") and normalizer.get("strip_accents"):
+        document["normalizer"] = {**normalizer, "strip_accents": None}  # which has the same effect in lower case
+    if _steps_before_merging(document) != _steps_before_merging(back):
+        raise ValueError("expected the normalizer and pre-tokenizer of a BERT in lower case, got others")
+    back_vocab = back["model"]["vocab"]
+    wrong = [text for i, (text, kind) in enumerate(tokens) if kind == USER_DEFINED or back_vocab.get(text) != i]
+    if wrong or model.get("continuing_subword_prefix") != "##":
+        raise ValueError(f"expected special tokens in brackets, and ## before parts of words, got {wrong[:1] or model}")
+    return metadata
+
+
+def _wordpiece_text(text: str, kind: int) -> str:
+    if kind in (CONTROL, UNUSED):
+        return text
+    return text.removeprefix("##") if text.startswith("##") else SPACE_CHARACTER + text
+
+
 # -------------------------------------------------------------------- tokens
-def _tokens_and_merges(document: Metadata, n_rows: int) -> Metadata:
-    """Return all tokens with their types, and the merges."""
+def _tokens(document: Metadata, n_rows: int) -> list[tuple[str, int]]:
+    """Return the text and type of the token of each row."""
     tokens: dict[int, tuple[str, int]] = {i: (token, NORMAL) for token, i in document["model"]["vocab"].items()}
     for token in document.get("added_tokens", []):
         tokens[token["id"]] = (token["content"], CONTROL if token.get("special") else USER_DEFINED)
     if (n_tokens := max(tokens) + 1) > n_rows:
         raise ValueError(f"expected a tokeniser of at most {n_rows} tokens, the rows of the embedding, got {n_tokens}")
-    rows = [tokens.get(i, (f"[PAD{i}]", UNUSED)) for i in range(n_rows)]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in document["model"]["merges"]]
+    return [tokens.get(i, (f"[PAD{i}]", UNUSED)) for i in range(n_rows)]
+
+
+def _token_lists(tokens: list[tuple[str, int]]) -> Metadata:
     return {
-        "tokenizer.ggml.tokens": [text for text, _ in rows],
-        "tokenizer.ggml.token_type": [token_type for _, token_type in rows],
-        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.tokens": [text for text, _ in tokens],
+        "tokenizer.ggml.token_type": [kind for _, kind in tokens],
     }
+
+
+def _merges(document: Metadata) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that are merged; older documents have them as one text with a space."""
+    merges = document["model"].get("merges") or []
+    return [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in merges]
 
 
 # -------------------------------------------------------------------- special tokens and chat templates

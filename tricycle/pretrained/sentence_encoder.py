@@ -16,8 +16,10 @@ import numpy as np
 
 from tricycle.pretrained import Pretrained, load
 from tricycle.pretrained.config_fields import ConfigFields, field_error
+from tricycle.pretrained.gguf import GGUFModel
+from tricycle.pretrained.gguf_config import POOLING_TYPES
 from tricycle.pretrained.hf_folder import read_optional_json
-from tricycle.pretrained.stored_model import error_prefix
+from tricycle.pretrained.stored_model import StoredModel, error_prefix
 from tricycle.pretrained.tokenisers import PretrainedTokeniser, tokeniser_from_folder
 from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
 from tricycle.system.files import read_json, read_json_object
@@ -143,7 +145,23 @@ def to_sentence_encoder(loaded: Pretrained, path_or_name: str | os.PathLike[str]
         lowercase = limits.boolean("do_lower_case", False)
         if read_optional_json(folder / "config_sentence_transformers.json").get("default_prompt_name") is not None:
             raise ValueError("expected default_prompt_name to be null: prompts before texts are not supported")
-        return SentenceEncoder(loaded.model, tokeniser, read_pooling(folder), max_tokens, lowercase)
+        return SentenceEncoder(loaded.model, tokeniser, source_pooling(loaded.source), max_tokens, lowercase)
+
+
+def source_pooling(source: StoredModel) -> SentencePooling:
+    """Return the pooling of a loaded encoder, from its folder or its GGUF file; ValueError if it is not supported.
+
+    A GGUF file has no normalization: programs that use it decide. 0 stands for no pooling; the mean is used as for
+    folders without pooling.
+    """
+    path = source.path
+    if not isinstance(source, GGUFModel):
+        return read_pooling(path.parent if path.is_file() else path)
+    modes = {0: "mean"} | {value: mode for mode, value in POOLING_TYPES.items()}
+    value = (source.metadata or {}).get("bert.pooling_type", 0)
+    if not isinstance(value, int) or value not in modes:
+        raise field_error("bert.pooling_type", " or ".join(map(str, modes)), value)
+    return SentencePooling(modes[value], normalize=False)
 
 
 def read_pooling(folder: Path) -> SentencePooling:

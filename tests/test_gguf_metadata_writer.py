@@ -1,0 +1,132 @@
+"""The choice of a llama.cpp architecture for a config, and its metadata, by reading them back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers_families import FAMILIES, LIKE_LLAMA
+
+from tricycle.configs import EncoderConfig, ModelConfig
+from tricycle.pretrained.config_equivalence import differing_fields
+from tricycle.pretrained.gguf_config import CONFIG_READERS, POOLING_TYPES
+from tricycle.pretrained.gguf_metadata_writer import (
+    METADATA_WRITERS,
+    architecture_metadata,
+    match_architecture,
+    rope_divisors,
+)
+from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS
+from tricycle.sequences.text_encoder import POOLINGS
+
+# llama.cpp scales Gemma's scores by the head size, and has an output matrix in OLMo 2.
+CONFIGS: dict[str, ModelConfig] = {name: family.config for name, family in FAMILIES.items()}
+CONFIGS |= {name: replace(CONFIGS[name], score_scale=0.0) for name in ("Gemma 2", "Gemma 3")}
+CONFIGS["OLMo 2"] = replace(CONFIGS["OLMo 2"], tied=False)
+CONFIGS["Qwen2"] = replace(CONFIGS["Qwen2"], window=0, full_layers=())
+CONFIGS["BERT"] = EncoderConfig()
+ARCHITECTURES = {
+    **dict.fromkeys(("Llama", "Llama 3", "Llama, linear"), "llama"),
+    **{"Qwen2": "qwen2", "Qwen3": "qwen3", "OLMo 2": "olmo2", "Gemma 2": "gemma2", "Gemma 3": "gemma3"},
+    **{"Pythia": "gptneox", "GPT-NeoX, one after the other": "gptneox", "GPT-2": "gpt2", "Phi": "phi2", "BERT": "bert"},
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture_of_each_family(name):
+    config = CONFIGS[name]
+    architecture, family, converted = match_architecture(config)
+    assert architecture == ARCHITECTURES[name]
+    assert differing_fields(config, converted) == []
+    names = {hf_name for hf_names in family.names.values() for hf_name in hf_names}
+    assert names == {hf_name for hf_names in TENSOR_MAPPINGS[architecture].names.values() for hf_name in hf_names}
+    metadata = architecture_metadata(architecture, converted)
+    assert metadata[f"{architecture}.block_count"] == config.n_layers
+    # llama.cpp reads a number with a decimal point as a float and another one as an integer.
+    floats = {name for name, value in metadata.items() if isinstance(value, float)}
+    assert floats == {name for name in metadata if name.endswith(("epsilon", "softcapping", "base", "swa", "factor"))}
+
+
+def test_each_architecture_that_is_read_is_written():
+    assert set(METADATA_WRITERS) == set(CONFIG_READERS) == set(ARCHITECTURES.values())
+    assert tuple(POOLING_TYPES) == POOLINGS
+
+
+def test_floats_are_equal_after_rounding_to_32_bits():
+    config = replace(CONFIGS["Llama"], rotary_base=123_456.789, norm_eps=1.23456789e-5)
+    _, _, converted = match_architecture(config)
+    assert converted.rotary_base == float(str(np.float32(config.rotary_base))) != config.rotary_base
+    with pytest.raises(ValueError, match="gemma2 does not support score_scale"):
+        match_architecture(replace(CONFIGS["Gemma 2"], score_scale=8**-0.5 * (1 + 1e-6)))
+
+
+def test_missing_biases_are_added():
+    bare = replace(CONFIGS["Phi"], bias=False, head_bias=False)
+    architecture, _, converted = match_architecture(bare)
+    assert architecture == "phi2" and converted.bias and converted.head_bias
+    architecture, _, converted = match_architecture(replace(CONFIGS["Qwen3"], qk_norm_gain=False))
+    assert architecture == "qwen3" and converted.qk_norm_gain
+
+
+@pytest.mark.parametrize(("n_layers", "architecture"), [(46, "gemma2"), (62, "gemma3")])
+def test_the_largest_gemma_scales_scores_by_the_width(n_layers, architecture):
+    """llama.cpp recognizes it by the number of layers."""
+    name = {"gemma2": "Gemma 2", "gemma3": "Gemma 3"}[architecture]
+    full = tuple(range(1, n_layers, 2)) if architecture == "gemma2" else tuple(range(2, n_layers, 3))
+    large = replace(CONFIGS[name], n_layers=n_layers, full_layers=full, score_scale=6**-0.5)  # 24 channels, 4 heads
+    assert match_architecture(large)[0] == architecture
+    with pytest.raises(ValueError, match=f"{architecture} does not support score_scale"):
+        match_architecture(replace(large, score_scale=0.0))
+
+
+def test_rope_divisors_are_those_of_llama_3_only():
+    divisors = rope_divisors(CONFIGS["Llama 3"])
+    assert divisors is not None and divisors.dtype == np.float32 and divisors.max() == 8
+    assert rope_divisors(CONFIGS["Llama"]) is None
+    assert rope_divisors(replace(CONFIGS["GPT-2"], rotary_scaling="llama3")) is None
+
+
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "windows": ("Qwen2", {"window": 8}, "(llama|qwen2) .*window=8"),
+    "biases of Qwen 3": ("Qwen3", {"qkv_bias": True}, "qwen3 .*qkv_bias=True"),
+    "tied OLMo 2": ("OLMo 2", {"tied": True}, "olmo2 .*tied=True"),
+    "biases of OLMo 2": ("OLMo 2", {"qkv_bias": True, "output_bias": True}, "olmo2 .*qkv_bias=True, output_bias=True"),
+    "wide heads of OLMo 2": ("OLMo 2", {"head_size": 16}, "olmo2 .*head_size=16"),
+    "norms per head": ("OLMo 2", {"qk_norm_per_head": True}, "olmo2 .*qk_norm_per_head=True"),
+    "untied Gemma 2": ("Gemma 2", {"tied": False}, "gemma2 .*tied=False"),
+    "uncapped Gemma 2": ("Gemma 2", {"score_cap": 0.0}, "gemma2 .*score_cap=0.0"),
+    "other windows of Gemma 2": ("Gemma 2", {"full_layers": (0,)}, r"gemma2 .*full_layers=\(0,\)"),
+    "scale of scores": ("Gemma 3", {"score_scale": 0.5}, "gemma3 .*score_scale=0.5"),
+    "irregular windows": ("Gemma 3", {"full_layers": (0, 2)}, r"gemma3 .*full_layers=\(0, 2\)"),
+    "capped scores of Gemma 3": ("Gemma 3", {"score_cap": 5.0}, "gemma3 .*score_cap=5.0"),
+    "other eps of norms": ("Gemma 3", {"qk_norm_eps": 1e-2}, "gemma3 .*qk_norm_eps=0.01"),
+    "scale of embeddings": ("Gemma 3", {"embedding_scale": 1.0}, "gemma3 .*embedding_scale=1.0"),
+    "tied GPT-NeoX": ("Pythia", {"tied": True}, "gptneox .*tied=True"),
+    "key heads of GPT-NeoX": ("Pythia", {"n_key_heads": 1}, "gptneox .*n_key_heads=1"),
+    "activation": ("Pythia", {"activation": "gelu"}, "gptneox .*activation='gelu'"),
+    "scaled RoPE": ("Pythia", {"rotary_scaling": "llama3"}, "gptneox .*rotary_scaling='llama3'"),
+    "separate norms": ("Phi", {"shared_norm": False, "n_key_heads": 1}, "phi2 .*shared_norm=False"),
+    "softmax": ("Phi", {"softmax": "softmax1"}, "phi2 .*softmax='softmax1'"),
+    "shift": ("Qwen3", {"key_shift": True}, "qwen3 .*key_shift=True"),
+    "RoBERTa": ("BERT", {"position_offset": 2}, "bert .*position_offset=2"),
+    "activation of BERT": ("BERT", {"activation": "relu"}, "bert .*activation='relu'"),
+    "rotary BERT": ("BERT", {"positions": "rotary"}, "bert"),
+    "no token types": ("BERT", {"token_types": 0}, "bert.*token_types"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_fields_that_llama_cpp_cannot_express_are_rejected(name):
+    family, changes, message = UNSUPPORTED[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        match_architecture(replace(CONFIGS[family], **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_heads_that_do_not_fill_the_width_are_rejected():
+    """qwen2's matrices have the width of the model; llama's need not."""
+    wide = ModelConfig(**LIKE_LLAMA, embedding_dim=50, n_heads=3, head_size=16, hidden_size=32, tied=False)
+    assert match_architecture(wide)[0] == "llama"
+    assert match_architecture(replace(wide, qkv_bias=True))[0] == "llama"

@@ -1,0 +1,199 @@
+"""Conversion of a config to metadata of a GGUF file, the inverse of `gguf_config`.
+
+`match_architecture` reads what it would write with the functions of `gguf_config`. A field that an architecture of
+llama.cpp cannot express has another value in the result, so such a config is rejected, and this module does not list
+what llama.cpp supports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tricycle.configs.encoder import EncoderConfig
+from tricycle.configs.model import ModelConfig
+from tricycle.pretrained.config_equivalence import has_bias
+from tricycle.pretrained.config_fields import ConfigFields, size_fields
+from tricycle.pretrained.export import match_family
+from tricycle.pretrained.families import FAMILIES
+from tricycle.pretrained.families.bert import BERT
+from tricycle.pretrained.families.family import Family
+from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
+from tricycle.pretrained.families.gpt2 import GPT2
+from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3, rotary_scaling_fields
+from tricycle.pretrained.families.neox import NEOX
+from tricycle.pretrained.families.phi import PHI
+from tricycle.pretrained.gguf_config import (
+    CONFIG_READERS,
+    SIZE_METADATA,
+    WITH_ROPE_DIVISORS,
+    ModelMetadata,
+    llama3_divisors,
+)
+from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo
+
+Metadata = dict[str, Any]
+_FLOAT32_ROUNDING = 2.0**-23  # relative: metadata have floats of 32 bits
+
+
+def match_architecture(config: ModelConfig) -> tuple[str, Family, ModelConfig]:
+    """Return the llama.cpp architecture that computes a config, its family, and its config; ValueError if none does.
+
+    The latter config may have additional biases and gains, as in `export.match_family`. The family has the names of
+    tensors in transformers that `gguf_names.TENSOR_MAPPINGS` converts.
+
+    Raises:
+        ValueError: no architecture computes the same; names the unsupported fields of the closest one.
+    """
+    families = [_as_family(architecture) for architecture in METADATA_WRITERS]
+    family, _, converted = match_family(config, families, _FLOAT32_ROUNDING)
+    return family.model_types[0], family, converted
+
+
+def architecture_metadata(architecture: str, config: ModelConfig) -> Metadata:
+    """Return the metadata of an architecture, with its name as the prefix of the keys.
+
+    Args:
+        config: a result of `match_architecture`, where fields that may be integers or floats are floats.
+    """
+    values = size_fields(config, **SIZE_METADATA) | METADATA_WRITERS[architecture][1](config)
+    return {f"{architecture}.{name}": value for name, value in values.items()}
+
+
+def rope_divisors(config: ModelConfig) -> np.ndarray | None:
+    """Return the float32 divisors (head_size / 2,) of RoPE frequencies for Llama 3's scaling, None without it."""
+    if config.positions != "rotary" or config.rotary_scaling != "llama3":
+        return None
+    n_pairs = config.channels_per_head // 2
+    frequencies = config.rotary_base ** (-np.arange(n_pairs, dtype=np.float64) / n_pairs)
+    bounds = config.rotary_low_frequency, config.rotary_high_frequency
+    divisors = llama3_divisors(frequencies, config.rotary_factor, config.rotary_original_window, *bounds)
+    return divisors.astype(np.float32)
+
+
+# -------------------------------------------------------------------- reading what would be written
+def _as_family(architecture: str) -> Family:
+    """Return the family of an architecture, whose fields are those that a GGUF file of the config has."""
+    family = METADATA_WRITERS[architecture][0]
+    return replace(
+        family, model_types=(architecture,), to_fields=partial(_read_back, architecture), to_config=_to_config
+    )
+
+
+def _read_back(architecture: str, config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a config.json that a GGUF file of the config contains; ValueError if it is not valid."""
+    tensors = {name: GGUFTensorInfo(name, "F32", shape, 0, 0) for name, shape in _described_tensors(config).items()}
+    file = GGUFFile(Path("metadata"), architecture_metadata(architecture, config), tensors)
+    divisors = rope_divisors(config) if architecture in WITH_ROPE_DIVISORS else None
+    fields = CONFIG_READERS[architecture](ModelMetadata(file, architecture), divisors)
+    if divisors is not None:  # several scalings have these divisors, and the reader chooses one of them
+        fields["rope_scaling"] = rotary_scaling_fields(config)
+    return fields
+
+
+def _to_config(fields: ConfigFields) -> Any:
+    return FAMILIES[fields.get("model_type")].to_config(fields)
+
+
+def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors from which the functions of `gguf_config` read fields."""
+    width = config.embedding_dim
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (config.vocab_size, width)}
+    if not config.tied:
+        shapes["output.weight"] = (config.vocab_size, width)
+    if config.positions == "learned":
+        shapes["position_embd.weight"] = (config.context_window, width)
+    if isinstance(config, EncoderConfig) and config.token_types:
+        shapes["token_types.weight"] = (config.token_types, width)
+    has_output_bias = has_bias(config, "output")
+    # An architecture with biases of the output matrix also has those of queries, keys and values.
+    if has_bias(config, "qkv") or has_output_bias:
+        shapes["blk.0.attn_q.bias"] = (config.n_heads * config.channels_per_head,)
+    if has_output_bias:
+        shapes["blk.0.attn_output.bias"] = (width,)
+    if has_bias(config, "mlp"):
+        shapes["blk.0.ffn_up.bias"] = (config.mlp_width,)
+    return shapes
+
+
+# -------------------------------------------------------------------- architectures
+def _rope(config: ModelConfig) -> Metadata:
+    metadata: Metadata = {
+        "rope.dimension_count": int(config.channels_per_head * config.rotary_fraction),
+        "rope.freq_base": config.rotary_base,
+    }
+    if config.rotary_scaling == "linear":
+        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rotary_factor}
+    return metadata
+
+
+def _like_llama(config: ModelConfig) -> Metadata:
+    """Return the metadata of llama, qwen and olmo2, which those of gemma extend."""
+    head_size = config.channels_per_head
+    metadata: Metadata = {
+        "attention.head_count_kv": config.key_heads,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        **_rope(config),
+        # These architectures rotate all channels.
+        "rope.dimension_count": head_size,
+    }
+    if head_size * config.n_heads != config.embedding_dim:
+        metadata |= {"attention.key_length": head_size, "attention.value_length": head_size}
+    return metadata
+
+
+def _gemma2(config: ModelConfig) -> Metadata:
+    caps = {"attn_logit_softcapping": config.score_cap, "final_logit_softcapping": config.logit_cap}
+    windows = {"attention.sliding_window": config.window}
+    return {**_like_llama(config), **{name: value for name, value in {**caps, **windows}.items() if value}}
+
+
+def _gemma3(config: ModelConfig) -> Metadata:
+    """Return the metadata of Gemma 3; older versions of llama.cpp assume the pattern 6 and a base_swa of 10,000."""
+    full_layers = [layer for layer in range(config.n_layers) if config.window_size(layer) is None]
+    metadata = _gemma2(config)
+    metadata.pop("attn_logit_softcapping", None)
+    if len(full_layers) == config.n_layers:
+        metadata.pop("attention.sliding_window", None)
+        return metadata
+    return metadata | {
+        "attention.sliding_window_pattern": 1 + (full_layers[0] if full_layers else config.n_layers),
+        "rope.freq_base_swa": config.rotary_local_base or config.rotary_base,
+    }
+
+
+def _layer_norm(config: ModelConfig) -> Metadata:
+    return {"attention.layer_norm_epsilon": config.norm_eps}
+
+
+def _neox(config: ModelConfig) -> Metadata:
+    return {**_layer_norm(config), **_rope(config), "use_parallel_residual": config.parallel}
+
+
+def _phi2(config: ModelConfig) -> Metadata:
+    return {**_layer_norm(config), **_rope(config), "attention.head_count_kv": config.key_heads}
+
+
+def _bert(config: ModelConfig) -> Metadata:
+    return {**_layer_norm(config), "attention.causal": False}
+
+
+# By `general.architecture`: the family with the names of tensors, and a function that returns metadata without prefix.
+# Of two architectures that compute a config, the first is written: llama can also have the biases of qwen2.
+METADATA_WRITERS: dict[str, tuple[Family, Callable[[ModelConfig], Metadata]]] = {
+    "qwen2": (QWEN2, _like_llama),
+    "llama": (LLAMA, _like_llama),
+    "qwen3": (QWEN3, _like_llama),
+    "olmo2": (OLMO2, _like_llama),
+    "gemma2": (GEMMA2, _gemma2),
+    "gemma3": (GEMMA3, _gemma3),
+    "gpt2": (GPT2, _layer_norm),
+    "gptneox": (NEOX, _neox),
+    "phi2": (PHI, _phi2),
+    "bert": (BERT, _bert),
+}
