@@ -120,7 +120,7 @@ class TargetModules:
         """Return what GGUF adapters depend on: general.architecture and heads; ValueError without an architecture."""
         config = self.model.config
         heads = AttentionHeads(config.n_heads, config.key_heads, config.channels_per_head)
-        return find_architecture(self.source, self.family), heads
+        return find_architecture(self.source, config), heads
 
     def to_peft(self, module: TargetModule, up: np.ndarray) -> np.ndarray:
         """Return a copy of a module's matrix B (r, out) in PEFT's layout (out, r), with the same dtype."""

@@ -17,17 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.gguf import GGUFModel, TensorConversion
 from tricycle.pretrained.gguf_config import ModelMetadata
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
+from tricycle.pretrained.gguf_metadata_writer import match_architecture
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
 from tricycle.pretrained.gguf_writer import WrittenTensor, write_gguf
-from tricycle.pretrained.stored_model import StoredModel, StoredTensor
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 from tricycle.system.files import atomic_write
 
-# From model_type to general.architecture where these differ.
-_RENAMED = {"mistral": "llama", "gemma3_text": "gemma3", "gpt_neox": "gptneox", "phi": "phi2"}
 _SUFFIXES = ".lora_a", ".lora_b"
 
 
@@ -39,20 +37,20 @@ class LowRankFactors(NamedTuple):
     scale: float
 
 
-def find_architecture(source: StoredModel | None, family: Family | None) -> str:
-    """Return the value of general.architecture for a model from its source or family; ValueError if it has none.
+def find_architecture(source: StoredModel | None, config: Any) -> str:
+    """Return the value of general.architecture of a model's GGUF file, as read or as exported; ValueError if none.
+
+    Args:
+        source: of the model; None for a model trained with Tricycle.
+        config: of the model.
 
     Raises:
-        ValueError: `TENSOR_MAPPINGS` has no architecture of this family.
+        ValueError: llama.cpp has no architecture that computes the config.
     """
     if isinstance(source, GGUFModel) and source.metadata is not None:
         return str(source.metadata["general.architecture"])
-    kind = "none" if family is None else family.model_types[0]
-    architecture = _RENAMED.get(kind, kind)
-    if architecture not in TENSOR_MAPPINGS:
-        known = ", ".join(TENSOR_MAPPINGS)
-        raise ValueError(f"expected a model of an architecture that GGUF adapters support ({known}), got {kind}")
-    return architecture
+    with error_prefix("llama.cpp cannot run this model: "):
+        return match_architecture(config)[0]
 
 
 def _adapter_mapping(architecture: str) -> TensorMapping:
