@@ -181,7 +181,7 @@ def test_overflow_error_rejects_the_message(small):
     assert lines[-1] == answers(small, ["the quick"], 20)[0]
 
 
-@pytest.mark.parametrize("cache", ["float16", "bfloat16"])
+@pytest.mark.parametrize("cache", ["float16", "bfloat16", "int8"])
 def test_kv_cache_dtype_sets_the_dtype_of_the_cache(small, cache):
     loaded = load(small)
     one = Conversation(loaded, None, 20, default_sampling(loaded), DecodingFlags(kv_cache_dtype=cache))

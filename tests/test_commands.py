@@ -151,7 +151,8 @@ def test_prompt_lookup_is_imported_only_with_draft_tokens():
 def test_overflow_option_continues_or_raises(pretrained_folder):
     """The model has a context window of 100 tokens."""
     words = ["generate", pretrained_folder, "the quick brown", *shlex.split("--length 130 --no-stop")]
-    assert len(good(call(*words, "--kv-cache-dtype", "float16")).encode()) > 130
+    for dtype in ("float16", "int8"):
+        assert len(good(call(*words, "--kv-cache-dtype", dtype)).encode()) > 130
     for flag in ("--overflow", "--past_window"):  # the latter is deprecated
         refused(call(*words, flag, "error"), "generate: the context window of 100 tokens is full")
 

@@ -751,6 +751,7 @@ def test_model_name_and_cache_capacity(folder, reference, monkeypatch):
     per_token = 2 * 4 * config.n_layers * config.key_heads * config.channels_per_head
     assert cache_capacity_tokens(reference.loaded.model, None) == 0.5e6 // (2 * per_token)
     assert cache_capacity_tokens(reference.loaded.model, "float16") == 0.5e6 // per_token
+    assert cache_capacity_tokens(reference.loaded.model, "int8") == int(0.5e6 / (2 * per_token * 1.125 / 4))
     monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.0003")
     with run_server(folder, cached_texts=3, max_batch_size=2) as server:
         limit = server.service.engine._limits.max_cache_tokens
@@ -765,7 +766,12 @@ def test_model_name_and_cache_capacity(folder, reference, monkeypatch):
 
 @pytest.mark.parametrize(
     ("cache", "flags"),
-    [("float16", ModelFlags()), ("auto", ModelFlags(weights="int8")), ("auto", ModelFlags(softmax="softmax1"))],
+    [
+        ("float16", ModelFlags()),
+        ("int8", ModelFlags()),
+        ("auto", ModelFlags(weights="int8")),
+        ("auto", ModelFlags(softmax="softmax1")),
+    ],
 )
 def test_cache_dtype_and_model_flags(folder, cache, flags):
     with run_server(folder, kv_cache_dtype=cache, model=flags) as server:

@@ -182,8 +182,7 @@ class MultiHeadSelfAttention(MultiHead):
         """Append keys and values to the cache; return the attention of the queries to the cached ones of their text."""
         results = []
         for rows, text in cache.texts(q.array.shape[1]):
-            arrays = q.array[:, rows], *text.append(k.array[:, rows], v.array[:, rows])
-            tensors = [Tensor(array, False) for array in arrays]
+            tensors = [Tensor(x, False) for x in (q.array[:, rows], *text.append(k.array[:, rows], v.array[:, rows]))]
             # float32, as converting the cache for every token would take longer than 16-bit products save
             results.append(self.attention(*tensors, mask, self.softmax_scales, "float32"))
         return concatenate_texts(results)

@@ -26,7 +26,7 @@ from tricycle_cli.pickles import load_pickled_model
 Softmax = OneOf[str, SOFTMAXES]
 Weights = Literal["auto", "float32", "int8", "bfloat16", "float16", "stored", "exact"]
 Device = Literal["auto", "cpu", "gpu"]
-CacheDtype = Literal["auto", "float32", "float16", "bfloat16"]
+CacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8"]
 Overflow = Literal["truncate", "error"]
 PICKLES = (".pkl", ".pickle")
 MODELS = (".safetensors", ".gguf", ".bin")
@@ -64,8 +64,8 @@ class DecodingFlags:
     """when the context window is full: "truncate" drops the earlier half of the text, or the oldest messages of a
     conversation, and encodes the rest again; "error" stops with an error"""
     kv_cache_dtype: CacheDtype = "auto"
-    """data type of the KV cache: "float16" and "bfloat16" need half the memory; "auto" is the type that the model
-    computes in (float32 on a CPU)"""
+    """data type of the KV cache: "float16" and "bfloat16" need half the memory, "int8" about a quarter; "auto" is the
+    type that the model computes in (float32 on a CPU)"""
 
 
 def cache_dtype(flag: str) -> str | None:

@@ -68,8 +68,8 @@ class Arguments:
     """the maximum size of a request"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     kv_cache_dtype: CacheDtype = "auto"
-    """data type of the KV caches: "float16" and "bfloat16" need half the memory; "auto" is the type that the model
-    computes in (float32 on a CPU)"""
+    """data type of the KV caches: "float16" and "bfloat16" need half the memory, "int8" about a quarter; "auto" is the
+    type that the model computes in (float32 on a CPU)"""
     model: ModelFlags = field(default_factory=ModelFlags)
 
     def __post_init__(self) -> None:
@@ -190,6 +190,6 @@ def cache_capacity_tokens(model: GPT, cache: str | None) -> float:
     if free is None:
         return math.inf
     config = model.config
-    itemsize = 2 if cache in ("float16", "bfloat16") else 4
+    itemsize = {"float16": 2, "bfloat16": 2, "int8": 1.125}.get(cache or "", 4)  # int8 with scales
     n_bytes = 2 * config.n_layers * config.key_heads * config.channels_per_head * itemsize
     return max(256, int(CACHE_FRACTION * free / (GROWTH * n_bytes)))

@@ -37,11 +37,13 @@ def document_reference_kernels(app: Sphinx) -> None:
         muon,
         quantized,
         quantized_blocks,
+        quantized_heads,
         recurrent,
         row_attention,
     )
 
-    for kernel in (*KERNELS.values(), quantized_blocks.dequantize_blocks):
+    others = quantized_blocks.dequantize_blocks, quantized_heads.quantized_attention
+    for kernel in (*KERNELS.values(), *others):
         setattr(sys.modules[kernel.reference.__module__], kernel.reference.__name__, kernel.reference)
 
 

@@ -72,6 +72,8 @@ class Attention(Op):
             precision: of the matrix products, for softmax variants with a fused kernel.
         """
         tensors = as_tensors(query, key, value)
+        if hasattr(tensors[1].array, "attention"):  # quantized keys and values
+            return tensors[1].array.attention(self, tensors[0], tensors[2], mask, scales, precision)
         q, k, v = originals = [as_floating(tensor.array) for tensor in tensors]
         _check_shapes(q, k, v)
         softmax = self.softmax

@@ -19,6 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Segments = tuple[tuple[int, int], ...]
 
 MIN_CAPACITY = 256  # tokens
+# By dtype, where tokens are not stored in arrays: allocate memory like keys (B, T, K, D), for a number of tokens.
+ALLOCATORS: dict[Any, Callable[[Array, int], Any]] = {}
 MAX_ROLLBACK = 64  # tokens by which a cache with a window can always be truncated: more than the number of draft tokens
 
 
@@ -27,7 +29,7 @@ class KeyValueCache:
 
     Args:
         capacity: the maximum number of tokens. Memory grows on demand.
-        dtype: of the stored keys and values; by default that of the first keys.
+        dtype: of the stored keys and values, by default that of the first keys; int8 quantizes them.
         window: the sliding-window size of the layer; older tokens are dropped. None to keep all.
     """
 
@@ -50,10 +52,9 @@ class KeyValueCache:
         """Return the first position and the number of the next `n_tokens` tokens, for each text."""
         return ((self.length, n_tokens),)
 
-    def call(self, layer: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
+    def call(self, layer: Callable[..., Tensor], x: Tensor, *args: Any, **options: Any) -> Tensor:
         """Call `layer(x, cache, ...)`; a `RaggedCache` may call the layer once for each text."""
-        result: Tensor = layer(x, self, *args, **options)
-        return result
+        return layer(x, self, *args, **options)
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """Append keys, values (B, T, K, D), ValueError if full; return views of those stored, at least those in use."""
@@ -64,8 +65,7 @@ class KeyValueCache:
             raise ValueError(f"KeyValueCache: expected a batch of {len(self._keys)}, got {n_items}")
         if self.length - self._first + n_tokens > self._most:
             self._drop_unseen()
-        start = self.length - self._first
-        stop = start + n_tokens
+        start, stop = self.length - self._first, self.length - self._first + n_tokens
         if self._keys is None or self._values is None or stop > self._keys.shape[1]:
             self._keys = self._enlarged(self._keys, keys, start, stop)
             self._values = self._enlarged(self._values, values, start, stop)
@@ -85,15 +85,17 @@ class KeyValueCache:
         """Return a copy of the stored array with room for at least `needed` tokens."""
         room = 0 if held is None else held.shape[1]
         grown = max(needed, min(self._most, max(2 * room, MIN_CAPACITY)))
-        larger = array_module(new).empty((new.shape[0], grown, *new.shape[2:]), self.dtype or new.dtype)
+        if self.dtype in ALLOCATORS:
+            larger = ALLOCATORS[self.dtype](new, grown)
+        else:
+            larger = array_module(new).empty((new.shape[0], grown, *new.shape[2:]), self.dtype or new.dtype)
         if held is not None:
             larger[:, :length] = held[:, :length]
         return larger
 
     def _drop_unseen(self) -> None:
         """Drop tokens outside the windows of the last `MAX_ROLLBACK` tokens and of the pinned position."""
-        earliest = self.length - MAX_ROLLBACK
-        earliest = earliest if self._pinned is None else min(self._pinned, earliest)
+        earliest = min(self.length - MAX_ROLLBACK, self.length if self._pinned is None else self._pinned)
         first = earliest - (self.window or self.capacity) + 1
         if first <= self._first or self._keys is None or self._values is None:
             return
@@ -107,9 +109,8 @@ class KeyValueCache:
 
     def can_truncate(self, length: int) -> bool:
         """Return whether `truncate(length)` is possible: the window is still stored, and no token shift is used."""
-        if length in (0, self.length):
-            return True
-        return not self.last and (self._first == 0 or self._first <= length - (self.window or 0) + 1)
+        is_stored = self._first <= max(0, length - (self.window or 0) + 1)
+        return length in (0, self.length) or (is_stored and not self.last)
 
     def truncate(self, length: int) -> None:
         """Shorten to the first `length` tokens; ValueError if there are fewer or `can_truncate(length)` is False."""
@@ -139,6 +140,4 @@ def takes_ragged(forward: F) -> F:
 
 def concatenate_texts(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate results (1, T, ...) of texts along axis 1, without gradients; return a single one unchanged."""
-    if len(parts) == 1:
-        return parts[0]
-    return Tensor(parts[0].xp.concatenate([part.array for part in parts], axis=1), False)
+    return parts[0] if len(parts) == 1 else Tensor(parts[0].xp.concatenate([x.array for x in parts], axis=1), False)

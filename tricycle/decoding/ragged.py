@@ -21,7 +21,7 @@ def select_items(cache: KeyValueCache, rows: np.ndarray) -> KeyValueCache:
     """Return a copy of a cache with the batch items `rows`, which may repeat."""
     chosen = KeyValueCache(cache.capacity, cache.dtype, cache.window)
     chosen.length, chosen._first = cache.length, cache._first
-    arrays = {"_keys": cache._keys, "_values": cache._values, **cache.last}
+    arrays: dict[str, Any] = {"_keys": cache._keys, "_values": cache._values, **cache.last}
     taken = {name: None if x is None else x[array_module(x).asarray(rows)] for name, x in arrays.items()}
     chosen._keys, chosen._values = taken.pop("_keys"), taken.pop("_values")
     chosen.last = taken

@@ -21,8 +21,8 @@ class SpeculativeState(DecodingState):
     which position its keys and values may differ, and can recompute them.
 
     Args:
-        dtype: of keys and values: "float16" or "bfloat16" for half the memory; the dtype of the computation, which is
-            float32 on a CPU, if not given.
+        dtype: of keys and values: "float16" or "bfloat16" for half the memory, "int8" for about a quarter; the dtype
+            of the computation, which is float32 on a CPU, if not given.
     """
 
     def __init__(self, model: GPT, dtype: DTypeLike | None = None) -> None:

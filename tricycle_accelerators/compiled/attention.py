@@ -8,6 +8,7 @@ import numpy as np
 
 from tricycle.kernels import FEW_ROWS, ScoreOptions
 from tricycle.kernels.dispatch import is_16_bit, upcast
+from tricycle.kernels.quantized_heads import QuantizedHeads
 from tricycle.kernels.ranges import queries_with_keys
 from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.attention_blocks import HeadGroup, head_major, make_head_groups
@@ -17,6 +18,7 @@ from tricycle_accelerators.providers import decline_when
 
 LEAST_QUERIES = 16
 MASK_OR_CAP = "a mask or a soft-cap"
+NO_SCALES = np.empty((0, 0, 0), np.uint16)
 MANY_SCORES = 2**19  # of a query: more are shared by threads
 
 
@@ -74,17 +76,56 @@ def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: Scor
     out = np.empty(q.shape, np.float32)
     logsumexp = np.empty((1, q.shape[2], n_queries), np.float32)
     attend = load_loops("loops").decode_attention
-    narrow: tuple[bool, ...] = ()
+    narrow: tuple[Any, ...] = ()
     if keys.dtype != FLOAT32:
-        narrow = (keys.dtype != np.float16,)
-        attend = load_loops("loops").decode_attention_16_bit
+        narrow = NO_SCALES, NO_SCALES, keys.dtype != np.float16
+        attend = load_loops("loops").decode_attention_narrow
         keys, values = keys.view(np.uint16), values.view(np.uint16)
-    scale, offset, window, _ = score_options
     for t in range(n_queries):
-        stop = n_keys if offset is None else offset + t + 1
-        seen = slice(0 if window is None else max(0, stop - window), stop)
-        attend(q[0, t], keys[seen], values[seen], *narrow, scale, off_by_one, out[0, t], logsumexp[0, :, t])
+        seen = _visible_keys(score_options, t, n_keys)
+        options = *narrow, score_options.scale, off_by_one
+        attend(q[0, t], keys[seen], values[seen], *options, out[0, t], logsumexp[0, :, t])
     return out, logsumexp
+
+
+def _visible_keys(score_options: ScoreOptions, t: int, n_keys: int) -> slice:
+    """Return the slice of the keys that query t sees."""
+    stop = n_keys if score_options.offset is None else score_options.offset + t + 1
+    return slice(0 if score_options.window is None else max(0, stop - score_options.window), stop)
+
+
+def _quantized_decline_reason(
+    q: np.ndarray, k: QuantizedHeads, v: QuantizedHeads, score_options: ScoreOptions, off_by_one: bool
+) -> str | None:
+    n_queries, n_keys = q.shape[1], k.shape[1]
+    if score_options.softcap is not None:
+        return MASK_OR_CAP
+    if not 0 < n_queries <= FEW_ROWS or score_options.offset is None or score_options.offset + n_queries != n_keys:
+        return f"1 to {FEW_ROWS} queries at the last keys, got {n_queries} and {score_options}"
+    fits = q.shape[::3] == k.shape[::3] and v.shape == k.shape and k.values.size and q.shape[2] % k.shape[2] == 0
+    if q.dtype != FLOAT32 or not fits:
+        return f"float32 queries, and keys and values that fit, got {q.dtype} {q.shape}, {k.shape} and {v.shape}"
+    parts = k.values, k.scales, v.values, v.scales
+    if not all(item.flags.carray for part in parts for item in part):
+        return "keys and values in one piece, aligned and not read-only"
+    return None
+
+
+@decline_when(_quantized_decline_reason)
+def quantized_attention(
+    q: np.ndarray, k: QuantizedHeads, v: QuantizedHeads, score_options: ScoreOptions, off_by_one: bool
+) -> Any:
+    """Return attention (B, T, H, D) of a few queries to an int8 cache, converting some keys and values at a time."""
+    out = np.empty(q.shape, np.float32)
+    logsumexp = np.empty(q.shape[2], np.float32)
+    attend = load_loops("loops").decode_attention_narrow
+    for i in range(len(q)):
+        for t in range(q.shape[1]):
+            seen = _visible_keys(score_options, t, k.shape[1])
+            keys, values = k[i, seen], v[i, seen]
+            options = keys.scales, values.scales, False, score_options.scale, off_by_one
+            attend(np.ascontiguousarray(q[i, t]), keys.values, values.values, *options, out[i, t], logsumexp)
+    return out
 
 
 def _prepared(arrays: tuple[np.ndarray, ...], narrow: bool) -> tuple[np.ndarray, ...]:

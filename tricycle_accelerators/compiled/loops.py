@@ -10,6 +10,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import types
 
 from tricycle_accelerators.compiled.jit import (
     LARGEST,
@@ -25,10 +26,11 @@ from tricycle_accelerators.compiled.jit import (
     max_abs_if_finite,
     maximum,
     multiply_by_sigmoid,
+    overload_by_types,
     to_float32,
 )
 
-WIDENED_KEYS = 32  # keys or values of 16 bits that are float32 at a time
+WIDENED_KEYS = 32  # keys or values of 16 or 8 bits that are float32 at a time
 HALF_TO_SINGLE = np.float32(2.0**112)  # a float16's exponent is 112 less than a float32's with the same bits
 
 
@@ -210,31 +212,62 @@ def _widen(numbers: np.ndarray, is_bfloat16: bool, wide: np.ndarray) -> None:
         bits[i] |= (np.uint32(source[i]) & np.uint32(0x8000)) << np.uint32(16)
 
 
-@compile_loop("void(f4[:, ::1], u2[:, :, ::1], u2[:, :, ::1], b1, f4, b1, f4[:, ::1], f4[:])")
-def decode_attention_16_bit(
+@compile_loop("void(i1[:, :, ::1], u2[:, :, ::1], f4[:, :, ::1])")
+def _dequantize(numbers: np.ndarray, scales: np.ndarray, wide: np.ndarray) -> None:
+    """Convert int8 numbers (S, K, D) to float32, times the scale of their block, in bfloat16 bits (S, K, N)."""
+    n_tokens, n_heads, n_blocks = scales.shape
+    size = numbers.shape[2] // n_blocks
+    for s in range(n_tokens):
+        for k in range(n_heads):
+            for n in range(n_blocks):
+                scale = bfloat16_to_float32(scales[s, k, n])
+                for d in range(n * size, (n + 1) * size):
+                    wide[s, k, d] = np.float32(numbers[s, k, d]) * scale
+
+
+@overload_by_types
+def _to_float32_rows(numbers: Any, scales: Any, is_bfloat16: Any, wide: Any) -> Any:
+    """Convert int8 numbers by `_dequantize`, and the bits of 16-bit numbers by `_widen`."""
+    if numbers.dtype == types.int8:
+        return lambda numbers, scales, is_bfloat16, wide: _dequantize(numbers, scales, wide)
+    return lambda numbers, scales, is_bfloat16, wide: _widen(numbers, is_bfloat16, wide)
+
+
+@compile_loop(
+    [
+        f"void(f4[:, ::1], {x}[:, :, ::1], {x}[:, :, ::1], u2[:, :, ::1], u2[:, :, ::1], b1, f4, b1, f4[:, ::1], f4[:])"
+        for x in ("u2", "i1")
+    ]
+)
+def decode_attention_narrow(
     q: np.ndarray,
     keys: np.ndarray,
     values: np.ndarray,
+    key_scales: np.ndarray,
+    value_scales: np.ndarray,
     is_bfloat16: bool,
     scale: float,
     off_by_one: bool,
     out: np.ndarray,
     logsumexp: np.ndarray,
 ) -> None:
-    """Run `decode_attention` with a bfloat16 or float16 cache (uint16 bits), converted to float32 block by block."""
+    """Run `decode_attention` with a bfloat16, float16 (uint16 bits) or int8 cache, converted block by block.
+
+    The scales (S, K, N), bits of bfloat16, are those of an int8 cache; they are not used for others.
+    """
     n_tokens = len(keys)
     weights = np.empty((len(q), n_tokens), np.float32)
     some = np.empty((WIDENED_KEYS, *keys.shape[1:]), np.float32)
     for start in range(0, n_tokens, WIDENED_KEYS):
         stop = min(start + WIDENED_KEYS, n_tokens)
-        _widen(keys[start:stop], is_bfloat16, some[: stop - start])
+        _to_float32_rows(keys[start:stop], key_scales[start:stop], is_bfloat16, some[: stop - start])
         _scores(q, some[: stop - start], scale, weights[:, start:stop])
     for h in range(len(q)):
         logsumexp[h] = _softmax(weights[h], off_by_one)
     out[:] = 0
     for start in range(0, n_tokens, WIDENED_KEYS):
         stop = min(start + WIDENED_KEYS, n_tokens)
-        _widen(values[start:stop], is_bfloat16, some[: stop - start])
+        _to_float32_rows(values[start:stop], value_scales[start:stop], is_bfloat16, some[: stop - start])
         _add_weighted_values(weights[:, start:stop], some[: stop - start], out)
 
 
