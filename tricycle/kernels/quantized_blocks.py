@@ -104,14 +104,21 @@ class BlockMatrix(QuantizedMatrix):
         parts: rows of blocks, all of the same number of values; the stored rows of the matrix are those of all parts.
         transposed: whether the stored rows are the columns of the matrix.
         exact: whether products use x as float32, and not rounded to 8 bits in blocks of 32 numbers.
+        prepared: see `QuantizedMatrix`.
     """
 
     __slots__ = ("parts", "exact")
 
-    def __init__(self, parts: tuple[BlockRows, ...], transposed: bool = False, exact: bool = False) -> None:
+    def __init__(
+        self,
+        parts: tuple[BlockRows, ...],
+        transposed: bool = False,
+        exact: bool = False,
+        prepared: dict[str, Any] | None = None,
+    ) -> None:
         n_rows, row_size = sum(len(part.packed) for part in parts), parts[0].row_size
         self.parts, self.exact, self.transposed = parts, exact, transposed
-        self.prepared = {}
+        self.prepared = {} if prepared is None else prepared
         self.shape = (row_size, n_rows) if transposed else (n_rows, row_size)
         self.dtype = np.dtype(np.uint8)
         self.size = n_rows * row_size
@@ -130,7 +137,7 @@ class BlockMatrix(QuantizedMatrix):
         """Return the transposed matrix, sharing the blocks; the matrix itself for the order (0, 1)."""
         if tuple(order) == (0, 1):
             return self
-        return BlockMatrix(self.parts, not self.transposed, self.exact)
+        return BlockMatrix(self.parts, not self.transposed, self.exact, self.prepared)
 
     def dequantize_rows(self, rows: Any) -> np.ndarray:
         """Return stored rows by a slice, within one part, or by an index array if there is one part, as float32."""

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,11 @@ class GGUFFile:
     tensors: dict[str, GGUFTensorInfo]
     check: Callable[[], None] = never_changed
 
+    @cached_property
+    def content(self) -> np.ndarray:
+        """All bytes of the file, mapped in one piece, so that adjacent tensors are adjacent in memory."""
+        return np.asarray(np.memmap(self.path, np.uint8, "r"))
+
     def read(self, info: GGUFTensorInfo, rows: slice = slice(None)) -> np.ndarray:
         """Return a tensor, or rows of its first axis, as float32 or as stored 16 bits; maybe a view of the file.
 
@@ -105,7 +111,10 @@ class GGUFFile:
         Raises:
             ValueError: see `read`; or a scale is not finite.
         """
-        blocks = BlockRows(self._read_bytes(info)[rows], info.dtype_name, self.check)
+        if info.end > len(self.content):
+            raise ValueError(f"{self.path}: cut off since it was opened, in tensor {info.name}")
+        packed = self.content[info.start : info.end].reshape(*info.shape[:-1], info.row_bytes)[rows]
+        blocks = BlockRows(packed, info.dtype_name, self.check)
         if not blocks.has_finite_scales():
             raise ValueError(f"{self.path}: expected finite scales of tensor {info.name!r}, got infinity or NaN")
         return blocks

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,10 +63,37 @@ def error_prefix(prefix: str) -> Iterator[None]:
         raise ValueError(f"{prefix}{str(error).removeprefix(prefix)}") from None
 
 
-def release_pages(array: np.ndarray) -> None:
-    """Release the pages of a view of a mapped file, which are read again on access; do nothing for other arrays."""
+def find_mapping(array: np.ndarray) -> mmap.mmap | None:
+    """Return the mapped file of which an array is a view, or None."""
     owner: Any = array
     while owner is not None and not isinstance(owner, mmap.mmap):
         owner = getattr(owner, "base", None) if not isinstance(owner, memoryview) else owner.obj
-    if owner is not None and sys.platform != "win32":
-        owner.madvise(mmap.MADV_DONTNEED)
+    return owner
+
+
+def release_pages(array: np.ndarray) -> None:
+    """Release the pages of a view of a mapped file, which are read again on access; do nothing for other arrays."""
+    mapping = find_mapping(array)
+    if mapping is not None and sys.platform != "win32":
+        mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def join_blocks(parts: Iterable[BlockRows]) -> tuple[BlockRows, ...]:
+    """Join successive rows of the same format, as a view if they adjoin in a mapped file; other mapped rows stay apart.
+
+    Each part of a `BlockMatrix` takes a call of its kernel.
+    """
+    joined: list[BlockRows] = []
+    for part in parts:
+        if joined and joined[-1].format_name == part.format_name:
+            first, second = joined[-1].packed, part.packed
+            mapping = find_mapping(first)
+            if mapping is None:
+                joined[-1] = part._replace(packed=np.concatenate([first, second]))
+                continue
+            if mapping is find_mapping(second) and second.ctypes.data == first.ctypes.data + first.nbytes:
+                shape = (len(first) + len(second), first.shape[1])
+                joined[-1] = part._replace(packed=np.lib.stride_tricks.as_strided(first, shape, writeable=False))
+                continue
+        joined.append(part)
+    return tuple(joined)

@@ -2,6 +2,8 @@
 
 The rows of a product are shared by the threads that serve a mailbox (`vector_loops`).
 
+A matrix consists of one or several parts, of different formats or at different places in memory.
+
 Shapes: R rows of x, K numbers each; M rows of blocks, which are the columns of the product.
 """
 
@@ -33,8 +35,11 @@ from tricycle_accelerators.compiled.vector_rows import (
 )
 
 # More fields of a job: what the products of x's integers are added to, x's rows, bytes from row to row of the result,
-# the number of the format, and blocks in a row.
-STARTS, N_X, OUT_STRIDE, FORMAT, N_BLOCKS = range(FUNCTION + 1, FUNCTION + 6)
+# the address of the table of parts, and its rows.
+STARTS, N_X, OUT_STRIDE, TABLE, N_TABLE = range(FUNCTION + 1, FUNCTION + 6)
+# Columns of the table of a matrix's parts: the number of the format, the constant that its integers are too large by,
+# the first row of the part, the row after its last, the address of its blocks, bytes from row to row, blocks in a row.
+FORMAT, OFFSET, FIRST, END, BLOCKS, ROW_BYTES, N_BLOCKS = range(7)
 PART = 32  # numbers of x with one scale
 NOT_FINITE = -2  # what `multiply_blocks` returns for infinity or NaN
 NUMBERS = {name: number for number, name in enumerate(FORMATS)}
@@ -45,22 +50,25 @@ TINY = np.float32(1e-30)  # the smallest largest number of a part
 def _multiply_block_rows(place: int, start: int, stop: int) -> None:
     """Compute some rows of a job's product for all rows of x; `place` is the address of its mailbox."""
     box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 6,))
-    size, n_x, form, n_blocks = box[SIZE], box[N_X], box[FORMAT], box[N_BLOCKS]
-    for i in range(start, stop):
-        row = box[ROWS] + i * box[STRIDE]
-        for r in range(n_x):
-            out = numba.carray(pointer_to(box[OUT] + r * box[OUT_STRIDE], ZERO), (box[N_ROWS],))
-            part = r * (size // PART) * 4
-            starts, scales, sums = box[STARTS] + r * size, box[SCALES] + part, box[SUMS] + part
-            out[i] = dot_blocks(form, box[X] + r * size, starts, scales, sums, row, n_blocks)
+    size, n_x = box[SIZE], box[N_X]
+    table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_TABLE], N_BLOCKS + 1))
+    for p in range(len(table)):
+        part = table[p]
+        for i in range(max(start, part[FIRST]), min(stop, part[END])):
+            row = part[BLOCKS] + (i - part[FIRST]) * part[ROW_BYTES]
+            for r in range(n_x):
+                out = numba.carray(pointer_to(box[OUT] + r * box[OUT_STRIDE], ZERO), (box[N_ROWS],))
+                numbers = r * (size // PART) * 4
+                starts, scales, sums = box[STARTS] + (p * n_x + r) * size, box[SCALES] + numbers, box[SUMS] + numbers
+                out[i] = dot_blocks(part[FORMAT], box[X] + r * size, starts, scales, sums, row, part[N_BLOCKS])
 
 
 multiply_block_rows: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_multiply_block_rows)
 
 
 @numba.njit(**OPTIONS)
-def _quantize(x: Any, offset: int, integers: Any, starts: Any, scales: Any, sums: Any) -> None:
-    """Quantize a finite row (K,) to int8 by parts of PART numbers; `starts` are -offset times sums of four."""
+def _quantize(x: Any, integers: Any, fours: Any, scales: Any, sums: Any) -> None:
+    """Quantize a finite row (K,) to int8 by parts of PART numbers; `fours` are the sums of four integers."""
     for part in range(len(x) // PART):
         first = part * PART
         largest = TINY
@@ -75,29 +83,19 @@ def _quantize(x: Any, offset: int, integers: Any, starts: Any, scales: Any, sums
             for k in range(4 * j, 4 * j + 4):
                 four += np.int32(integers[k])
             total += four
-            starts[j] = -np.int32(offset) * four
+            fours[j] = four
         scales[part] = largest / MOST_INT8
         sums[part] = scales[part] * np.float32(total)
 
 
-@compile_loop("i8(f4[:, ::1], i8, i8, i8, i8, i8, f4[:, :], i8, i8[::1], i8)")
+@compile_loop("i8(f4[:, ::1], i8[:, ::1], f4[:, ::1], i8, i8[::1], i8)")
 def multiply_blocks(
-    x: np.ndarray,
-    form: int,
-    offset: int,
-    rows: int,
-    stride: int,
-    n_blocks: int,
-    out: np.ndarray,
-    function: int,
-    box: np.ndarray,
-    n_threads: int,
+    x: np.ndarray, table: np.ndarray, out: np.ndarray, function: int, box: np.ndarray, n_threads: int
 ) -> int:
     """Write x (R, K) times M rows of blocks into `out` (R, M), with the threads that serve the mailbox `box`.
 
     Args:
-        form: the number of the format, and `offset` is the constant that its integers are too large by.
-        rows: the address of the blocks; `stride` bytes from row to row.
+        table: describes the parts of the rows by the columns FORMAT to N_BLOCKS.
         function: the address of `multiply_block_rows`.
 
     Returns:
@@ -105,17 +103,20 @@ def multiply_blocks(
     """
     n_x, size = x.shape
     integers = np.empty((n_x, size), np.int8)
-    starts = np.empty((n_x, size // 4), np.int32)
+    fours = np.empty((n_x, size // 4), np.int32)
+    starts = np.empty((len(table), n_x, size // 4), np.int32)
     scales = np.empty((2, n_x, size // PART), np.float32)
     for r in range(n_x):
         if max_abs_if_finite(x[r]) == ZERO:
             return NOT_FINITE
-        _quantize(x[r], offset, integers[r], starts[r], scales[0, r], scales[1, r])
+        _quantize(x[r], integers[r], fours[r], scales[0, r], scales[1, r])
+    for p in range(len(table)):
+        starts[p] = fours * -np.int32(table[p, OFFSET])
     box[KIND], box[FUNCTION], box[N_PARTS] = OTHER, function, n_threads
     box[X], box[STARTS], box[N_X], box[SIZE] = integers.ctypes.data, starts.ctypes.data, n_x, size
     box[SCALES], box[SUMS] = scales.ctypes.data, scales[1].ctypes.data
-    box[ROWS], box[STRIDE], box[N_ROWS] = rows, stride, out.shape[1]
-    box[FORMAT], box[N_BLOCKS] = form, n_blocks
+    box[ROWS], box[STRIDE], box[N_ROWS] = table[0, BLOCKS], table[0, ROW_BYTES], out.shape[1]
+    box[TABLE], box[N_TABLE] = table.ctypes.data, len(table)
     box[OUT], box[OUT_STRIDE] = out.ctypes.data, out.strides[0]
     waited = run_job(box)
     if len(integers) + len(starts) + len(scales) == 0:  # named here, or their memory would be free by now

@@ -39,29 +39,30 @@ def quantized_matmul(
 ) -> Array | NotImplementedType:
     """Return rows, rounded to 8 bits, times blocks, plus bias, by spinning threads; NotImplemented for inf or NaN."""
     loops = load_loops("block_loops")
+    matrix.parts[0].check()  # all are of one file
+    table = matrix.prepared.get("table")
+    if table is None:
+        table = matrix.prepared["table"] = _describe_parts(matrix)
     product = np.empty((len(x), matrix.shape[1]), np.float32)
-    start, team = 0, spin_team()
-    for rows, name, check in matrix.parts:
-        check()
-        form = loops.FORMATS[name]
-        out = product[:, start : start + len(rows)]
-        start += len(rows)
-        job = partial(
-            loops.multiply_blocks,
-            x,
-            loops.NUMBERS[name],
-            form.offset,
-            rows.ctypes.data,
-            rows.strides[0],
-            rows.shape[1] // form.n_bytes,
-            out,
-            loops.multiply_block_rows.address,
-        )
-        if team.run(job) == loops.NOT_FINITE:
-            return NotImplemented
+    job = partial(loops.multiply_blocks, x, table, product, loops.multiply_block_rows.address)
+    if spin_team().run(job) == loops.NOT_FINITE:
+        return NotImplemented
     if bias is not None:
         product += bias
     return product
+
+
+def _describe_parts(matrix: BlockMatrix) -> np.ndarray:
+    """Return the table of a matrix's parts for `block_loops.multiply_blocks`."""
+    loops = load_loops("block_loops")
+    rows, start = [], 0
+    for packed, name, _ in matrix.parts:
+        form, stop = loops.FORMATS[name], start + len(packed)
+        address, row_bytes = packed.ctypes.data, packed.strides[0]
+        n_blocks = packed.shape[1] // form.n_bytes
+        rows.append((loops.NUMBERS[name], form.offset, start, stop, address, row_bytes, n_blocks))
+        start = stop
+    return np.array(rows, np.int64)
 
 
 def _dequantize_decline_reason(packed: np.ndarray, format_name: str) -> str | None:

@@ -21,7 +21,7 @@ from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.pretrained.config_fields import ConfigFields
-from tricycle.pretrained.stored_model import StoredModel, StoredTensor, release_pages
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor, join_blocks, release_pages
 from tricycle.tensor import Tensor
 
 # Names of Tricycle's layers to those of Hugging Face's. Several of the latter are concatenated along the output axis of
@@ -176,7 +176,7 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
         theirs = [tensors[hf_tensor.name] for hf_tensor in hf_tensors]
         kind = _storage_format(mapping, name, theirs, weights)
         if kind == "blocks":
-            parts = tuple(tensor.read_blocks() for tensor in theirs if tensor.read_blocks is not None)
+            parts = join_blocks(tensor.read_blocks() for tensor in theirs if tensor.read_blocks is not None)
             parameter.array = BlockMatrix(parts, declared_role(parameter) != "embedding", weights == "exact")
         elif kind == "float32":
             if declared_role(parameter) in ("matrix", "head"):
