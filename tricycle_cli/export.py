@@ -7,14 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
+from tricycle.configs.validated import OneOf
+from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.export import export_folder
-from tricycle.system.files import read_json_object
+from tricycle.pretrained.gguf_file_types import FILE_TYPES
+from tricycle.pretrained.importance import measure_importance
+from tricycle.pretrained.stored_model import error_prefix
+from tricycle.system.files import read_file, read_json_object
 from tricycle_cli.flags import parse
 from tricycle_cli.models import load_model
 from tricycle_cli.run import read_metrics
+
+GGUFType = OneOf[str, FILE_TYPES]
+NOT_CALIBRATED = ("F32", "F16", "BF16", "Q8_0")
 
 
 @dataclass(frozen=True)
@@ -29,8 +38,11 @@ class Arguments:
     """data type of the weights in the folder"""
     gguf: Path | None = None
     """a GGUF file to write"""
-    type: Literal["F32", "F16", "Q8_0"] = "F16"
-    """data type of the weights in the GGUF file"""
+    type: GGUFType = "F16"
+    """data type of the weights in the GGUF file, by llama.cpp's names of mixtures: Q4_K_M has about 4 to 5 bits"""
+    calibrate: Path | None = None
+    """a text file, with at least 512 tokens, like the texts that the model will process: the quantization of the GGUF
+    file then preserves the weights that matter most for it"""
     tokeniser: Path | None = None
     """a tokenizer file, for a model without a tokenizer"""
     adapter: Path | None = None
@@ -44,6 +56,9 @@ def main(args: Sequence[str] | None = None) -> None:
         raise ValueError("expected an output folder or --gguf, got neither")
     if arguments.gguf is not None and arguments.gguf.exists():
         raise FileExistsError(f"{arguments.gguf}: expected a new file, got one that exists")
+    if arguments.calibrate is not None and (arguments.gguf is None or arguments.type in NOT_CALIBRATED):
+        raise ValueError("expected --calibrate with --gguf and a --type of at most 6 bits, such as Q4_K_M")
+    text = b"" if arguments.calibrate is None else read_file(arguments.calibrate)
     loaded = load_model(arguments.source, arguments.tokeniser, device="cpu")
     if arguments.adapter is not None:
         load_adapter(loaded, arguments.adapter).merge()
@@ -57,9 +72,17 @@ def main(args: Sequence[str] | None = None) -> None:
     if arguments.gguf is not None:
         from tricycle.pretrained.gguf_writer import export_gguf
 
-        export_gguf(loaded.model, loaded.tokeniser, arguments.gguf, arguments.type)
+        importance = None if arguments.calibrate is None else calibrate(loaded, arguments.calibrate, text)
+        export_gguf(loaded.model, loaded.tokeniser, arguments.gguf, arguments.type, importance, progress=True)
         size = arguments.gguf.stat().st_size
         print(f"{arguments.gguf}: {loaded.model.n_parameters:,} parameters in {arguments.type}, {size:,} bytes")
+
+
+def calibrate(loaded: Pretrained, path: Path, text: bytes) -> dict[str, np.ndarray]:
+    """Return the result of `measure_importance` on a text; ValueError, with the path, if it is not suitable."""
+    tokens = loaded.tokeniser.encode_plain(text)
+    with error_prefix(f"{path}: "):
+        return measure_importance(loaded.model, tokens, loaded.tokeniser.start_of_text, progress=True)
 
 
 def training_results(source: Path) -> dict[str, Any]:
