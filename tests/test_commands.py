@@ -392,6 +392,25 @@ def test_exported_gguf_adapter_gives_equal_text(pretrained_folder, tmp_path):
     refused(call("generate", path, "the quick"), "expected a model, got general.type 'adapter'")
 
 
+def test_exported_gguf_is_calibrated_with_a_text(pretrained_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 20)
+    plain, calibrated = tmp_path / "plain.gguf", tmp_path / "calibrated.gguf"
+    good(call("export", pretrained_folder, "--gguf", plain, "--type", "Q4_K_M"))
+    good(call("export", pretrained_folder, "--gguf", calibrated, "--type", "Q4_K_M", "--calibrate", text))
+    assert plain.stat().st_size == calibrated.stat().st_size and plain.read_bytes() != calibrated.read_bytes()
+    assert load(calibrated).generation == load(plain).generation
+    for arguments in (["out"], ["--gguf", "a.gguf"], ["--gguf", "a.gguf", "--type", "Q8_0"]):
+        pattern = "--calibrate with --gguf and a --type of at most 6 bits"
+        refused(call("export", pretrained_folder, *arguments, "--calibrate", text), pattern)
+    for content, pattern in {"": "at least 512 tokens, got 0", "a b": "at least 512 tokens"}.items():
+        text.write_text(content)
+        new = tmp_path / "new.gguf"
+        refused(call("export", pretrained_folder, "--gguf", new, "--type", "Q4_0", "--calibrate", text), pattern)
+        assert not new.exists()
+    refused(call("export", pretrained_folder, "--gguf", new, "--type", "Q4_0", "--calibrate", tmp_path / "x"), "x: ")
+
+
 # -------------------------------------------------------------------- quantized weights
 @pytest.mark.parametrize("weights", ["int8", "float16", "stored"])
 def test_generate_and_evaluate_with_quantized_weights(weights, run_folder, pretrained_folder, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import json
 import re
@@ -12,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import smollm2_file
 from transformers_families import LIKE_LLAMA
 
 from tricycle.configs import EncoderConfig, ModelConfig
 from tricycle.generate import generate
-from tricycle.kernels.quantized_blocks import dequantize_blocks
+from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, dequantize_blocks
 from tricycle.models import GPT
 from tricycle.pretrained import load, tokenizer_json
 from tricycle.pretrained.config_equivalence import differing_fields
@@ -24,7 +26,9 @@ from tricycle.pretrained.export import NEUTRAL_FIELDS, export_folder
 from tricycle.pretrained.ggml_quantization import quantize_blocks
 from tricycle.pretrained.gguf import GGUFModel, read_gguf
 from tricycle.pretrained.gguf_file import read_gguf_header
+from tricycle.pretrained.gguf_file_types import FILE_TYPES, Mixture
 from tricycle.pretrained.gguf_writer import export_gguf
+from tricycle.pretrained.importance import measure_importance
 from tricycle.pretrained.sentence_encoder import SentenceEncoder, load_sentence_encoder, source_pooling
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
@@ -166,6 +170,87 @@ def test_f16_and_q8_0_export_round_matrices_once(tmp_path, name, kind):
     back = load(tmp_path / f"{kind}.gguf").model
     difference = np.abs(logits(back, TOKENS) - logits(model, TOKENS)).max()
     assert 0 < difference < {"F16": 0.02, "Q8_0": 0.2}[kind] * np.abs(logits(model, TOKENS)).max()
+
+
+# -------------------------------------------------------------------- quantized files
+WIDE: dict[str, Any] = {"embedding_dim": 256, "hidden_size": 512, "n_layers": 4}  # whole blocks of 256 values
+LOGIT_ERRORS = {"Q4": 0.5, "Q5": 0.25, "Q6": 0.13, "Q8": 0.04, "F1": 2e-3, "BF": 0.02, "F3": 1e-6}
+
+
+def wide_model(base: dict[str, Any] = LLAMA) -> GPT:
+    """Return a model with initialized weights and random biases and gains."""
+    model = GPT(ModelConfig(**{**base, **WIDE})).eval()
+    rng = np.random.default_rng(0)
+    for parameter in model.parameters():
+        parameter.array += rng.standard_normal(parameter.shape).astype(np.float32) * np.float32(0.05)
+    return model
+
+
+def relative_error(values: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(values - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("file_type", FILE_TYPES)
+def test_files_of_each_type_load(tmp_path, file_type):
+    model = wide_model()
+    export_gguf(model, None, tmp_path / "a.gguf", file_type)
+    header = read_gguf_header(tmp_path / "a.gguf")
+    assert header.metadata["general.file_type"] == FILE_TYPES[file_type].number
+    assert header.metadata["general.quantization_version"] == 2
+    mixture = Mixture(file_type, model.config)
+    assert all(tensor.dtype_name == mixture.format_of(name, tensor.shape) for name, tensor in header.tensors.items())
+    expected = logits(model, TOKENS)
+    loaded, exact = (load(tmp_path / "a.gguf", weights).model for weights in ("float32", "exact"))
+    assert relative_error(logits(loaded, TOKENS), expected) < LOGIT_ERRORS[file_type[:2]]
+    assert relative_error(logits(exact, TOKENS), logits(loaded, TOKENS)) < 1e-5
+
+
+@pytest.mark.parametrize("base", [LLAMA, {**LLAMA, "tied": False}, GPT2], ids=["llama", "untied", "gpt2"])
+def test_importance_is_that_of_the_inputs_of_each_matrix(tmp_path, base):
+    model = wide_model(base)
+    importance = measure_importance(model, np.random.default_rng(2).integers(0, VOCABULARY, 600))
+    for name in importance:  # differences between channels, as in trained models
+        importance[name] *= np.random.default_rng(len(name)).gamma(0.3, 1, importance[name].shape)
+    files = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    export_gguf(model, None, files[0], "F32")
+    export_gguf(model, None, files[1], "Q4_K_M", importance)
+    values, blocks = map(read_gguf_header, files)
+    by_suffix = {
+        "attn_qkv": "attention.qkv",
+        "attn_q": "attention.qkv",
+        "attn_k": "attention.qkv",
+        "attn_v": "attention.qkv",
+        "attn_output": "attention.projection",
+        "ffn_up": "mlp.up",
+        "ffn_gate": "mlp.up",
+        "ffn_down": "mlp.projection",
+    }
+    output = "token_embd" if base.get("tied", True) else "output"
+    for name, info in values.tensors.items():
+        stored = blocks.tensors[name]
+        if stored.dtype_name not in BLOCK_FORMATS:
+            continue
+        _, number, layer, _ = name.split(".") if name.startswith("blk") else ("", "", name.split(".")[0], "")
+        if number:
+            vector = importance[f"blocks.{number}.{by_suffix[layer]}.weights"]
+        elif layer == output:
+            vector = importance["token_embedding.weights" if output == "token_embd" else "head.weights"]
+        else:
+            vector = None  # the rows of an embedding are looked up
+        packed = blocks.read_blocks(stored, slice(None)).packed
+        expected = quantize_blocks(values.read(info, slice(None)), stored.dtype_name, vector)
+        np.testing.assert_array_equal(packed.reshape(expected.shape), expected, err_msg=name)
+
+
+def test_values_too_large_for_blocks_name_the_tensor(tmp_path):
+    model = wide_model()
+    model.blocks[0].mlp.projection.weights.array[3, 4] = 1e12
+    with pytest.raises(ValueError, match=r"^export_gguf: blk\.0\.ffn_down\.weight: .*range of Q6_K.*1e\+?12|9{3}"):
+        export_gguf(model, None, tmp_path / "a.gguf", "Q4_K_M")
+    model.blocks[0].mlp.projection.weights.array[3, 4] = 3.4e38
+    with pytest.raises(ValueError, match=r"range of BF16, blk\.0\.ffn_down\.weight"):
+        export_gguf(model, None, tmp_path / "a.gguf", "BF16")
+    assert not list(tmp_path.iterdir())
 
 
 # What transformers looks for in such files: no scaled angles, no biases of attention in a llama, no GPT-2 of another
@@ -434,7 +519,7 @@ def test_unsupported_tokenizers_are_rejected(tmp_path):
 
 
 def test_invalid_export_arguments_are_rejected(tmp_path):
-    with pytest.raises(ValueError, match=r"F32, F16, Q8_0.*'Q4_K'"):
+    with pytest.raises(ValueError, match=r"F32, F16, .*Q4_0, got 'Q4_K'"):
         export_gguf(new_model("llama"), None, tmp_path / "a.gguf", "Q4_K")
     with pytest.raises(ValueError, match=r"^export_gguf: .*GPT.*dict"):
         export_gguf({}, None, tmp_path / "a.gguf")
@@ -483,3 +568,53 @@ def test_llama_cpp_tokenizes_equally(tmp_path, of):
         ids = tokeniser.encode(text, allowed_special=True)
         assert model.tokenize(text.encode(), add_bos=False, special=True) == list(map(int, ids)), text
     model.close()
+
+
+def check_against_llama_cpp(model: GPT, tokeniser: Any, folder: Path, file_types: tuple[str, ...]) -> None:
+    """Check that formats and metadata equal those of llama.cpp's quantizer, and that errors are at most 2% larger."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    export_gguf(model, tokeniser, folder / "F32.gguf", "F32")
+    exact = read_gguf(folder / "F32.gguf").tensors
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.nthread = 1
+    for name in file_types:
+        options.ftype = FILE_TYPES[name].number
+        paths = [folder / f"{name}-{program}.gguf" for program in ("tricycle", "llama.cpp")]
+        export_gguf(model, tokeniser, paths[0], name)
+        files = str(folder / "F32.gguf").encode(), str(paths[1]).encode()
+        assert llama_cpp.llama_model_quantize(*files, ctypes.byref(options)) == 0
+        ours, theirs = (read_gguf_header(path) for path in paths)
+        assert {key: info.dtype_name for key, info in ours.tensors.items()} == {
+            key: info.dtype_name for key, info in theirs.tensors.items()
+        }
+        assert {key for key in ours.metadata if ours.metadata[key] != theirs.metadata[key]} == {"general.name"}
+        tensors = [read_gguf(path).tensors for path in paths]
+        for key, tensor in exact.items():
+            errors = [relative_error(each[key].read().astype(np.float32), tensor.read()) for each in tensors]
+            assert errors[0] <= 1.01 * errors[1], (name, key)  # 2% of the squared error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [{**LLAMA, "tied": False}, LLAMA, GPT2], ids=["untied", "llama", "gpt2"])
+def test_quantized_files_equal_those_of_llama_cpp(tmp_path, base):
+    check_against_llama_cpp(wide_model({**base, "n_heads": 8}), bpe_tokeniser(), tmp_path, tuple(FILE_TYPES))
+
+
+@pytest.mark.slow
+def test_quantized_smollm2_equals_that_of_llama_cpp(tmp_path):
+    loaded = load(smollm2_file())
+    check_against_llama_cpp(loaded.model, loaded.tokeniser, tmp_path, ("Q4_K_M", "Q5_K_S", "Q6_K", "Q4_0"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file_type", [name for name in FILE_TYPES if name.startswith("Q")])
+def test_llama_cpp_computes_equal_logits_from_quantized_files(tmp_path, file_type):
+    """llama.cpp rounds activations to 8 bits; its logits differ by that."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    export_gguf(wide_model(), bpe_tokeniser(), tmp_path / "a.gguf", file_type)
+    expected = logits(load(tmp_path / "a.gguf", "exact").model, TOKENS[:1])[0]
+    model = llama_cpp.Llama(str(tmp_path / "a.gguf"), n_ctx=64, logits_all=True, type_k=0, type_v=0, verbose=False)
+    model.eval(TOKENS[0].tolist())
+    found = np.array(model.scores[: len(expected)])
+    model.close()
+    assert relative_error(found, expected) < 0.05  # Q4_1 itself has an error of 0.3

@@ -7,15 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
+from tricycle.configs.validated import OneOf
+from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import load_adapter, save_gguf_adapter
 from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.gguf_file_types import FILE_TYPES
+from tricycle.pretrained.importance import measure_importance
+from tricycle.pretrained.stored_model import error_prefix
 from tricycle.sequences.text_encoder import TextEncoder
-from tricycle.system.files import read_json_object
+from tricycle.system.files import read_file, read_json_object
 from tricycle_cli.flags import parse
 from tricycle_cli.models import load_file, load_model
 from tricycle_cli.run import read_metrics
+
+GGUFType = OneOf[str, FILE_TYPES]
+NOT_CALIBRATED = ("F32", "F16", "BF16", "Q8_0")
 
 
 @dataclass(frozen=True)
@@ -30,8 +39,11 @@ class Arguments:
     """data type of the weights in the folder"""
     gguf: Path | None = None
     """a GGUF file to write: llama, qwen2, qwen3, olmo2, gemma2, gemma3, gpt2, gptneox, phi2 or bert"""
-    type: Literal["F32", "F16", "Q8_0"] = "F16"
-    """data type of the weights in the GGUF file"""
+    type: GGUFType = "F16"
+    """data type of the weights in the GGUF file, by llama.cpp's names of mixtures: Q4_K_M has about 4 to 5 bits"""
+    calibrate: Path | None = None
+    """a text file, with at least 512 tokens, like the texts that the model will process: the quantization of the GGUF
+    file then preserves the weights that matter most for it"""
     tokeniser: Path | None = None
     """a tokenizer file, for a model without a tokenizer"""
     adapter: Path | None = None
@@ -49,6 +61,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     check_outputs(arguments)
+    text = b"" if arguments.calibrate is None else read_file(arguments.calibrate)
     loaded = load_file(arguments.source)
     if not isinstance(loaded.model, TextEncoder):
         loaded = load_model(arguments.source, arguments.tokeniser, device="cpu", loaded=loaded)
@@ -72,7 +85,8 @@ def main(args: Sequence[str] | None = None) -> None:
         pooling = "mean"
         if loaded.source is not None and isinstance(loaded.model, TextEncoder):
             pooling = source_pooling(loaded.source).mode
-        export_gguf(loaded.model, loaded.tokeniser, arguments.gguf, arguments.type, pooling)
+        importance = None if arguments.calibrate is None else calibrate(loaded, arguments.calibrate, text)
+        export_gguf(loaded.model, loaded.tokeniser, arguments.gguf, arguments.type, importance, pooling, progress=True)
         size = arguments.gguf.stat().st_size
         print(f"{arguments.gguf}: {loaded.model.n_parameters:,} parameters in {arguments.type}, {size:,} bytes")
 
@@ -84,9 +98,18 @@ def check_outputs(arguments: Arguments) -> None:
         raise ValueError("expected an output folder, --gguf or --gguf-adapter, got none")
     if arguments.gguf_adapter is not None and arguments.adapter is None:
         raise ValueError("--gguf-adapter: expected --adapter with it, the adapter to write")
+    if arguments.calibrate is not None and (arguments.gguf is None or arguments.type in NOT_CALIBRATED):
+        raise ValueError("expected --calibrate with --gguf and a --type of at most 6 bits, such as Q4_K_M")
     for path in files:
         if path is not None and path.exists():
             raise FileExistsError(f"{path}: expected a new file, got one that exists")
+
+
+def calibrate(loaded: Pretrained, path: Path, text: bytes) -> dict[str, np.ndarray]:
+    """Return the result of `measure_importance` on a text; ValueError, with the path, if it is not suitable."""
+    tokens = loaded.tokeniser.encode_plain(text)
+    with error_prefix(f"{path}: "):
+        return measure_importance(loaded.model, tokens, loaded.tokeniser.start_of_text, progress=True)
 
 
 def training_results(source: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Export of models to GGUF files for llama.cpp, with 32, 16 or 8 bits per weight.
+"""Export of models to GGUF files for llama.cpp, with 32 to 4 bits per weight.
 
 `gguf_metadata_writer.METADATA_WRITERS` has the architectures.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.kernels.quantized import quantized_dtype
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS
 from tricycle.models import GPT
 from tricycle.pretrained.export import export_tensors
+from tricycle.pretrained.families.family import TensorMapping
 from tricycle.pretrained.ggml_quantization import quantize_blocks
 from tricycle.pretrained.gguf_config import POOLING_TYPES
+from tricycle.pretrained.gguf_file_types import FILE_TYPES, Mixture
 from tricycle.pretrained.gguf_metadata_writer import architecture_metadata, match_architecture, rope_divisors
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, WeightTransform
 from tricycle.pretrained.gguf_tokenizer_writer import tokenizer_metadata
@@ -28,9 +31,7 @@ from tricycle.system.files import atomic_write
 
 Metadata = dict[str, Any]
 
-FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7}  # values of general.file_type
-# With all tensors that are not matrices, as in llama.cpp's own files.
-_ALWAYS_F32 = ("position_embd.weight", "token_types.weight")
+_QUANTIZATION_VERSION = 2  # of ggml's block formats
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
@@ -52,24 +53,34 @@ class WrittenTensor:
 
 
 def export_gguf(
-    model: Any, tokeniser: Any, path: str | os.PathLike[str], dtype_name: str = "F32", pooling: str = "mean"
+    model: Any,
+    tokeniser: Any,
+    path: str | os.PathLike[str],
+    dtype_name: str = "F32",
+    importance: Mapping[str, np.ndarray] | None = None,
+    pooling: str = "mean",
+    progress: bool = False,
 ) -> str:
-    """Write a model and tokenizer (or None) to a GGUF file of F32, F16 or Q8_0; return the architecture or ValueError.
+    """Write a model and tokenizer (or None) to a GGUF file of a type in FILE_TYPES; return its architecture.
 
     Args:
         model: a `GPT` or `TextEncoder` that an architecture in `gguf_metadata_writer.METADATA_WRITERS` computes.
         tokeniser: Tricycle's with GPT-2's pre-tokenizer, or another byte-level BPE, a SentencePiece BPE or a lower-case
             WordPiece. With None the file has no tokenizer: llama.cpp cannot run it, but other programs can read it.
         path: of the file, which is replaced.
-        dtype_name: data type of the matrices: F32, F16 or Q8_0. With Q8_0, a matrix whose rows are not a whole number
-            of blocks of 32 is written as F16.
+        dtype_name: one of FILE_TYPES, such as F16 or Q4_K_M. A matrix whose rows are not whole blocks gets another
+            format, as in files of llama.cpp.
+        importance: from `measure_importance`, for smaller errors of quantized matrices.
         pooling: of an encoder, "mean" or "first".
+        progress: show a progress bar if it takes more than two seconds.
 
     Raises:
-        ImportError: the package gguf is not installed.
+        ImportError: the package gguf is not installed, or BF16 without ml_dtypes.
         ValueError: llama.cpp does not support the model or tokenizer (the message names the cause), or a weight is not
-            finite, or too large for 16 bits.
+            finite, or too large for its format.
     """
+    from tqdm import tqdm
+
     if not isinstance(model, (GPT, TextEncoder)):
         raise ValueError(f"export_gguf: expected a GPT or a TextEncoder, got {type(model).__name__}")
     if dtype_name not in FILE_TYPES:
@@ -78,19 +89,22 @@ def export_gguf(
         raise ValueError(f"export_gguf: expected pooling to be one of {', '.join(POOLING_TYPES)}, got {pooling!r}")
     with error_prefix("export_gguf: llama.cpp cannot run this model: "):
         architecture, family, config = match_architecture(model.config)
-        metadata = {"general.name": Path(path).stem, "general.file_type": FILE_TYPES[dtype_name]}
+        metadata = {"general.name": Path(path).stem, "general.file_type": FILE_TYPES[dtype_name].number}
+        metadata["general.quantization_version"] = _QUANTIZATION_VERSION
         metadata |= architecture_metadata(architecture, config)
         if tokeniser is not None:
             metadata |= tokenizer_metadata(tokeniser, config.vocab_size)
     if isinstance(model, TextEncoder):
         metadata[f"{architecture}.pooling_type"] = POOLING_TYPES[pooling]
         metadata["tokenizer.ggml.token_type_count"] = model.config.token_types
-    if dtype_name == "Q8_0":
-        metadata["general.quantization_version"] = 2
     shapes, arrays = export_tensors(model, family, config)
-    plan = {name: _plan_tensor(architecture, name, shape, dtype_name) for name, shape in shapes.items()}
+    mixture = Mixture(dtype_name, config, bool(importance))
+    plan = {name: _plan_tensor(architecture, name, shape, mixture) for name, shape in shapes.items()}
     heads = AttentionHeads(config.n_heads, config.key_heads, config.channels_per_head)
-    tensors = ((plan[name], _encode(plan[name], array, heads)) for name, array in arrays)
+    mapping = TensorMapping(family, model)
+    importances = {part.name: array for name, array in (importance or {}).items() for part in mapping.hf_tensors(name)}
+    named_arrays = tqdm(arrays, "Writing", len(plan), unit=" tensors", delay=2, disable=not progress)
+    tensors = ((plan[name], _encode(plan[name], array, heads, importances.get(name))) for name, array in named_arrays)
     divisors = _divisor_tensors(rope_divisors(config))
     with atomic_write(path) as file:
         write_gguf(file.name, architecture, metadata, [*plan.values(), *divisors], chain(tensors, divisors.items()))
@@ -105,34 +119,38 @@ def _divisor_tensors(divisors: np.ndarray | None) -> dict[WrittenTensor, np.ndar
     return {WrittenTensor(_ROPE_DIVISORS, "F32", divisors.shape, WeightTransform()): divisors}
 
 
-def _plan_tensor(architecture: str, name: str, shape: tuple[int, ...], dtype_name: str) -> WrittenTensor:
+def _plan_tensor(architecture: str, name: str, shape: tuple[int, ...], mixture: Mixture) -> WrittenTensor:
     """Return the name, data type, shape and transform of a transformers tensor in the written file."""
     hf_layer, _, suffix = name.rpartition(".")
     layer, transform = TENSOR_MAPPINGS[architecture].gguf_layer(hf_layer)
     gguf_name = f"{layer}.{suffix}"
     if transform.transposes:
         shape = shape[::-1]
-    if len(shape) == 1 or gguf_name in _ALWAYS_F32:
-        dtype_name = "F32"
-    elif dtype_name in BLOCK_FORMATS and shape[-1] % BLOCK_FORMATS[dtype_name].n_values:
-        dtype_name = "F16"
-    return WrittenTensor(gguf_name, dtype_name, shape, transform)
+    return WrittenTensor(gguf_name, mixture.format_of(gguf_name, shape), shape, transform)
 
 
-def _encode(tensor: WrittenTensor, array: np.ndarray, heads: AttentionHeads) -> np.ndarray:
-    """Return the values to write: floats, or the bytes of quantized blocks.
+def _encode(
+    tensor: WrittenTensor, array: np.ndarray, heads: AttentionHeads, importance: np.ndarray | None
+) -> np.ndarray:
+    """Return the values to write: floats, bfloat16 as uint16, or the bytes of quantized blocks.
 
     Raises:
-        ValueError: a value is too large for 16 bits.
+        ValueError: a value is too large for the format.
     """
     array = np.ascontiguousarray(tensor.transform.to_gguf(array, heads), "<f4")
     if tensor.dtype_name == "F32":
         return array
-    if np.abs(array).max() > np.finfo(np.float16).max:
+    if tensor.dtype_name in BLOCK_FORMATS:
+        with error_prefix(f"export_gguf: {tensor.name}: "):
+            return quantize_blocks(array, tensor.dtype_name, importance)
+    dtype = np.dtype("<f2") if tensor.dtype_name == "F16" else quantized_dtype("bfloat16")
+    with np.errstate(over="ignore"):
+        narrow = array.astype(dtype)
+    if not np.isfinite(narrow.astype(np.float32)).all():
         raise ValueError(
             f"export_gguf: expected values in the range of {tensor.dtype_name}, {tensor.name} has larger ones"
         )
-    return quantize_blocks(array, tensor.dtype_name) if tensor.dtype_name in BLOCK_FORMATS else array.astype("<f2")
+    return narrow if tensor.dtype_name == "F16" else narrow.view("<u2")
 
 
 def write_gguf(
@@ -177,4 +195,4 @@ def _stored_shape_and_dtype(tensor: WrittenTensor) -> tuple[tuple[int, ...], np.
         block = BLOCK_FORMATS[tensor.dtype_name]
         row_bytes = tensor.shape[-1] // block.n_values * block.n_bytes
         return (*tensor.shape[:-1], row_bytes), np.dtype(np.uint8)
-    return tensor.shape, np.dtype(np.float32 if tensor.dtype_name == "F32" else np.float16)
+    return tensor.shape, np.dtype({"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[tensor.dtype_name])
