@@ -249,7 +249,9 @@ def assert_close(name: str, actual: list, expected: list, dtype: type) -> None:
             continue
         assert result.dtype == dtype and np.shape(result) == np.shape(reference)
         scale = max(1.0, float(np.abs(reference).max(initial=0, where=np.isfinite(reference))))
-        np.testing.assert_allclose(result, reference, tolerance, tolerance * scale / 10, err_msg=name)
+        # int8 products round x to 15 bits of its largest number, which counts when a sum is near 0
+        absolute = tolerance * scale / (1 if name == "quantized_matmul" else 10)
+        np.testing.assert_allclose(result, reference, tolerance, absolute, err_msg=name)
 
 
 # -------------------------------------------------------------------- tests

@@ -24,6 +24,7 @@ from tricycle.tensor import Tensor, record
 DTYPE_NAMES = ("int8", "bfloat16", "float16")
 MAX_INT8 = 127  # the largest absolute value
 CHUNK = 2**18  # elements that are converted to float32 at a time: they fit into the cache of a core
+ROW_MULTIPLE = 32  # rows that are shared by threads: products of whole vector registers take less time
 
 
 @kernel
@@ -186,9 +187,20 @@ class QuantizedMatrix:
             floats *= self.scales[rows]
         return floats
 
-    def row_chunks(self) -> Iterator[slice]:
-        """Return an iterator over slices for `dequantize_rows` whose rows fit into the CPU cache as float32."""
-        return chunks_in_cache(*self.values.shape)
+    def row_ranges(self) -> list[slice]:
+        """Return the ranges of rows from which slices for `dequantize_rows` may be taken."""
+        return [slice(0, len(self.values))]
+
+    def row_chunks(self, n_threads: int = 1) -> Iterator[slice]:
+        """Yield slices for `dequantize_rows` whose rows fit into the CPU cache as float32, equal work for threads."""
+        row_size = max(1, self.size // max(1, self.row_ranges()[-1].stop))
+        for rows in self.row_ranges():
+            n_rows = rows.stop - rows.start
+            n_chunks = n_threads * -(-n_rows * row_size // (CHUNK * n_threads))
+            step = -(-n_rows // max(1, n_chunks))
+            step = step if n_threads == 1 else -(-step // ROW_MULTIPLE) * ROW_MULTIPLE
+            for start in range(rows.start, rows.stop, max(1, step)):
+                yield slice(start, min(start + step, rows.stop))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         shape = self.shape[::-1] if self.transposed else self.shape

@@ -6,7 +6,8 @@ most 16 bits. No block extends over two rows, so the rows of a quantized matrix 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,13 +152,10 @@ class BlockMatrix(QuantizedMatrix):
             start += len(part.packed)
         raise IndexError(f"dequantize_rows: expected rows of {self!r}, got {rows}")
 
-    def row_chunks(self) -> Iterator[slice]:
-        """Return an iterator over slices for `dequantize_rows` whose rows fit into the CPU cache as float32."""
-        start = 0
-        for part in self.parts:
-            for chunk in chunks_in_cache(len(part.packed), part.row_size):
-                yield slice(start + chunk.start, start + min(chunk.stop, len(part.packed)))
-            start += len(part.packed)
+    def row_ranges(self) -> list[slice]:
+        """Return the ranges of rows from which slices for `dequantize_rows` may be taken: those of the parts."""
+        ends = list(accumulate(len(part.packed) for part in self.parts))
+        return [slice(start, end) for start, end in zip([0, *ends], ends)]
 
 
 ARRAY_MODULES[BlockMatrix] = np  # as of QuantizedMatrix

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from tricycle import kernels
 from tricycle.devices import Array
 from tricycle.kernels.dispatch import is_16_bit
+from tricycle.kernels.explanation import explain
 from tricycle.kernels.quantized import QuantizedMatrix
+from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle_accelerators import buffers, threads
+from tricycle_accelerators.matmul_plan import this_machine
 from tricycle_accelerators.providers import decline_when
 
 
@@ -23,13 +28,28 @@ def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, 
 
 @decline_when(_few_bits_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
-    """Multiply rows by a quantized matrix, plus bias; each thread dequantizes and multiplies some columns by NumPy."""
+    """Multiply rows by a quantized matrix, plus bias; each thread dequantizes and multiplies some columns.
+
+    Products that may round x use bfloat16 on processors with instructions for it.
+    """
     product = buffers.empty((len(x), matrix.shape[1]), x.dtype)
+    may_round = x.dtype == np.float32 and isinstance(matrix, BlockMatrix) and not matrix.exact
+    precision = "bfloat16" if may_round and _multiplies_bfloat16() else "float32"
+    rows = kernels.matmul_operand(x, precision)
 
     def work(piece: slice) -> None:
-        np.matmul(x, matrix.dequantize_rows(piece).astype(x.dtype, copy=False).T, out=product[:, piece])
+        columns = matrix.dequantize_rows(piece).astype(x.dtype, copy=False)
+        kernels.matmul(rows, kernels.matmul_operand(columns, precision).T, None, product[:, piece], None, precision)
 
-    threads.parallel_for(work, matrix.row_chunks())
+    threads.parallel_for(work, matrix.row_chunks(threads.n_threads()))
     if bias is not None:
         product += bias
     return product
+
+
+# Cache: valid for the life of the process: depends on the processor and on the installed providers.
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Return whether the processor multiplies bfloat16 in less time than float32, and a provider does so."""
+    report = explain(kernels.matmul_operand, np.ones((1, 1), np.float32), "bfloat16")
+    return report.provider in ("onednn", "mkl") and not {"avx512_bf16", "amx_bf16"}.isdisjoint(this_machine().features)
