@@ -29,7 +29,7 @@ HAS_VNNI = bool(FEATURES.get("avxvnni") or (FEATURES.get("avx512vnni") and FEATU
 HAS_DOTPROD = bool(IS_ARM64 and FEATURES.get("dotprod"))
 HAS_AVX2 = bool(FEATURES.get("avx2") and FEATURES.get("f16c"))
 HAS_BLOCKS = HAS_AVX2 or HAS_DOTPROD
-AHEAD = 1024  # bytes that are asked for before they are needed
+AHEAD = 4096  # bytes that are asked for before they are needed: about the time that memory takes to answer
 
 
 class Part(NamedTuple):
