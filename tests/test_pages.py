@@ -302,14 +302,10 @@ def finetune(request, line: str) -> None:
     if not (folder / "runs" / "mine").exists():
         finetune(request, next(line for line in LINES if "tricycle finetune" in line))
     if words[1] == "export":
-        pytest.importorskip("gguf")
         shutil.rmtree(folder / "my-model", ignore_errors=True)  # of another line
-        (folder / "mine.gguf").unlink(missing_ok=True)
         good(call("-m", *words, folder=folder))
         shutil.rmtree(folder / "my-model", ignore_errors=True)
         return
-    if "mine.gguf" in words and not (folder / "mine.gguf").exists():
-        finetune(request, next(line for line in LINES if "--gguf-adapter" in line))
     good(call("-m", *words, "--length", "3", folder=folder))
 
 
@@ -413,8 +409,6 @@ LINES = {  # how a line is run, without its installations
     ): distilled,
     'tricycle generate runs/student "the birds"': distilled,
     "tricycle export smollm2 my-model --adapter runs/mine": finetune,
-    "tricycle export smollm2 --adapter runs/mine --gguf-adapter mine.gguf": finetune,
-    "tricycle chat smollm2 --adapter mine.gguf": finetune,
     'pip install -e ".[docs]" && sphinx-build -j auto -W docs site': flags_alone,  # tests/test_site.py builds it
     "python -m benchmarks.gpu --output gpu_report": benchmark_of_a_gpu,
     'pip install -e ".[bf16]" && python train_smol_gpt.py --precision bfloat16': training(),

@@ -9,18 +9,19 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.devices import Array
+from tricycle.kernels import FEW_ROWS
 from tricycle.kernels.dispatch import is_16_bit
 from tricycle.kernels.explanation import explain
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.kernels.quantized_blocks import BlockMatrix
-from tricycle_accelerators import buffers, threads
+from tricycle_accelerators import buffers, chunks, threads
 from tricycle_accelerators.matmul_plan import this_machine
 from tricycle_accelerators.providers import decline_when
 
 
 def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
-    if not matrix.transposed:
-        return "a matrix that is not transposed"
+    if not matrix.transposed and len(x) <= FEW_ROWS:
+        return f"at most {FEW_ROWS} rows, with a matrix that is not transposed"
     if is_16_bit(x):
         return "floats of 16 bits"
     return None if x.size and matrix.size else "an empty array"
@@ -28,20 +29,31 @@ def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, 
 
 @decline_when(_few_bits_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
-    """Multiply rows by a quantized matrix, plus bias; each thread dequantizes and multiplies some columns.
+    """Multiply rows by a quantized matrix, plus bias; each thread dequantizes the matrix and multiplies a part.
 
-    Products that may round x use bfloat16 on processors with instructions for it.
+    Products that may round x use bfloat16 on processors with instructions for it. Threads share the columns of the
+    result, or its rows if each dequantized row of the matrix contributes to all columns.
     """
     product = buffers.empty((len(x), matrix.shape[1]), x.dtype)
     may_round = x.dtype == np.float32 and isinstance(matrix, BlockMatrix) and not matrix.exact
     precision = "bfloat16" if may_round and _multiplies_bfloat16() else "float32"
     rows = kernels.matmul_operand(x, precision)
 
-    def work(piece: slice) -> None:
-        columns = matrix.dequantize_rows(piece).astype(x.dtype, copy=False)
-        kernels.matmul(rows, kernels.matmul_operand(columns, precision).T, None, product[:, piece], None, precision)
+    def dequantize(piece: slice) -> Array:
+        return kernels.matmul_operand(matrix.dequantize_rows(piece).astype(x.dtype, copy=False), precision)
 
-    threads.parallel_for(work, matrix.row_chunks(threads.n_threads()))
+    def multiply_columns(piece: slice) -> None:
+        kernels.matmul(rows, dequantize(piece).T, None, product[:, piece], None, precision)
+
+    def multiply_rows(some: slice) -> None:
+        product[some] = 0
+        for piece in matrix.row_chunks():
+            product[some] += kernels.matmul(rows[some, piece], dequantize(piece), None, None, None, precision)
+
+    if matrix.transposed:
+        threads.parallel_for(multiply_columns, matrix.row_chunks(threads.n_threads()))
+    else:
+        threads.parallel_for(multiply_rows, chunks.thread_slices(len(x), FEW_ROWS))
     if bias is not None:
         product += bias
     return product
