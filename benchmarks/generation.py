@@ -34,6 +34,9 @@ from tricycle.configs.presets import model_fields
 from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser
 
+# By the type of a GGUF file, bits per weight without the exceptions of its mixture.
+GGUF_BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q4_K_M": 4.8, "Q4_0": 4.5}
+
 
 class Side(NamedTuple):
     """A library with a dtype of its weights.
@@ -54,11 +57,12 @@ SIDES = [
     Side("tricycle float32", "tricycle", "float32", 32),
     Side("tricycle bfloat16", "tricycle", "bfloat16", 16),
     Side("tricycle int8", "tricycle", "int8", 8),
+    *(Side(f"tricycle {name}", "tricycle", name, bits) for name, bits in GGUF_BITS.items()),
     Side("transformers float32", "transformers", "float32", 32),
     Side("transformers bfloat16", "transformers", "bfloat16", 16),
     Side("llama.cpp F32", "llama.cpp", "F32", 32),
     Side("llama.cpp F16", "llama.cpp", "F16", 16),
-    Side("llama.cpp Q8_0", "llama.cpp", "Q8_0", 8.5),
+    *(Side(f"llama.cpp {name}", "llama.cpp", name, bits) for name, bits in GGUF_BITS.items()),
 ]
 MODULE = "benchmarks.generation_workers"
 GPT2 = ModelConfig()
@@ -92,17 +96,19 @@ def installed_sides(arguments: argparse.Namespace) -> list[Side]:
 def export_model(model: GPT, tokeniser: Any, folder: Path, sides: list[Side]) -> list[Side]:
     """Write the model to `folder` in each side's format; return the supported sides, print why others are not."""
     from tricycle.pretrained.export import export_folder
+    from tricycle.pretrained.gguf_file_types import FILE_TYPES
     from tricycle.pretrained.gguf_writer import export_gguf
 
     export_folder(model, tokeniser, folder / "hf")
     (folder / "context").write_text(str(model.config.context_window), encoding="utf-8")
     supported = []
     for side in sides:
-        if side.library == "llama.cpp":
+        path = folder / f"{side.weights}.gguf"
+        if side.weights in FILE_TYPES and not path.exists():
             try:
                 if tokeniser is None:
                     raise ValueError("expected a model with a tokenizer")
-                export_gguf(model, tokeniser, folder / f"{side.weights}.gguf", side.weights)
+                export_gguf(model, tokeniser, path, side.weights)
             except ValueError as error:
                 print(f"{side.name} is omitted: {error}")
                 continue
@@ -168,13 +174,14 @@ def print_table(
     print(f"{'tokens/s':<23}" + "".join(f"{name:>{width}}" for name, width in columns))
     token_seconds = {name: statistics.median(measured[f"{name} token"]) for name, *_ in sides}
     first = sides[0].name
-    tricycle_sides = {round(bits / 8): name for name, library, _, bits in sides if library == "tricycle"}
+    tricycle_sides = [side for side in sides if side.library == "tricycle"] or sides[:1]
     for name, _, _, bits in sides:
         seconds = token_seconds[name]
         weight_bytes = n_weights * bits / 8
         cache_factor = 0.5 if has_16_bit_cache(name, options.cache) else 1
         kv_bytes = (options.prompts[0] + options.new / 2) * kv_bytes_per_token * cache_factor
-        same_size = seconds / token_seconds[tricycle_sides.get(round(bits / 8), first)]
+        nearest = min(tricycle_sides, key=lambda side: abs(side.bits - bits))
+        same_size = seconds / token_seconds[nearest.name]
         n_equal = n_common_prefix(measured[f"{first} tokens"], measured[f"{name} tokens"])
         values = [f"{n / statistics.median(measured[f'{name} {n}']):,.0f}" for n in options.prompts]
         values += [f"{1 / seconds:.1f}", f"{seconds / token_seconds[first]:.2f}", f"{same_size:.2f}"]

@@ -35,7 +35,9 @@ def tricycle_side(folder: Path, weights: str, cache: str | None) -> tuple[NextTo
     from tricycle.decoding.speculative import SpeculativeState
     from tricycle.pretrained import load
 
-    state = SpeculativeState(load(folder / "hf", weights).model, cache)
+    path = folder / f"{weights}.gguf"
+    model = load(path, "stored").model if path.exists() else load(folder / "hf", weights).model
+    state = SpeculativeState(model, cache)
     context: list[int] = []
 
     def next_token(tokens: list[int]) -> int:
