@@ -1,0 +1,71 @@
+"""Gradients of gradients of every op of the registry, against finite differences of its gradients."""
+
+import numpy as np
+import pytest
+from op_properties import Sample
+from test_registry import ALL, SAMPLES, import_all_modules
+
+from tricycle import extra_ops, ops
+from tricycle.activation_checkpointing import enable_grad
+from tricycle.differentiable_rules import gradients
+from tricycle.gradcheck import gradcheck
+from tricycle.tensor import Tensor
+
+WITHOUT_RULE = {"recurrence"}  # refused with an error that names them
+
+
+def at_a_kink(name: str, sample: Sample) -> bool:
+    """Whether two operands of a maximum or minimum are equal, where the gradient jumps."""
+    return (
+        name.startswith(("maximum-", "minimum-")) and len(sample.inputs) == 2 and bool(np.any(np.equal(*sample.inputs)))
+    )
+
+
+DIFFERENTIABLE = {
+    name: sample
+    for name, sample in ALL.items()
+    if name.rsplit("-", 1)[0] not in WITHOUT_RULE and not at_a_kink(name, sample)
+}
+
+
+def objective(sample: Sample, tensors: list[Tensor]) -> Tensor:
+    """A scalar whose gradient depends on the values of the output, so that its gradient does on all inputs."""
+    output = sample.call(*tensors)
+    weights = np.random.default_rng(1).standard_normal(output.shape)
+    return (output * (output + weights)).sum()
+
+
+def joined_gradients(sample: Sample, tensors: list[Tensor]) -> Tensor:
+    """The gradients of all inputs in one vector, with a graph."""
+    with enable_grad():
+        y = objective(sample, tensors)
+        inputs = [x for x in tensors if x.requires_grad]
+        grads = gradients([y], [Tensor(np.ones(()), False)], inputs)
+    zeros = [Tensor(np.zeros(x.size), False) for x in inputs]
+    return extra_ops.concatenate([z if g is None else g.reshape(-1) for g, z in zip(grads, zeros)])
+
+
+@pytest.mark.slow_except(3)
+@pytest.mark.parametrize("sample", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE)
+def test_second_derivatives_match_finite_differences_of_first(sample):
+    tensors = sample.tensors()
+    first = joined_gradients(sample, tensors)
+    objective(sample, tensors).backward()
+    expected = [np.zeros(x.size) if x.grad is None else x.grad.array.ravel() for x in tensors if x.requires_grad]
+    np.testing.assert_allclose(first.array, np.concatenate(expected), 1e-9, 1e-11)
+    if first.size and first.requires_grad:
+        options = {"n_directions": 1, "elementwise_up_to": 0, "rtol": 1e-4, "atol": 1e-4}
+        gradcheck(lambda *xs: joined_gradients(sample, list(xs)), *sample.tensors(), **options)
+
+
+def test_every_op_is_checked_or_refused():
+    import_all_modules()
+    checked = {name.rsplit("-", 1)[0] for name in DIFFERENTIABLE}
+    assert set(ops.OPS) - checked == WITHOUT_RULE
+
+
+@pytest.mark.parametrize("name", WITHOUT_RULE)
+def test_ops_without_rule_are_refused_by_name(name):
+    sample = SAMPLES[name][0]
+    with pytest.raises(NotImplementedError, match=f"{name} has no gradient that can be differentiated"):
+        joined_gradients(sample, sample.tensors())
