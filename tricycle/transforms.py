@@ -109,7 +109,7 @@ def backward_with_graph(x: Tensor, on_input: Callable[[Tensor], None] | None = N
             on_input(leaf)
 
 
-Tensor.backward_with_graph = backward_with_graph  # type: ignore[method-assign,assignment]
+Tensor.backward_with_graph = backward_with_graph
 
 
 # -------------------------------------------------------------------- transforms
