@@ -7,7 +7,7 @@ from test_registry import ALL, SAMPLES, import_all_modules
 
 from tricycle import extra_ops, ops
 from tricycle.activation_checkpointing import enable_grad
-from tricycle.differentiable_rules import gradients
+from tricycle.create_graph import gradients
 from tricycle.gradcheck import gradcheck
 from tricycle.tensor import Tensor
 

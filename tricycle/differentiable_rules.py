@@ -1,211 +1,78 @@
-"""Gradients that can be differentiated: for each operation, its backward function written in operations on Tensors.
+"""Rules of the library's operations, by which `create_graph.gradients` makes gradients that can be differentiated.
 
-The backward function of a node maps arrays to arrays, which is fast, but records nothing. `gradients` calls, in its
-place, the rule of the operation: a function (node, grad, variables), or the backward function itself where its code
-also works on Tensors. `variables` has the local variables that the backward function uses, such as `axes`.
+A rule computes the gradients of a node's args from that of the node (`rule`), or the node by other operations, through
+which the gradients are computed (`unfused`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from tricycle import extra_ops, functions, kernels, ops
 from tricycle.activations import erf
-from tricycle.autograd import SlicedGradient, check_unchanged, current_modes, sum_slices, topological_order
+from tricycle.create_graph import broadcast, cast, gradients_through, rule, scatter, unbroadcast, unfused
 from tricycle.devices import Array, array_module
 from tricycle.einsum import contraction, gradient_labels, matmul
 from tricycle.kernels.reference.attention import mask_scores
 from tricycle.tensor import Tensor, record
 
-Rule: TypeAlias = Callable[[Tensor, Tensor, Any], Sequence[Tensor | None]]
-Unfused: TypeAlias = Callable[[Tensor, Any], Tensor]
 
-RULES: dict[str, Rule] = {}  # by the function that records the node: "tricycle.extra_ops.sum"
-# Functions whose backward function also accepts a Tensor, and depends on no values of the inputs
-ACCEPT_TENSORS = {
-    f"tricycle.{name}"
-    for name in "extra_ops.negative extra_ops.concatenate extra_ops.transpose ops.reshape "
-    "functions.add_residual layers.Dropout.forward activation.ReLU.forward".split()
-}
-
-
-# -------------------------------------------------------------------- the backward pass
-def gradients(outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradient, a Tensor with a graph, of sum(output * cotangent) for each input; None if independent.
-
-    The graph behind the outputs is kept, and not followed behind the inputs.
-
-    Raises:
-        RuntimeError: an array in the graph has been changed in place, the graph was freed, or no graph can be built.
-        NotImplementedError: an operation has no rule.
-        TypeError: an output is complex.
-    """
-    check_builds_graph()
-    sums: dict[Tensor, Tensor] = {}
-    _add(sums, outputs, cotangents)
-    root = Tensor(np.zeros(()), args=tuple(outputs))
-    order = topological_order(root, inputs)[:-1]
-    while order:
-        node = order.pop()
-        grad = sums.pop(node, None)
-        if grad is not None and node.args:
-            check_unchanged(node)
-            _add(sums, node.args, _apply_rule(node, grad))
-    return [sums.get(x) for x in inputs]
-
-
-def check_builds_graph() -> None:
-    """Raise a RuntimeError within blocks of `no_grad` and `evaluation`."""
-    if not all(mode.builds_graph for mode in current_modes.get()):
-        rule = "expected that operations record a graph, got a block of no_grad() or evaluation()"
-        raise RuntimeError(f"create_graph: {rule}: differentiate outside of it")
-
-
-def _add(sums: dict[Tensor, Tensor], nodes: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    for node, grad in zip(nodes, grads, strict=True):
-        if grad is None or not node.requires_grad:
-            continue
-        if node.dtype.kind == "c":
-            raise TypeError(f"create_graph: expected real numbers, got {node.dtype} of shape {node.shape}")
-        grad = cast(grad, node.dtype)
-        sums[node] = ops.add(sums[node], grad) if node in sums else grad
-
-
-def _apply_rule(node: Tensor, grad: Tensor) -> Sequence[Tensor | None]:
-    """Return the gradients of the args of a node, as Tensors with a graph."""
-    name, backward = recorded_by(node), node._backward
-    if name in ACCEPT_TENSORS:
-        return backward(grad, [arg.requires_grad for arg in node.args], *node._saved)  # type: ignore[misc]
-    if name not in RULES:
-        rule = "RULES of tricycle.differentiable_rules has no entry: compose it of other operations, or add one"
-        raise NotImplementedError(f"create_graph: {name} has no gradient that can be differentiated; {rule}")
-    return RULES[name](node, grad, SimpleNamespace(**closure_of(backward)))
-
-
-def recorded_by(node: Tensor) -> str:
-    """Return the full name of the function that recorded a node, or of its backward function if that is no closure."""
+@rule(
+    "tricycle.ops.reshape",
+    "tricycle.extra_ops.negative",
+    "tricycle.extra_ops.transpose",
+    "tricycle.extra_ops.concatenate",
+    "tricycle.functions.add_residual",
+    "tricycle.layers.Dropout.forward",
+    "tricycle.activation.ReLU.forward",
+)
+def _same_code(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor]:
+    """Call the backward function of a linear operation whose code works on Tensors as on arrays."""
     backward: Any = node._backward
-    return f"{backward.__module__}.{backward.__qualname__.partition('.<locals>')[0]}"
+    result: Sequence[Tensor] = backward(grad, (True,) * len(node.args), *node._saved)
+    return result
 
 
-def closure_of(function: Any) -> dict[str, Any]:
-    """Return the variables of outer functions that a function uses."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or ())
-    return {name: cell.cell_contents for name, cell in cells}
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Return a decorator that adds a rule to RULES, for the functions of these names in the package `tricycle`."""
-
-    def decorate(function: Rule) -> Rule:
-        RULES.update({f"tricycle.{name}": function for name in names})
-        return function
-
-    return decorate
-
-
-def unfused(*names: str) -> Callable[[Unfused], Unfused]:
-    """Return a decorator like `rule` for a function (node, variables) that recomputes the node by other operations."""
-
-    def decorate(function: Unfused) -> Unfused:
-        rule(*names)(lambda node, grad, variables: gradients_through(function(node, variables), node, grad))
-        return function
-
-    return decorate
-
-
-def gradients_through(result: Tensor, node: Tensor, grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients of the args of a node, with `result`, computed from the same args, in its place."""
-    args = list(dict.fromkeys(node.args))  # an arg that occurs twice gets its gradient once
-    found = dict(zip(args, gradients([result], [grad], args)))
-    return [found.pop(arg, None) for arg in node.args]
-
-
-# -------------------------------------------------------------------- linear maps of arrays
-def linear_map(x: Tensor, forward: Callable[[Array], Array], transpose: Callable[[Array], Array], name: str) -> Tensor:
-    """Apply a linear function of arrays whose gradient is `transpose`, also a linear function of arrays."""
-    return record(forward(x.array), (x,), lambda grad, needs_grad, forward: (transpose(grad),), name, False, (forward,))
-
-
-@rule("differentiable_rules.linear_map")
-def _linear_map(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
-    return [linear_map(grad, v.transpose, node._saved[0], f"{node.name} transposed")]
-
-
-def cast(x: Tensor, dtype: Any) -> Tensor:
-    """Return x in another dtype; the gradient has that of x."""
-    before = x.dtype
-    if before == dtype:
-        return x
-    return linear_map(x, lambda a: a.astype(dtype), lambda a: a.astype(before), "cast")
-
-
-def copy(x: Tensor) -> Tensor:
-    """Return a Tensor with a copy of the array of x, connected to x."""
-    return linear_map(x, lambda a: a.copy(), lambda a: a, "copy")
-
-
-def scatter(x: Tensor, index: Any, like: Array, unique: bool = False) -> Tensor:
-    """Return y like an array, 0 except for y[index] = x; the sum where an element is selected twice."""
-    empty = array_module(like).empty((), like.dtype)
-    shaped = array_module(like).broadcast_to(empty, like.shape)  # needs no memory
-    place = lambda a: sum_slices([SlicedGradient(a, index, unique)], shaped)
-    return linear_map(x, place, lambda a: a[index], "scatter")
-
-
-def broadcast(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Broadcast x to a shape."""
-    before = x.shape
-    spread = lambda a: array_module(a).broadcast_to(a, shape)
-    return linear_map(x, spread, lambda a: ops.unbroadcast(a, before), "broadcast")
-
-
-def unbroadcast(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Sum x to a shape that broadcasts to that of x."""
-    before = x.shape
-    spread = lambda a: array_module(a).broadcast_to(a, before)
-    return x if before == shape else linear_map(x, lambda a: ops.unbroadcast(a, shape), spread, "unbroadcast")
-
-
-@rule("functions.to_compute_dtype")
+# -------------------------------------------------------------------- indexing, shapes, products
+@rule("tricycle.functions.to_compute_dtype")
 def _to_compute_dtype(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [cast(grad, v.x.dtype)]
 
 
-@rule("ops.getitem")
+@rule("tricycle.ops.getitem")
 def _getitem(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [scatter(grad, v.index, node.args[0].array)]
 
 
-@rule("extra_ops._sliced_gradient")
+@rule("tricycle.extra_ops._sliced_gradient")
 def _split_sizes(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [scatter(grad, node._saved[0], node.args[0].array, unique=True)]
 
 
-@rule("ops._heads_gradient")
+@rule("tricycle.ops._heads_gradient")
 def _split_heads(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     (start,), n_channels = node._saved, grad.shape[2] * grad.shape[3]
     index = (slice(None), slice(None), slice(start, start + n_channels))
     return [scatter(grad.reshape(*grad.shape[:2], n_channels), index, node.args[0].array, unique=True)]
 
 
-@rule("layers.Embedding.forward")
+@rule("tricycle.layers.Embedding.forward")
 def _embedding(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [scatter(grad, v.index, node.args[0].array)]
 
 
-@rule("extra_ops.stack")
+@rule("tricycle.extra_ops.stack")
 def _stack(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     before = (slice(None),) * (v.axis % node.ndim)
     return [grad[(*before, i)] for i in range(len(node.args))]
 
 
-@unfused("attention.rotary.Rotary.forward")
+@unfused("tricycle.attention.rotary.Rotary.forward")
 def _rotary(node: Tensor, v: Any) -> Tensor:
     (x,), half = node.args, v.cos.shape[1]
     cos, sin = v.cos[:, None, :], v.sin[:, None, :]
@@ -214,7 +81,7 @@ def _rotary(node: Tensor, v: Any) -> Tensor:
     return extra_ops.concatenate([*rotated, x[..., 2 * half :]], axis=-1)
 
 
-@rule("einsum.contraction")
+@rule("tricycle.einsum.contraction")
 def _contraction(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
     results: list[Tensor | None] = []
     for i, x in enumerate(node.args):
@@ -224,7 +91,7 @@ def _contraction(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
     return results
 
 
-@rule("functions.linear")
+@rule("tricycle.functions.linear")
 def _linear(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
     x, weights, *_ = node.args
     dx = dweights = None
@@ -246,12 +113,12 @@ def _sign(x: Tensor) -> Tensor:
 TENSOR_MODULE = SimpleNamespace(sin=extra_ops.sin, cos=extra_ops.cos, exp=extra_ops.exp, sign=_sign)
 
 
-@rule("ops.unary_op")
+@rule("tricycle.ops.unary_op")
 def _unary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [_on_tensors(v.gradient)(TENSOR_MODULE, grad, node.args[0], node)]
 
 
-@rule("ops.binary_op")
+@rule("tricycle.ops.binary_op")
 def _binary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
     left, right = (_on_tensors(getattr(v, side, None)) for side in ("left", "right"))
     if len(node.args) == 1:  # the other operand is a number
@@ -301,7 +168,7 @@ TENSOR_FORMS: dict[Any, Any] = {
 }
 
 
-@rule("extra_ops.where")
+@rule("tricycle.extra_ops.where")
 def _where(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     x, y = node.args
     chosen = v.chosen
@@ -311,13 +178,13 @@ def _where(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     ]
 
 
-@rule("functions.softcap")
+@rule("tricycle.functions.softcap")
 def _softcap(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     tanh = node * (1 / node._saved[0])
     return [grad * (1 - tanh * tanh)]
 
 
-@unfused("activation.GeLU.forward")
+@unfused("tricycle.activation.GeLU.forward")
 def _gelu(node: Tensor, v: Any) -> Tensor:
     (x,) = node.args
     return 0.5 * x * (1 + ops.tanh(kernels.SQRT_2_OVER_PI * (x + 0.044715 * (x * x * x))))
@@ -333,28 +200,28 @@ def _normal_density(xp: Any, x: Any) -> Any:
     return xp.exp(-0.5 * (x * x)) * (1 / math.sqrt(2 * math.pi))
 
 
-@rule("differentiable_rules.normal_cdf")
+@rule("tricycle.differentiable_rules.normal_cdf")
 def _normal_cdf(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [grad * _normal_density(TENSOR_MODULE, node.args[0])]
 
 
-@unfused("activations.ExactGeLU.forward")
+@unfused("tricycle.activations.ExactGeLU.forward")
 def _exact_gelu(node: Tensor, v: Any) -> Tensor:
     return node.args[0] * normal_cdf(node.args[0])
 
 
-@unfused("activations.ReLUSquared.forward")
+@unfused("tricycle.activations.ReLUSquared.forward")
 def _relu_squared(node: Tensor, v: Any) -> Tensor:
     positive = extra_ops.maximum(node.args[0], 0)
     return positive * positive
 
 
-@unfused("activation.Swish.forward")
+@unfused("tricycle.activation.Swish.forward")
 def _swish(node: Tensor, v: Any) -> Tensor:
     return node.args[0] * ops.sigmoid(node.args[0])
 
 
-@unfused("activation.SwiGLU._gate")
+@unfused("tricycle.activation.SwiGLU._gate")
 def _swiglu(node: Tensor, v: Any) -> Tensor:
     (x,), half = node.args, node.shape[-1]
     b = x[..., half:]
@@ -362,7 +229,7 @@ def _swiglu(node: Tensor, v: Any) -> Tensor:
 
 
 # -------------------------------------------------------------------- reductions
-@rule("extra_ops.sum", "extra_ops.mean")
+@rule("tricycle.extra_ops.sum", "tricycle.extra_ops.mean")
 def _sum(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     grad = grad / v.count if hasattr(v, "count") else grad
     return [broadcast(_restored(grad, v.shape, v.axes), v.shape)]
@@ -373,14 +240,14 @@ def _restored(grad: Tensor, shape: tuple[int, ...], axes: Iterable[int]) -> Tens
     return grad.reshape(tuple(1 if i in axes else n for i, n in enumerate(shape)))
 
 
-@rule("extra_ops._extreme")
+@rule("tricycle.extra_ops._extreme")
 def _extreme(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     chosen = v.array == v.y
     return [_restored(grad, v.array.shape, v.axes) * (chosen / chosen.sum(axis=v.axes, keepdims=True))]
 
 
 # -------------------------------------------------------------------- softmax, norms, losses
-@rule("functions.RowSoftmax.forward")
+@rule("tricycle.functions.RowSoftmax.forward")
 def _row_softmax(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor | None]:
     if isinstance(v.self, functions.Softmax):
         return [node * (grad - (grad * node).sum(axis=-1, keepdims=True))]
@@ -390,12 +257,12 @@ def _row_softmax(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor | None]:
     raise NotImplementedError(f"create_graph: expected {name} to define row_softmax_of_tensor, for its gradient")
 
 
-@rule("functions.LogSoftmax.forward")
+@rule("tricycle.functions.LogSoftmax.forward")
 def _log_softmax(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [grad - extra_ops.exp(node) * grad.sum(axis=-1, keepdims=True)]
 
 
-@unfused("layers.LayerNorm.forward")
+@unfused("tricycle.layers.LayerNorm.forward")
 def _norm(node: Tensor, v: Any) -> Tensor:
     x, *parameters = node.args
     x = cast(x, np.result_type(x.dtype, np.float32)) if x.dtype.itemsize == 2 else x
@@ -407,7 +274,7 @@ def _norm(node: Tensor, v: Any) -> Tensor:
     return cast(x + parameters[1] if len(parameters) > 1 else x, node.dtype)
 
 
-@unfused("loss.CrossEntropy._weighted_sum")
+@unfused("tricycle.loss.CrossEntropy._weighted_sum")
 def _cross_entropy(node: Tensor, v: Any) -> Tensor:
     (logits,), (ids, weights, smoothing) = node.args, node._saved
     counted = weights.nonzero()[0]  # the loss of an ignored row may be infinite, and 0 times infinity is NaN
@@ -418,7 +285,7 @@ def _cross_entropy(node: Tensor, v: Any) -> Tensor:
     return -(truth * weights[counted]).sum()
 
 
-@rule("loss.MeanSquaredError.forward")
+@rule("tricycle.loss.MeanSquaredError.forward")
 def _mean_squared_error(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     y_true, y_pred = node.args
     to_pred = grad * v.scale * (y_pred - y_true)
@@ -426,7 +293,7 @@ def _mean_squared_error(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 
 # -------------------------------------------------------------------- attention
-@unfused("attention.attend.Attention.forward")
+@unfused("tricycle.attention.attend.Attention.forward")
 def _attention(node: Tensor, v: Any) -> Tensor:
     """Compute attention by operations on Tensors, in memory quadratic in the number of tokens."""
     q, k, values, *scales = node.args

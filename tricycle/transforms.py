@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tricycle import autograd, devices, differentiable_rules, extra_ops
-from tricycle.differentiable_rules import check_builds_graph
+from tricycle import autograd, create_graph, devices, differentiable_rules, extra_ops  # noqa: F401  (it has the rules)
+from tricycle.devices import Array
 from tricycle.tensor import Tensor, to_tensor
 
 Tree: TypeAlias = Any  # a Tensor, or a nested tuple, list or dict of Tensors
@@ -24,7 +24,7 @@ Argnums: TypeAlias = int | Sequence[int]
 
 # -------------------------------------------------------------------- trees of Tensors
 def tree_map(function: Function, tree: Tree, *others: Tree) -> Tree:
-    """Apply a function to the leaves of nested tuples, lists and dicts; `others` have the same structure.
+    """Apply a function to the leaves of nested tuples, lists and dicts; `others` have the same structure; keep None.
 
     Raises:
         ValueError: the structures differ.
@@ -32,13 +32,14 @@ def tree_map(function: Function, tree: Tree, *others: Tree) -> Tree:
     if isinstance(tree, (tuple, list, dict)):
         keys = list(tree) if isinstance(tree, dict) else range(len(tree))
         for other in others:
-            if not isinstance(other, (tuple, list, dict)) or len(other) != len(tree):
+            fits = isinstance(other, dict) == isinstance(tree, dict) and isinstance(other, (tuple, list, dict))
+            if not fits or (set(other) != set(tree) if isinstance(tree, dict) else len(other) != len(tree)):
                 raise ValueError(f"transforms: expected two trees of one structure, got {tree!r} and {other!r}")
         values = [tree_map(function, tree[key], *(other[key] for other in others)) for key in keys]
         if isinstance(tree, dict):
             return dict(zip(keys, values))
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return function(tree, *others)
+    return None if tree is None else function(tree, *others)
 
 
 def tree_leaves(tree: Tree) -> list[Any]:
@@ -57,7 +58,7 @@ def _like(tree: Tree, leaves: Sequence[Any]) -> Tree:
 # -------------------------------------------------------------------- inputs and gradients
 def _input(x: Any) -> Tensor:
     """Return a Tensor that requires a gradient, with the array of x, connected to x if x requires a gradient."""
-    check_builds_graph()
+    create_graph.check_builds_graph()
     if not isinstance(x, Tensor):
         x = to_tensor(x, dtype=x.dtype if devices.is_array(x) and x.dtype.kind == "f" else None, requires_grad=False)
     if x.dtype.kind in "biuc":
@@ -65,26 +66,33 @@ def _input(x: Any) -> Tensor:
     return Tensor(x.array, True, x.is_batched, x.name, (x,) if x.requires_grad else (), _pass_gradient)
 
 
-def _pass_gradient(grad: Any, needs_grad: Sequence[bool]) -> tuple[Any]:
+def _pass_gradient(grad: Array, needs_grad: Sequence[bool]) -> tuple[Array]:
     return (grad,)
 
 
-differentiable_rules.ACCEPT_TENSORS.add("tricycle.transforms._pass_gradient")
+@create_graph.rule("tricycle.transforms._pass_gradient")
+def _pass_tensor(node: Tensor, grad: Tensor, variables: Any) -> list[Tensor]:
+    return [grad]
 
 
-def _pull_back(outputs: Sequence[Any], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of the inputs, zeros where independent; with a graph if anything else requires one."""
+def _pull_back(
+    outputs: Sequence[Any], cotangents: Sequence[Tensor], inputs: Sequence[Tensor], retain_graph: bool = False
+) -> list[Tensor]:
+    """Return the gradients of the inputs, zeros where independent; with a graph if another Tensor requires a gradient.
+
+    Otherwise the gradients are computed by the usual, faster backward pass, which frees the graph unless retained.
+    """
+    create_graph.check_builds_graph()
     pairs = [(y, c) for y, c in zip(outputs, cotangents) if isinstance(y, Tensor) and y.requires_grad]
     kept, weights = [y for y, _ in pairs], [c for _, c in pairs]
-    check_builds_graph()
     root = Tensor(np.zeros(()), args=tuple(kept), backward=lambda grad, needs_grad: [c.array for c in weights])
     leaves = {node for node in autograd.topological_order(root) if not node.args}
     if kept and leaves <= set(inputs) and not any(c.requires_grad for c in weights):
         sums = autograd.GradientSums()
-        arrays = {x: sums.unshare(x, a) for x, a in autograd.walk_backward(root, root.array, sums, retain_graph=True)}
+        arrays = {x: sums.unshare(x, a) for x, a in autograd.walk_backward(root, root.array, sums, retain_graph)}
         found: list[Tensor | None] = [Tensor(arrays[x], False) if x in arrays else None for x in inputs]
     else:
-        found = differentiable_rules.gradients(kept, weights, inputs)
+        found = create_graph.gradients(kept, weights, inputs)
     return [_gradient_of(x, grad) for x, grad in zip(inputs, found)]
 
 
@@ -98,15 +106,21 @@ def _gradient_of(x: Tensor, grad: Tensor | None) -> Tensor:
 
 def backward_with_graph(x: Tensor, on_input: Callable[[Tensor], None] | None = None) -> None:
     """Add gradients with a graph to the `grad` of all leaves behind x, as `x.backward(create_graph=True)`."""
-    check_builds_graph()
+    create_graph.check_builds_graph()
     leaves = [node for node in autograd.topological_order(x) if not node.args]
-    grads = differentiable_rules.gradients([x], [Tensor(x.xp.ones_like(x.array), False)], leaves)
+    grads = create_graph.gradients([x], [_ones_like(x)], leaves)
     for leaf, found in zip(leaves, grads):
-        # the user may change a gradient in place, so it must not share memory
-        grad = differentiable_rules.copy(_gradient_of(leaf, found))
+        if found is None:
+            continue
+        grad = create_graph.copy(found)  # the user may change a gradient in place, so it must not share memory
+        grad.is_batched = leaf.is_batched
         leaf.grad = grad if leaf.grad is None else leaf.grad + grad
         if on_input is not None:
             on_input(leaf)
+
+
+def _ones_like(x: Tensor) -> Tensor:
+    return Tensor(x.xp.ones_like(x.array), False, x.is_batched)
 
 
 Tensor.backward_with_graph = backward_with_graph
@@ -129,15 +143,20 @@ def value_and_grad(f: Function, argnums: Argnums = 0, has_aux: bool = False) -> 
     def value_and_gradient(*args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         chosen, call = _inputs_at(f, args, argnums)
         value = call(chosen, kwargs)
-        y = value[0] if has_aux else value
-        if not isinstance(y, Tensor) or y.size != 1:
-            got = f"a Tensor of shape {y.shape}" if isinstance(y, Tensor) else repr(y)
-            raise ValueError(f"grad: expected a function that returns a Tensor of one element, got {got}")
-        inputs = tree_leaves(chosen)
-        grads = _pull_back([y], [Tensor(y.xp.ones_like(y.array), False)], inputs)
-        return value, _one_or_all(_like(chosen, grads), argnums)
+        y, *aux = value if has_aux else (value,)
+        grads = _pull_back([_checked_scalar(y)], [_ones_like(y)], tree_leaves(chosen))
+        y = y.detach() if y._version < 0 else y  # its graph was freed
+        return (y, *aux) if has_aux else y, _one_or_all(_like(chosen, grads), argnums)
 
     return value_and_gradient
+
+
+def _checked_scalar(y: Any) -> Tensor:
+    """Return y; raise a ValueError unless it is a Tensor of one element."""
+    if isinstance(y, Tensor) and y.size == 1:
+        return y
+    got = f"a Tensor of shape {y.shape}" if isinstance(y, Tensor) else repr(y)
+    raise ValueError(f"transforms: expected a function that returns a Tensor of one element, got {got}")
 
 
 def grad(f: Function, argnums: Argnums = 0, has_aux: bool = False) -> Function:
@@ -182,7 +201,7 @@ def vjp(f: Function, *primals: Tree) -> tuple[Tree, Function]:
 
     def pull_back(cotangents: Tree) -> tuple[Tree, ...]:
         weights = tree_leaves(tree_map(_matching, outputs, cotangents))
-        result: tuple[Tree, ...] = _like(inputs, _pull_back(tree_leaves(outputs), weights, tree_leaves(inputs)))
+        result: tuple[Tree, ...] = _like(inputs, _pull_back(tree_leaves(outputs), weights, tree_leaves(inputs), True))
         return result
 
     return outputs, pull_back
@@ -217,8 +236,8 @@ def hvp(f: Function, primals: Sequence[Tree], tangents: Sequence[Tree]) -> Tree:
     """
     inputs = tree_map(_input, tuple(primals))
     directions = tree_leaves(tree_map(_matching, inputs, tuple(tangents)))
-    y, leaves = f(*inputs), tree_leaves(inputs)
-    slopes = differentiable_rules.gradients([y], [Tensor(y.xp.ones_like(y.array), False)], leaves)
+    y, leaves = _checked_scalar(f(*inputs)), tree_leaves(inputs)
+    slopes = create_graph.gradients([y], [_ones_like(y)], leaves)
     pairs = [(slope, direction) for slope, direction in zip(slopes, directions) if slope is not None]
     return _like(inputs, _pull_back([slope for slope, _ in pairs], [direction for _, direction in pairs], leaves))
 
@@ -235,7 +254,7 @@ def jacobian(f: Function, argnums: Argnums = 0) -> Function:
 
         def rows(y: Tensor) -> Tree:
             basis = y.xp.eye(y.size, dtype=y.dtype).reshape(y.size, *y.shape)
-            each = [_pull_back([y], [Tensor(vector, False)], inputs) for vector in basis]
+            each = [_pull_back([y], [Tensor(vector, False)], inputs, True) for vector in basis]
             stacked = [extra_ops.stack(grads).reshape(*y.shape, *x.shape) for x, grads in zip(inputs, zip(*each))]
             return _one_or_all(_like(chosen, stacked), argnums)
 
@@ -247,6 +266,37 @@ def jacobian(f: Function, argnums: Argnums = 0) -> Function:
 def hessian(f: Function, argnums: Argnums = 0) -> Function:
     """Return a function that computes the second derivatives of f, whose result has one element: see `jacobian`."""
     return jacobian(grad(f, argnums), argnums)
+
+
+def vmap(f: Function, in_axes: int | Sequence[int | None] | None = 0) -> Function:
+    """Return a function that applies f to each item along an axis of its arguments and stacks the results on axis 0.
+
+    It calls f for each item in turn, so it is no faster than a loop: `vmap(grad(f), (None, 0))` returns the gradient
+    for each item of a batch.
+
+    Args:
+        in_axes: the axis of each argument, or of all; None for arguments that all calls share.
+
+    Raises:
+        ValueError: the arguments have no axis to map over, or its lengths differ.
+    """
+
+    def mapped(*args: Tree) -> Tree:
+        axes = tuple(in_axes) if isinstance(in_axes, Sequence) else (in_axes,) * len(args)
+        pairs = list(zip(args, axes, strict=True))
+        sizes = {np.shape(x)[axis] for tree, axis in pairs if axis is not None for x in tree_leaves(tree)}
+        if len(sizes) != 1:
+            raise ValueError(f"vmap: expected mapped axes of one length, got lengths {sorted(sizes)}")
+
+        def item(tree: Tree, axis: int | None, i: int) -> Tree:
+            if axis is None:
+                return tree
+            return tree_map(lambda x: x[(slice(None),) * (axis % np.ndim(x)) + (i,)], tree)
+
+        results = [f(*(item(tree, axis, i) for tree, axis in pairs)) for i in range(sizes.pop())]
+        return tree_map(lambda *values: extra_ops.stack(values), *results)
+
+    return mapped
 
 
 # -------------------------------------------------------------------- layers as functions of their parameters

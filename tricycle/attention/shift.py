@@ -11,8 +11,8 @@ from tricycle import kernels
 from tricycle.attention.attend import SHIFTS
 from tricycle.attention.cache import KeyValueCache
 from tricycle.autograd import NeedsGrad
+from tricycle.create_graph import unfused
 from tricycle.devices import Array, array_module
-from tricycle.differentiable_rules import unfused
 from tricycle.extra_ops import concatenate
 from tricycle.layers import Layer
 from tricycle.ops import as_floating, as_tensor, check_device, check_last_axis, check_positive
@@ -101,7 +101,7 @@ def previous_tokens(x: Array, cache: KeyValueCache | None, name: str) -> Array:
     return earlier
 
 
-@unfused("attention.shift.TokenShift.forward")
+@unfused("tricycle.attention.shift.TokenShift.forward")
 def _token_shift(node: Tensor, variables: Any) -> Tensor:
     x, mix = node.args
     earlier = concatenate([0 * x[:, :1], x[:, :-1]], axis=1)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.create_graph import rule
 from tricycle.devices import Array, array_module
-from tricycle.differentiable_rules import rule
 from tricycle.functions import linear
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Generator, Layer, new_generator
@@ -50,12 +50,12 @@ def fold(columns: Tensor, sizes: Sizes, kernel: Sizes, stride: Sizes, padding: S
     return record(array, (columns,), backward, "fold", columns.is_batched)
 
 
-@rule("sequences.convolution.unfold")
+@rule("tricycle.sequences.convolution.unfold")
 def _unfold_rule(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [fold(grad, v.x.shape[1:-1], v.kernel, v.stride, v.padding)]
 
 
-@rule("sequences.convolution.fold")
+@rule("tricycle.sequences.convolution.fold")
 def _fold_rule(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [unfold(grad, v.kernel, v.stride, v.padding)]
 
