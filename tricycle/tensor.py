@@ -111,7 +111,7 @@ class Tensor:
             RuntimeError: no input of this Tensor requires a gradient; or see `autograd.walk_backward`.
         """
         if not self.requires_grad:
-            raise RuntimeError("backward: this Tensor requires no gradient; gradients do only with create_graph=True")
+            raise RuntimeError("backward: this Tensor does not require a gradient (one made by create_graph=True does)")
         if create_graph:
             return self.backward_with_graph(on_input)
         ones = self.xp.ones_like(self.array) if self.ndim else devices.one(self.xp, str(self.array.device), self.dtype)
