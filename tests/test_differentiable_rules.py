@@ -32,7 +32,7 @@ def objective(sample: Sample, tensors: list[Tensor]) -> Tensor:
     """A scalar whose gradient depends on the values of the output, so that its gradient does on all inputs."""
     output = sample.call(*tensors)
     weights = np.random.default_rng(1).standard_normal(output.shape)
-    return (output * (output + weights)).sum()
+    return (output * (output + output.xp.asarray(weights))).sum()
 
 
 def joined_gradients(sample: Sample, tensors: list[Tensor]) -> Tensor:

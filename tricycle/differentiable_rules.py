@@ -277,12 +277,13 @@ def _norm(node: Tensor, v: Any) -> Tensor:
 @unfused("tricycle.loss.CrossEntropy._weighted_sum")
 def _cross_entropy(node: Tensor, v: Any) -> Tensor:
     (logits,), (ids, weights, smoothing) = node.args, node._saved
-    counted = weights.nonzero()[0]  # the loss of an ignored row may be infinite, and 0 times infinity is NaN
-    rows = functions.LogSoftmax()(logits.reshape(-1, logits.shape[-1])[counted])
-    truth = rows[logits.xp.arange(len(counted)), ids[counted]]
+    rows = logits.reshape(-1, logits.shape[-1])
+    # the loss of an ignored row may be infinite, and 0 times infinity is NaN
+    rows = functions.LogSoftmax()(extra_ops.where(weights[:, None] != 0, rows, 0))
+    truth = rows[logits.xp.arange(len(ids)), ids]
     if smoothing:
         truth = (1 - smoothing) * truth + smoothing * rows.mean(axis=-1)
-    return -(truth * weights[counted]).sum()
+    return -(truth * weights).sum()
 
 
 @rule("tricycle.loss.MeanSquaredError.forward")
