@@ -291,9 +291,28 @@ def test_graph_of_gradient_is_freed_with_it(no_garbage_collection):
     assert nodes[0]() is not None and slope.requires_grad
     del slope
     assert nodes.pop()() is None
-    for differentiate in (grad(f), grad(lambda x: grad(f)(x).sum()), hessian(f)):
+    tangent = lambda x: jvp(f, (x,), (x,))[1]
+    for differentiate in (
+        grad(f),
+        grad(lambda x: grad(f)(x).sum()),
+        hessian(f),
+        tangent,
+        lambda x: hvp(f, (x,), (x,))[0],
+    ):
         constant = differentiate(x)
         assert not constant.requires_grad and all(node() is None for node in nodes)
+
+
+def test_derivatives_of_constant_and_linear_functions_are_zero():
+    x, constant = float64(X), lambda x: float64(2.0)
+    for differentiate in (
+        grad(constant),
+        lambda x: hvp(constant, (x,), (x,))[0],
+        lambda x: hvp(lambda x: x.sum(), (x,), (x,))[0],
+    ):
+        close(differentiate(x), np.zeros(3))
+    close(hessian(lambda x: x.sum())(x), np.zeros((3, 3)))
+    close(jvp(constant, (x,), (x,))[1], 0.0)
 
 
 def test_stacked_results():

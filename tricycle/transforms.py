@@ -76,23 +76,33 @@ def _pass_tensor(node: Tensor, grad: Tensor, variables: Any) -> list[Tensor]:
 
 
 def _pull_back(
-    outputs: Sequence[Any], cotangents: Sequence[Tensor], inputs: Sequence[Tensor], retain_graph: bool = False
+    outputs: Sequence[Any],
+    cotangents: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    retain_graph: bool = False,
+    others: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """Return the gradients of the inputs, zeros where independent; with a graph if another Tensor requires a gradient.
 
-    Otherwise the gradients are computed by the usual, faster backward pass, which frees the graph unless retained.
+    Otherwise the gradients are constants; without `others`, the usual, faster backward pass computes them, and frees
+    the graph unless it is retained.
+
+    Args:
+        others: inputs of the transform that are not differentiated here.
     """
     create_graph.check_builds_graph()
     pairs = [(y, c) for y, c in zip(outputs, cotangents) if isinstance(y, Tensor) and y.requires_grad]
     kept, weights = [y for y, _ in pairs], [c for _, c in pairs]
     root = Tensor(np.zeros(()), args=tuple(kept), backward=lambda grad, needs_grad: [c.array for c in weights])
     leaves = {node for node in autograd.topological_order(root) if not node.args}
-    if kept and leaves <= set(inputs) and not any(c.requires_grad for c in weights):
+    is_constant = leaves <= {*inputs, *others} and not any(c.requires_grad for c in weights)
+    if kept and is_constant and not others:
         sums = autograd.GradientSums()
         arrays = {x: sums.unshare(x, a) for x, a in autograd.walk_backward(root, root.array, sums, retain_graph)}
         found: list[Tensor | None] = [Tensor(arrays[x], False) if x in arrays else None for x in inputs]
     else:
         found = create_graph.gradients(kept, weights, inputs)
+        found = [x.detach() if x is not None and is_constant else x for x in found]
     return [_gradient_of(x, grad) for x, grad in zip(inputs, found)]
 
 
@@ -226,7 +236,7 @@ def jvp(f: Function, primals: Sequence[Tree], tangents: Sequence[Tree]) -> tuple
     outputs = f(*inputs)
     probes = [Tensor(y.xp.zeros_like(y.array), True, y.is_batched) for y in tree_leaves(outputs)]
     pulled = _pull_back(tree_leaves(outputs), probes, tree_leaves(inputs))
-    return outputs, _like(outputs, _pull_back(pulled, directions, probes))
+    return outputs, _like(outputs, _pull_back(pulled, directions, probes, others=tree_leaves(inputs)))
 
 
 def hvp(f: Function, primals: Sequence[Tree], tangents: Sequence[Tree]) -> Tree:
