@@ -281,8 +281,8 @@ def hessian(f: Function, argnums: Argnums = 0) -> Function:
 def vmap(f: Function, in_axes: int | Sequence[int | None] | None = 0) -> Function:
     """Return a function that applies f to each item along an axis of its arguments and stacks the results on axis 0.
 
-    It calls f for each item in turn, so it is no faster than a loop: `vmap(grad(f), (None, 0))` returns the gradient
-    for each item of a batch.
+    It calls f once for each item, so it is no faster than a loop. `vmap(grad(f), (None, 0))` returns the gradient for
+    each item of a batch.
 
     Args:
         in_axes: the axis of each argument, or of all; None for arguments that all calls share.
