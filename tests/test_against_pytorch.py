@@ -16,6 +16,8 @@ from tricycle.models import GPT
 from tricycle.optimisers import AdamW, clip_gradients, decays
 from tricycle.scheduler import WarmupCosine
 from tricycle.softmaxes import new_softmax
+from tricycle.tensor import Tensor
+from tricycle.transforms import functional_call, hvp
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -163,6 +165,25 @@ def test_loss_and_every_gradient_agree_at_step_0(config: GPTConfig) -> None:
     torch_loss.backward()
     for name, p in model.named_parameters():
         assert_close(p.grad.array, torch_model.p[name].grad, name)
+
+
+@each_config
+def test_hessian_vector_products_agree(config: GPTConfig) -> None:
+    """In float64; PyTorch's fused attention has no second derivatives."""
+    model, torch_model = a_pair(replace(config, n_layers=1))
+    rng, (inputs, outputs) = np.random.default_rng(3), batches(config)[0]
+    parameters = {name: Tensor(p.array.astype(np.float64), False) for name, p in model.named_parameters()}
+    direction = {name: rng.standard_normal(p.shape) for name, p in parameters.items()}
+    loss = lambda values: CrossEntropy()(outputs, functional_call(model, values, inputs))
+    (product,) = hvp(loss, (parameters,), (direction,))
+
+    torch_model.p = {name: torch.tensor(p.array, requires_grad=True) for name, p in parameters.items()}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        leaves = list(torch_model.p.values())
+        grads = torch.autograd.grad(torch_model.loss(inputs, outputs), leaves, create_graph=True)
+        expected = torch.autograd.grad(grads, leaves, [torch.from_numpy(v) for v in direction.values()])
+    for name, reference in zip(parameters, expected):
+        assert_close(product[name].array, reference, name, 1e-6 if config.positions == "rotary" else 1e-10)
 
 
 @each_config

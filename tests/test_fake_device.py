@@ -14,12 +14,14 @@ import test_text_encoder
 import test_training
 from fake_device import FakeArray, fake_module, to_device, to_host
 from implementations import replace_implementations
+from test_differentiable_rules import DIFFERENTIABLE, objective
 from test_registry import assert_same, every_sample, gradients
 
 from tricycle import devices, kernels, no_grad, training, training_state
 from tricycle.autograd import topological_order
 from tricycle.configs import DebugConfig
 from tricycle.evaluation import evaluate
+from tricycle.extra_ops import stack
 from tricycle.finetuning.lora import LoRAConfig
 from tricycle.finetuning.packing import Example
 from tricycle.finetuning.preferences import PairDataset, dpo_loss
@@ -112,6 +114,21 @@ def test_every_op_runs_on_the_device(device, sample):
     expected = sample.call(*on_host)
     expected.backward()
     assert_same((output.numpy(), gradients(tensors)), (expected.array, gradients(on_host)), 1e-9, 1e-11)
+
+
+@pytest.mark.slow_except(3)
+@pytest.mark.parametrize("sample", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE)
+def test_gradient_of_gradient_runs_on_the_device(any_device, sample):
+    def of_gradient(tensors):
+        objective(sample, tensors).backward(create_graph=True)
+        total = stack([(t.grad * t.grad).sum() for t in tensors if t.grad is not None]).sum()
+        for tensor in tensors:
+            tensor.zero_grad()
+        total.backward()
+        return total.numpy(), gradients(tensors)
+
+    rtol = 1e-9 if any_device == "fake" else 1e-2  # only on a GPU are activations rounded to 16 bits
+    assert_same(of_gradient([t.to_gpu() for t in sample.tensors()]), of_gradient(sample.tensors()), rtol, 1e-2 * rtol)
 
 
 def paired(precisions: list[str]) -> list:

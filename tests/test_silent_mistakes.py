@@ -112,14 +112,11 @@ def test_watching_changes_no_result(rng):
 
 
 # -------------------------------------------------------------------- gradients of gradients
-def test_gradients_of_gradients_are_refused():
+def test_gradients_of_gradients_without_graph_are_refused():
     x = to_tensor([1.0, 2.0])
-    y = (x * x * x).sum()
-    with pytest.raises(NotImplementedError, match="gradients of gradients"):
-        y.backward(create_graph=True)
-    y.backward()
+    (x * x * x).sum().backward()
     for of_gradient in (x.grad, (x.grad * x.grad).sum()):
-        with pytest.raises(RuntimeError, match="gradients of gradients"):
+        with pytest.raises(RuntimeError, match="create_graph=True"):
             of_gradient.backward()
 
 

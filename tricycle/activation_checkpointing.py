@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.autograd import NeedsGrad, current_modes, grad_enabled_for
+from tricycle.create_graph import unfused
 from tricycle.devices import Array
 from tricycle.layers import Layer, generators_in
 from tricycle.ops import as_tensor
@@ -47,6 +48,13 @@ def checkpoint_activations(layer: Layer, x: Operand, *args: Any, **kwargs: Any) 
         return leaf_gradients(second, grad, [again, *parameters])
 
     return record(result.array, inputs, backward, "recompute", result.is_batched)
+
+
+@unfused("tricycle.activation_checkpointing.checkpoint_activations")
+def _recompute(node: Tensor, variables: Any) -> Tensor:
+    with variables.saved.restored():
+        result: Tensor = variables.layer(node.args[0], *variables.args, **variables.kwargs)
+    return result
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def walk_backward(
                 yield node, grad
             continue
         if grad is not None and node._version != n_changes:
-            _check_unchanged(node)
+            check_unchanged(node)
         if not retain_graph:
             node.args, node._backward, node._saved, node._version = (), None, (), -1
         del node  # frees its array, unless referenced elsewhere, before the backward function allocates new arrays
@@ -72,10 +72,10 @@ def walk_backward(
             add(args, needs_grad, backward(grad, needs_grad, *saved))
 
 
-def topological_order(root: AnyNode) -> list[AnyNode]:
-    """Return the nodes behind `root` that require a gradient, args before results, root last; RuntimeError if freed."""
+def topological_order(root: AnyNode, inputs: Iterable[AnyNode] = ()) -> list[AnyNode]:
+    """Return the nodes from `inputs` (excluded) to `root`, args before results; RuntimeError if they were freed."""
     order: list[AnyNode] = []
-    seen: set[AnyNode] = set()  # by identity, as Tensors are hashed
+    seen: set[AnyNode] = set(inputs)  # by identity, as Tensors are hashed
     stack: list[Any] = [root]  # no recursion: a chain of 100,000 operations exceeds Python's stack
     while stack:
         node = stack.pop()
@@ -217,7 +217,7 @@ def increment_versions(tensors: Iterable[Node]) -> None:
             tensor._version = n_changes
 
 
-def _check_unchanged(node: Node) -> None:
+def check_unchanged(node: Node) -> None:
     """Raise a RuntimeError if a leaf among the args of a node was changed after the node was computed."""
     for arg in node.args:
         if arg._version > node._version and not arg.args:

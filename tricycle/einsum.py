@@ -44,7 +44,7 @@ class Einsum(Op):
         """Compute the einsum of Tensors, one for each input in the subscripts; raise a ValueError for a misfit."""
         inputs = as_tensors(*tensors)
         labels, out, sizes = _resolve(self, tuple(t.shape for t in inputs), tuple(t.is_batched for t in inputs))
-        return _record(inputs, labels, out, sizes, f"einsum {self.subscripts}")
+        return contraction(inputs, labels, out, sizes, f"einsum {self.subscripts}")
 
 
 @register
@@ -61,24 +61,35 @@ def matmul(x: Operand, y: Operand) -> Tensor:
         labels, resolved, sizes = _resolve(einsum, (x.shape, y.shape), (False, False))
     except ValueError:
         raise ValueError(f"matmul: shapes {x.shape} and {y.shape} do not fit") from None
-    return _record((x, y), labels, resolved, sizes, "matmul")
+    return contraction((x, y), labels, resolved, sizes, "matmul")
 
 
-def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int], name: str) -> Tensor:
+def contraction(
+    inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int], name: str
+) -> Tensor:
+    """Compute `contract` of Tensors as an operation named `name`."""
     check_device(name, *(t.array for t in inputs))
     arrays = promote_integers(*(t.array for t in inputs))
 
-    def gradient(i: int, grad: Array) -> Array:
-        others = arrays[:i] + (grad,) + arrays[i + 1 :]
-        # sum over axes of "..." that were broadcast; the reshape restores their length 1
-        shape = arrays[i].shape
-        kept = "".join(c for c, n in zip(labels[i], shape) if n == sizes[c])
-        return contract(others, labels[:i] + (out,) + labels[i + 1 :], kept, sizes).reshape(shape)
-
     def backward(grad: Array, needs_grad: Sequence[bool]) -> list[Array | None]:
-        return [gradient(i, grad) if needs else None for i, needs in enumerate(needs_grad)]
+        def gradient(i: int) -> Array:
+            terms = arrays[:i] + (grad,) + arrays[i + 1 :]
+            return contract(terms, *gradient_labels(i, arrays[i].shape, labels, out, sizes), sizes)
+
+        return [gradient(i).reshape(a.shape) if needs_grad[i] else None for i, a in enumerate(arrays)]
 
     return record(contract(arrays, labels, out, sizes), inputs, backward, name)
+
+
+def gradient_labels(
+    i: int, shape: tuple[int, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int]
+) -> tuple[tuple[str, ...], str]:
+    """Return labels and output of the einsum that computes the gradient of input i, which the output's replaces.
+
+    The result lacks axes of length 1 that were broadcast: it must be reshaped to `shape`, that of the input.
+    """
+    kept = "".join(c for c, n in zip(labels[i], shape) if n == sizes[c])
+    return labels[:i] + (out,) + labels[i + 1 :], kept
 
 
 # -------------------------------------------------------------------- subscripts

@@ -52,14 +52,15 @@ def _module(x: Any, y: Any) -> Any:
     return array_module(x if is_array(x) else y)
 
 
-def _power_right(g: Array, x: Any, y: Any, z: Array) -> Array:
+def power_right(g: Array, x: Any, y: Any, z: Array) -> Array:
     """Return g x ** y log x, and its limit 0 where x is 0."""
     xp = array_module(g)
     positive = xp.asarray(x) > 0
     return g * xp.where(positive, z * xp.log(xp.where(positive, x, 1)), 0)
 
 
-def _power_left(g: Array, x: Array, y: Any, z: Array) -> Array:
+def power_left(g: Array, x: Array, y: Any, z: Array) -> Array:
+    """Return g y x ** (y - 1), and 0 where y is 0."""
     xp = array_module(g)
     if isinstance(y, (int, float)):
         return g * (y * x ** (y - 1)) if y else xp.zeros_like(g)
@@ -75,14 +76,14 @@ divide = binary_op(
     lambda g, x, y, z: g / y,
     lambda g, x, y, z: -g * z / y,
 )
-power = binary_op("pow", "**", operator.pow, _power_left, _power_right)
+power = binary_op("pow", "**", operator.pow, power_left, power_right)
 # equal values get half of the gradient each
-_extremes = (
+extremes = (
     lambda g, x, y, z: g * ((x == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
     lambda g, x, y, z: g * ((y == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
 )
-maximum = binary_op("maximum", "max", lambda x, y: _module(x, y).maximum(x, y), *_extremes)
-minimum = binary_op("minimum", "min", lambda x, y: _module(x, y).minimum(x, y), *_extremes)
+maximum = binary_op("maximum", "max", lambda x, y: _module(x, y).maximum(x, y), *extremes)
+minimum = binary_op("minimum", "min", lambda x, y: _module(x, y).minimum(x, y), *extremes)
 
 
 def comparison_op(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Operand, Operand], Tensor]:

@@ -215,4 +215,4 @@ def softcap(x: Operand, cap: float) -> Tensor:
     """Apply soft-capping, cap * tanh(x / cap), elementwise: bounds |x| by the cap (Gemma Team 2024, section 2)."""
     x = as_tensor(x)
     t = x.xp.tanh(as_floating(x.array) / cap)
-    return record(cap * t, (x,), lambda grad, needs_grad: (grad * (1 - t * t),), "softcap")
+    return record(cap * t, (x,), lambda grad, needs_grad, cap: (grad * (1 - t * t),), "softcap", None, (cap,))

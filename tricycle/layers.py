@@ -227,17 +227,17 @@ class LayerNorm(Layer):
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
         """Normalize x (..., size) over the last axis, apply gain and bias; `dtype` is by default that of x."""
         x = x if isinstance(x, Tensor) else as_tensor(x, self.gain)
-        array, gain, subtract_mean = as_floating(x.array), self._gains(x), self._subtract_mean
+        array, gain = as_floating(x.array), self._gains(x)
         if array.shape[-1:] != (self.size,):
             check_last_axis(f"{type(self).__name__}(size={self.size})", x, self.size)
         if type(array) is not type(gain):
             check_device(self._name, array, gain)
         bias = None if self.bias is None else self.bias.array
-        y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, subtract_mean, dtype)
+        y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, self._subtract_mean, dtype)
         args = (x,) if self.gain is None else (x, self.gain) if self.bias is None else (x, self.gain, self.bias)
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | OwnedGradient, ...]:
-            dx, *others = kernels.layer_norm_backward(grad, array, gain, mean, scale, subtract_mean)
+            dx, *others = kernels.layer_norm_backward(grad, array, gain, mean, scale, self._subtract_mean)
             return (OwnedGradient(dx), *others)[: len(args)]
 
         return record(y, args, backward, self._name)

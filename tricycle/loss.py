@@ -66,10 +66,10 @@ class CrossEntropy(Op):
         check_range("CrossEntropy: labels", ids, rows.shape[-1])
         loss, slope = kernels.cross_entropy(rows, ids, weights, self.label_smoothing, grad_enabled_for(logits))
 
-        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
+        def backward(grad: Array, needs_grad: NeedsGrad, *target: object) -> tuple[Array]:
             return (scale_gradient(slope, grad).reshape(logits.shape),)
 
-        return record(loss, (logits,), backward, "cross_entropy", False)
+        return record(loss, (logits,), backward, "cross_entropy", False, (ids, weights, self.label_smoothing))
 
 
 def scale_gradient(array: Array, grad: Array) -> Array:

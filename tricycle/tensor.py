@@ -100,21 +100,20 @@ class Tensor:
     def backward(
         self, retain_graph: bool = False, create_graph: bool = False, on_input: Callable[[Tensor], None] | None = None
     ) -> None:
-        """Add the gradient of the Tensor's sum to leaves' `grad`; free the graph; no `create_graph` (raises an error).
+        """Add the gradient of the Tensor's sum to leaves' `grad`; free the graph, unless it is retained or created.
 
         Args:
             retain_graph: keep the graph for another call of `backward` instead of freeing it.
-            create_graph: not supported (NotImplementedError): gradients are constants.
+            create_graph: make gradients that can be differentiated, see `tricycle.transforms`; retains the graph.
             on_input: called with each input as soon as its gradient is complete.
 
         Raises:
             RuntimeError: no input of this Tensor requires a gradient; or see `autograd.walk_backward`.
         """
-        if create_graph:
-            raise NotImplementedError("backward: expected create_graph=False: there are no gradients of gradients")
         if not self.requires_grad:
-            rule = "a gradient is a constant: there are no gradients of gradients"
-            raise RuntimeError(f"backward: this Tensor does not require a gradient ({rule})")
+            raise RuntimeError("backward: this Tensor does not require a gradient (one made by create_graph=True does)")
+        if create_graph:
+            return self.backward_with_graph(on_input)
         ones = self.xp.ones_like(self.array) if self.ndim else devices.one(self.xp, str(self.array.device), self.dtype)
         sums = autograd.GradientSums()
         for leaf, grad in autograd.walk_backward(self, ones, sums, retain_graph):
@@ -128,8 +127,9 @@ class Tensor:
             if on_input is not None:
                 on_input(leaf)
 
-    if TYPE_CHECKING:  # attached by ops.py, extra_ops.py, einsum.py and tensor_methods.py
+    if TYPE_CHECKING:  # attached by ops.py, extra_ops.py, einsum.py, tensor_methods.py and transforms.py
         back_fns: tuple[Callable[[Tensor], Array | Tensor], ...]
+        backward_with_graph: Callable[..., None]
         close_to: Callable[..., bool]
         item: Callable[[], Any]
         to_gpu: Callable[..., Tensor]

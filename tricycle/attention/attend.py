@@ -88,12 +88,12 @@ class Attention(Op):
             return record(out, args, None, "attention")
         new_grads, n_args = _empty_like(originals), len(args)
 
-        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, ...]:
+        def backward(grad: Array, needs_grad: NeedsGrad, *options: Any) -> tuple[Array | None, ...]:
             grads = new_grads()
             dscales = attend_backward(grad, *grads)
             return (*grads, dscales)[:n_args]
 
-        return record(out, args, backward, "attention")
+        return record(out, args, backward, "attention", None, (self, hidden))
 
     def score_options(self, q: Array, k: Array) -> ScoreOptions:
         """Return the options of the attention kernels for queries q (B, T, H, D) and keys k (B, S, K, D)."""

@@ -11,7 +11,9 @@ from tricycle import kernels
 from tricycle.attention.attend import SHIFTS
 from tricycle.attention.cache import KeyValueCache
 from tricycle.autograd import NeedsGrad
+from tricycle.create_graph import unfused
 from tricycle.devices import Array, array_module
+from tricycle.extra_ops import concatenate
 from tricycle.layers import Layer
 from tricycle.ops import as_floating, as_tensor, check_device, check_last_axis, check_positive
 from tricycle.parameter import Parameter
@@ -41,7 +43,7 @@ class TokenShift(Layer):
         earlier = previous_tokens(array, cache, self._name)
         added, own = self._mixed(array, earlier, mix)
 
-        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array | None]:
+        def backward(grad: Array, needs_grad: NeedsGrad, *layer: Any) -> tuple[Array | None, Array | None]:
             dx = dmix = None
             if needs_grad[0]:
                 dx = own * grad if own is not None else grad.copy()
@@ -51,9 +53,9 @@ class TokenShift(Layer):
             return dx, dmix
 
         y = (array + mix * added).astype(array.dtype, copy=False)
-        return record(y, (x, self.mix), backward, self._name)
+        return record(y, (x, self.mix), backward, self._name, None, (self,))
 
-    def _mixed(self, array: Array, earlier: Array, mix: Array) -> tuple[Array, Any]:
+    def _mixed(self, array: Any, earlier: Any, mix: Any) -> tuple[Any, Any]:
         """Return the array that `mix` multiplies, and the factor of the token's value (None for 1)."""
         return earlier, None
 
@@ -73,7 +75,7 @@ class KeyShift(TokenShift):
         rising = np.linspace(0, 1, head_size, dtype=np.float32)
         self.mix = Parameter(np.tile(rising, n_heads), "scale")
 
-    def _mixed(self, array: Array, earlier: Array, mix: Array) -> tuple[Array, Any]:
+    def _mixed(self, array: Any, earlier: Any, mix: Any) -> tuple[Any, Any]:
         return earlier - array, 1 - mix
 
     @staticmethod
@@ -97,6 +99,13 @@ def previous_tokens(x: Array, cache: KeyValueCache | None, name: str) -> Array:
         earlier[:, rows.start] = text.last[name][:, 0] if name in text.last else 0
         text.last[name] = x[:, rows.stop - 1 : rows.stop]
     return earlier
+
+
+@unfused("tricycle.attention.shift.TokenShift.forward")
+def _token_shift(node: Tensor, variables: Any) -> Tensor:
+    x, mix = node.args
+    earlier = concatenate([0 * x[:, :1], x[:, :-1]], axis=1)
+    return x + mix * node._saved[0]._mixed(x, earlier, mix)[0]
 
 
 SHIFTS["token_shift"] = TokenShift

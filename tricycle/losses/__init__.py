@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from tricycle.autograd import NeedsGrad, grad_enabled_for
+from tricycle.create_graph import unfused
 from tricycle.devices import Array, owns_memory
 from tricycle.loss import CrossEntropy, scale_gradient
-from tricycle.ops import as_floating, as_tensor, check_positive
+from tricycle.ops import as_floating, as_tensor, check_positive, reshape
 from tricycle.tensor import Operand, Tensor, record
 from tricycle.tensor_methods import leaf_gradients
 
@@ -69,11 +70,21 @@ def from_hidden(
         if learns:
             add(loss, some, places)
 
-    def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
+    def backward(grad: Array, needs_grad: NeedsGrad, *operands: Any) -> list[Array | None]:
         whole = None if to_rows is None else to_rows.reshape(hidden.shape)
         return [None if array is None else scale_gradient(array, grad) for array in (whole, *sums)]
 
-    return record(weights.dtype.type(total), inputs, backward, "cross_entropy", False)
+    operands = (loss_fn, head, ids, weights)
+    return record(weights.dtype.type(total), inputs, backward, "cross_entropy", False, operands)
+
+
+@unfused("tricycle.losses.from_hidden")
+def _from_hidden(node: Tensor, variables: Any) -> Tensor:
+    """Compute the loss with all logits at once."""
+    (hidden, *_), (loss_fn, head, ids, weights) = node.args, node._saved
+    logits = head(reshape(hidden, -1, hidden.shape[-1]))
+    loss: Tensor = loss_fn._weighted_sum(logits, as_floating(logits.array), ids, weights)
+    return loss
 
 
 def _groups(weights: Array, n_rows: int) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.create_graph import rule
 from tricycle.devices import Array, array_module
 from tricycle.functions import linear
 from tricycle.initialisers import Initialiser, xavier
@@ -47,6 +48,16 @@ def fold(columns: Tensor, sizes: Sizes, kernel: Sizes, stride: Sizes, padding: S
     backward = lambda grad, needs_grad: (_unfold(grad, kernel, stride, padding),)
     array = _fold(as_floating(columns.array), shape, kernel, stride, padding)
     return record(array, (columns,), backward, "fold", columns.is_batched)
+
+
+@rule("tricycle.sequences.convolution.unfold")
+def _unfold_rule(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    return [fold(grad, v.x.shape[1:-1], v.kernel, v.stride, v.padding)]
+
+
+@rule("tricycle.sequences.convolution.fold")
+def _fold_rule(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    return [unfold(grad, v.kernel, v.stride, v.padding)]
 
 
 def _unfold(array: Array, kernel: Sizes, stride: Sizes, padding: Sizes) -> Array:

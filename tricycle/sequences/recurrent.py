@@ -16,13 +16,15 @@ import numpy as np
 from tricycle import devices, kernels
 from tricycle.attention import length_mask
 from tricycle.autograd import NeedsGrad
+from tricycle.create_graph import unfused
 from tricycle.devices import Array, array_module
-from tricycle.extra_ops import concatenate, stack, where
+from tricycle.einsum import matmul
+from tricycle.extra_ops import concatenate, maximum, stack, where
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels import recurrent as cells
 from tricycle.kernels.dispatch import Kernel
 from tricycle.layers import Dropout, Layer, new_generator
-from tricycle.ops import as_floating, as_tensor, check_device, check_positive, register
+from tricycle.ops import as_floating, as_tensor, check_device, check_positive, register, sigmoid, tanh
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record
 
@@ -95,6 +97,34 @@ def recurrence(
         return run.backward(grad, bool(biases))
 
     return record(run.states[: kind.n_states], args, backward, kind.name, False)
+
+
+@unfused("tricycle.sequences.recurrent.recurrence")
+def _step_by_step(node: Tensor, variables: Any) -> Tensor:
+    """Compute a recurrence by operations on Tensors."""
+    (x, initial, matrix, hidden, *biases), run = node.args, variables.run
+    gates, states = matmul(x, matrix), [initial]
+    for t in range(len(x)):
+        gate, recurrent, before = gates[t], matmul(states[-1][0], hidden), states[-1]
+        if biases:
+            gate, recurrent = gate + biases[0], recurrent + biases[1]
+        after = stack(_step(run.kind, gate, recurrent, before))
+        states.append(after if run.active is None else where(run.active[t], after, before))
+    return stack(states, axis=1)
+
+
+def _step(kind: Cell, gate: Tensor, recurrent: Tensor, before: Tensor) -> list[Tensor]:
+    """Return the states after one step, as the kernels of the cell do."""
+    if kind.name == "gru":
+        (r, z, n), (to_r, to_z, to_n) = gate.split(3), recurrent.split(3)
+        new = tanh(n + sigmoid(r + to_r) * to_n)
+        return [new + sigmoid(z + to_z) * (before[0] - new)]
+    total = gate + recurrent
+    if kind.name == "lstm":
+        i, f, g, o = total.split(4)
+        c = sigmoid(f) * before[1] + sigmoid(i) * tanh(g)
+        return [sigmoid(o) * tanh(c), c]
+    return [maximum(total, 0) if kind.options[0] else tanh(total)]
 
 
 class _Run:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from tricycle import kernels
+from tricycle import extra_ops, kernels
 from tricycle.devices import Array, array_module
-from tricycle.functions import RowSoftmax
+from tricycle.functions import RowSoftmax, Softmax
+from tricycle.tensor import Tensor
 
 
 class AdaptiveSoftmax(RowSoftmax):
@@ -53,6 +55,19 @@ class AdaptiveSoftmax(RowSoftmax):
             dbeta = (dproduct * xp.where(weights > 0, scores, 0)).sum(axis=-1, keepdims=True)
             dscores -= dbeta * slope * plain * (log_plain + entropy)
         return dscores
+
+    def row_softmax_of_tensor(self, scores: Tensor) -> Tensor:
+        """Compute `row_softmax` of a Tensor by differentiable operations, for gradients of its gradient."""
+        softmax = Softmax()
+        plain = softmax(scores)
+        entropy = -(plain * extra_ops.log(extra_ops.where(plain > 0, plain, 1))).sum(axis=-1, keepdims=True)
+        beta: Any = 0
+        for c in self.coefficients:
+            beta = beta * entropy + c
+        beta = extra_ops.where((entropy > self.threshold).array & (beta > 1).array, beta, 1)
+        beta = beta.detach() if self.stop_gradient else beta
+        visible = scores > -math.inf  # infinity times a gradient of 0 is NaN
+        return softmax(extra_ops.where(visible, extra_ops.where(visible, scores, 0) * beta, -math.inf))
 
     def inverse_temperature(self, scores: Array) -> tuple[Array, ...]:
         """Return beta, d beta / d entropy, softmax, log softmax, entropy (nats) per row; all but softmaxes (..., 1)."""

@@ -114,6 +114,11 @@ class BlockSoftmax(RowSoftmax):
             raise ValueError(f"{self}: expected a scale for each pair of blocks, {wanted}, got {scales.shape}")
         return array_module(scales).repeat(scales, self._step(n_keys), axis=-1)
 
+    def scales_of_queries(self, scales: Tensor, first: int, n_queries: int, n_keys: int) -> Tensor:
+        """Return the scales ([H,] n_blocks, T) of T queries from position `first` on, from the scales of `attend`."""
+        positions = np.arange(first, first + n_queries)
+        return scales[..., positions if self.per_position else positions // self._step(n_keys)]
+
     def forward(self, x: Operand, scales: Tensor | None = None) -> Tensor:
         """Compute softmax per key block, times 1, `scales` or the block's probability; ValueError for misfit scales.
 

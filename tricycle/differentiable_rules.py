@@ -1,0 +1,314 @@
+"""Rules of the library's operations, by which `create_graph.gradients` makes gradients that can be differentiated.
+
+A rule computes the gradients of a node's args from that of the node (`rule`), or the node by other operations, through
+which the gradients are computed (`unfused`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tricycle import extra_ops, functions, kernels, ops
+from tricycle.activations import erf
+from tricycle.create_graph import broadcast, cast, gradients_through, rule, scatter, unbroadcast, unfused
+from tricycle.devices import Array, array_module
+from tricycle.einsum import contraction, gradient_labels, matmul
+from tricycle.kernels.reference.attention import mask_scores
+from tricycle.tensor import Tensor, record
+
+
+@rule(
+    "tricycle.ops.reshape",
+    "tricycle.extra_ops.negative",
+    "tricycle.extra_ops.transpose",
+    "tricycle.extra_ops.concatenate",
+    "tricycle.functions.add_residual",
+    "tricycle.layers.Dropout.forward",
+    "tricycle.activation.ReLU.forward",
+)
+def _same_code(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor]:
+    """Call the backward function of a linear operation whose code works on Tensors as on arrays."""
+    backward: Any = node._backward
+    result: Sequence[Tensor] = backward(grad, (True,) * len(node.args), *node._saved)
+    return result
+
+
+# -------------------------------------------------------------------- indexing, shapes, products
+@rule("tricycle.functions.to_compute_dtype")
+def _to_compute_dtype(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    return [cast(grad, v.x.dtype)]
+
+
+@rule("tricycle.ops.getitem")
+def _getitem(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    return [scatter(grad, v.index, node.args[0].array)]
+
+
+@rule("tricycle.extra_ops._sliced_gradient")
+def _split_sizes(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    return [scatter(grad, node._saved[0], node.args[0].array, unique=True)]
+
+
+@rule("tricycle.ops._heads_gradient")
+def _split_heads(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    (start,), n_channels = node._saved, grad.shape[2] * grad.shape[3]
+    index = (slice(None), slice(None), slice(start, start + n_channels))
+    return [scatter(grad.reshape(*grad.shape[:2], n_channels), index, node.args[0].array, unique=True)]
+
+
+@rule("tricycle.layers.Embedding.forward")
+def _embedding(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    return [scatter(grad, v.index, node.args[0].array)]
+
+
+@rule("tricycle.extra_ops.stack")
+def _stack(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    before = (slice(None),) * (v.axis % node.ndim)
+    return [grad[(*before, i)] for i in range(len(node.args))]
+
+
+@unfused("tricycle.attention.rotary.Rotary.forward")
+def _rotary(node: Tensor, v: Any) -> Tensor:
+    (x,), half = node.args, v.cos.shape[1]
+    cos, sin = v.cos[:, None, :], v.sin[:, None, :]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return extra_ops.concatenate([*rotated, x[..., 2 * half :]], axis=-1)
+
+
+@rule("tricycle.einsum.contraction")
+def _contraction(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
+    results: list[Tensor | None] = []
+    for i, x in enumerate(node.args):
+        terms = node.args[:i] + (grad,) + node.args[i + 1 :]
+        labels = gradient_labels(i, x.shape, v.labels, v.out, v.sizes)
+        results.append(contraction(terms, *labels, v.sizes, "einsum").reshape(x.shape) if x.requires_grad else None)
+    return results
+
+
+@rule("tricycle.functions.linear")
+def _linear(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
+    x, weights, *_ = node.args
+    dx = dweights = None
+    dy, rows = grad.reshape(v.n_rows, v.to_size), x.reshape(v.n_rows, x.shape[-1])
+    if x.requires_grad:
+        dx = functions.linear(dy, weights, None, precision=v.precision, transposed=not v.transposed).reshape(x.shape)
+    if weights.requires_grad:
+        left, right = (dy, rows) if v.transposed else (rows, dy)
+        dweights = functions.linear(left.transpose(), right, precision=v.precision)
+    return [dx, dweights, dy.sum(axis=0)][: len(node.args)]
+
+
+# -------------------------------------------------------------------- elementwise
+def _sign(x: Tensor) -> Tensor:
+    return Tensor(x.xp.sign(x.array), False, x.is_batched)
+
+
+# The array module of `unary_op`, for Tensors
+TENSOR_MODULE = SimpleNamespace(sin=extra_ops.sin, cos=extra_ops.cos, exp=extra_ops.exp, sign=_sign)
+
+
+@rule("tricycle.ops.unary_op")
+def _unary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    return [_on_tensors(v.gradient)(TENSOR_MODULE, grad, node.args[0], node)]
+
+
+@rule("tricycle.ops.binary_op")
+def _binary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
+    left, right = (_on_tensors(getattr(v, side, None)) for side in ("left", "right"))
+    if len(node.args) == 1:  # the other operand is a number
+        (x,), (a, b, _, *_) = node.args, node._saved
+        return [right(grad, a, x, node) if left is None else left(grad, x, b, node)]
+    x, y = node.args
+    to_x = unbroadcast(left(grad, x, y, node), x.shape) if x.requires_grad else None
+    to_y = unbroadcast(right(grad, x, y, node), y.shape) if y.requires_grad else None
+    return [to_x, to_y]
+
+
+def _on_tensors(gradient: Any) -> Any:
+    """Return a function of `unary_op` or `binary_op` that computes a gradient, in a form for Tensors."""
+    if gradient in TENSOR_FORMS:
+        return TENSOR_FORMS[gradient]
+    # the code of the library's other gradients works on Tensors, too; that of others might silently make arrays
+    if gradient is not None and not gradient.__module__.startswith("tricycle."):
+        where = f"{gradient.__module__}.{gradient.__qualname__}"
+        raise NotImplementedError(f"create_graph: add {where} to TENSOR_FORMS of tricycle.differentiable_rules")
+    return gradient
+
+
+def _power_left(g: Tensor, x: Tensor, y: Any, z: Tensor) -> Tensor:
+    if not isinstance(y, Tensor):
+        return g * (y * x ** (y - 1)) if y else g * 0
+    y = cast(y, x.dtype)
+    return g * y * x ** extra_ops.where(y == 0, 1, y - 1)
+
+
+def _power_right(g: Tensor, x: Any, y: Tensor, z: Tensor) -> Tensor:
+    x = ops.as_tensor(x, y)
+    positive = x > 0
+    return g * extra_ops.where(positive, z * extra_ops.log(extra_ops.where(positive, x, 1)), 0)
+
+
+def _extreme_of_two(chosen: Any, x: Any, y: Any) -> Array:
+    """Return the share of the gradient of one of two operands: 1 or 0, and 1/2 where they are equal."""
+    x, y, chosen = (value.array if isinstance(value, Tensor) else value for value in (x, y, chosen))
+    return chosen * (1 - 0.5 * (x == y))
+
+
+TENSOR_FORMS: dict[Any, Any] = {
+    extra_ops.power_left: _power_left,
+    extra_ops.power_right: _power_right,
+    extra_ops.extremes[0]: lambda g, x, y, z: g * _extreme_of_two(x == z, x, y),
+    extra_ops.extremes[1]: lambda g, x, y, z: g * _extreme_of_two(y == z, x, y),
+}
+
+
+@rule("tricycle.extra_ops.where")
+def _where(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    x, y = node.args
+    chosen = v.chosen
+    return [
+        unbroadcast(extra_ops.where(chosen, grad, 0), x.shape),
+        unbroadcast(extra_ops.where(chosen, 0, grad), y.shape),
+    ]
+
+
+@rule("tricycle.functions.softcap")
+def _softcap(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    tanh = node * (1 / node._saved[0])
+    return [grad * (1 - tanh * tanh)]
+
+
+@unfused("tricycle.activation.GeLU.forward")
+def _gelu(node: Tensor, v: Any) -> Tensor:
+    (x,) = node.args
+    return 0.5 * x * (1 + ops.tanh(kernels.SQRT_2_OVER_PI * (x + 0.044715 * (x * x * x))))
+
+
+def normal_cdf(x: Tensor) -> Tensor:
+    """Compute the normal distribution function, elementwise."""
+    density = lambda grad, needs_grad: (grad * _normal_density(array_module(grad), x.array),)
+    return record(0.5 * (1 + erf(x.array * math.sqrt(0.5))), (x,), density, "normal_cdf")
+
+
+def _normal_density(xp: Any, x: Any) -> Any:
+    return xp.exp(-0.5 * (x * x)) * (1 / math.sqrt(2 * math.pi))
+
+
+@rule("tricycle.differentiable_rules.normal_cdf")
+def _normal_cdf(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    return [grad * _normal_density(TENSOR_MODULE, node.args[0])]
+
+
+@unfused("tricycle.activations.ExactGeLU.forward")
+def _exact_gelu(node: Tensor, v: Any) -> Tensor:
+    return node.args[0] * normal_cdf(node.args[0])
+
+
+@unfused("tricycle.activations.ReLUSquared.forward")
+def _relu_squared(node: Tensor, v: Any) -> Tensor:
+    positive = extra_ops.maximum(node.args[0], 0)
+    return positive * positive
+
+
+@unfused("tricycle.activation.Swish.forward")
+def _swish(node: Tensor, v: Any) -> Tensor:
+    return node.args[0] * ops.sigmoid(node.args[0])
+
+
+@unfused("tricycle.activation.SwiGLU._gate")
+def _swiglu(node: Tensor, v: Any) -> Tensor:
+    (x,), half = node.args, node.shape[-1]
+    b = x[..., half:]
+    return x[..., :half] * (b * ops.sigmoid(b))
+
+
+# -------------------------------------------------------------------- reductions
+@rule("tricycle.extra_ops.sum", "tricycle.extra_ops.mean")
+def _sum(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    grad = grad / v.count if hasattr(v, "count") else grad
+    return [broadcast(_restored(grad, v.shape, v.axes), v.shape)]
+
+
+def _restored(grad: Tensor, shape: tuple[int, ...], axes: Iterable[int]) -> Tensor:
+    """Return the gradient of a reduction with the reduced axes restored, of length 1."""
+    return grad.reshape(tuple(1 if i in axes else n for i, n in enumerate(shape)))
+
+
+@rule("tricycle.extra_ops._extreme")
+def _extreme(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    chosen = v.array == v.y
+    return [_restored(grad, v.array.shape, v.axes) * (chosen / chosen.sum(axis=v.axes, keepdims=True))]
+
+
+# -------------------------------------------------------------------- softmax, norms, losses
+@rule("tricycle.functions.RowSoftmax.forward")
+def _row_softmax(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor | None]:
+    if isinstance(v.self, functions.Softmax):
+        return [node * (grad - (grad * node).sum(axis=-1, keepdims=True))]
+    if hasattr(v.self, "row_softmax_of_tensor"):
+        return gradients_through(v.self.row_softmax_of_tensor(node.args[0]), node, grad)
+    name = type(v.self).__name__
+    raise NotImplementedError(f"create_graph: expected {name} to define row_softmax_of_tensor, for its gradient")
+
+
+@rule("tricycle.functions.LogSoftmax.forward")
+def _log_softmax(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    return [grad - extra_ops.exp(node) * grad.sum(axis=-1, keepdims=True)]
+
+
+@unfused("tricycle.layers.LayerNorm.forward")
+def _norm(node: Tensor, v: Any) -> Tensor:
+    x, *parameters = node.args
+    x = cast(x, np.result_type(x.dtype, np.float32)) if x.dtype.itemsize == 2 else x
+    if v.self._subtract_mean:
+        x = x - x.mean(axis=-1, keepdims=True)
+    x = x / ((x * x).mean(axis=-1, keepdims=True) + v.self.eps).sqrt()
+    if parameters:
+        x = x * (parameters[0] + 1 if getattr(v.self, "unit_offset", False) else parameters[0])
+    return cast(x + parameters[1] if len(parameters) > 1 else x, node.dtype)
+
+
+@unfused("tricycle.loss.CrossEntropy._weighted_sum")
+def _cross_entropy(node: Tensor, v: Any) -> Tensor:
+    (logits,), (ids, weights, smoothing) = node.args, node._saved
+    rows = logits.reshape(-1, logits.shape[-1])
+    # the loss of an ignored row may be infinite, and 0 times infinity is NaN
+    rows = functions.LogSoftmax()(extra_ops.where(weights[:, None] != 0, rows, 0))
+    truth = rows[logits.xp.arange(len(ids)), ids]
+    if smoothing:
+        truth = (1 - smoothing) * truth + smoothing * rows.mean(axis=-1)
+    return -(truth * weights).sum()
+
+
+@rule("tricycle.loss.MeanSquaredError.forward")
+def _mean_squared_error(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    y_true, y_pred = node.args
+    to_pred = grad * v.scale * (y_pred - y_true)
+    return [-to_pred, to_pred]
+
+
+# -------------------------------------------------------------------- attention
+@unfused("tricycle.attention.attend.Attention.forward")
+def _attention(node: Tensor, v: Any) -> Tensor:
+    """Compute attention by operations on Tensors, in memory quadratic in the number of tokens."""
+    q, k, values, *scales = node.args
+    (op, mask), (n_items, n_queries, n_heads, size), n_keys = node._saved, q.shape, k.shape[1]
+    options = op.score_options(q.array, k.array)
+    grouped = (n_items, n_queries, k.shape[2], n_heads // k.shape[2], size)
+    queries = q.reshape(grouped).transpose(0, 2, 3, 1, 4)  # (B, K, H / K, T, D)
+    keys = k.transpose(0, 2, 3, 1).reshape(n_items, k.shape[2], 1, size, n_keys)
+    scores = matmul(queries, keys).reshape(n_items, n_heads, n_queries, n_keys) * options.scale
+    if options.softcap is not None:
+        scores = functions.softcap(scores, options.softcap)
+    hidden = mask_scores(q.xp.zeros((1, 1, n_queries, n_keys), q.dtype), options, mask)
+    if hasattr(op.softmax, "scales_of_queries"):
+        scales = [op.softmax.scales_of_queries(x, options.offset or 0, n_queries, n_keys) for x in scales]
+    weights = op.softmax(scores + hidden, *scales).reshape(*queries.shape[:4], n_keys)
+    mixed = matmul(weights, values.transpose(0, 2, 1, 3).reshape(n_items, k.shape[2], 1, n_keys, values.shape[3]))
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(node.shape)

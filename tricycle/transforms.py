@@ -1,0 +1,343 @@
+"""Function transforms: gradients, Jacobians and Hessians of functions, which can be differentiated again.
+
+As in JAX, a transform takes a function and returns a function, whose arguments are Tensors, arrays, numbers, or nested
+tuples, lists and dicts of them: `grad(grad(f))` is the second derivative of f. A result can be differentiated further,
+also by `backward`, with respect to all Tensors that require a gradient; `detach` makes it a constant.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from tricycle import autograd, create_graph, devices, differentiable_rules, extra_ops  # noqa: F401  (it has the rules)
+from tricycle.devices import Array
+from tricycle.tensor import Tensor, to_tensor
+
+Tree: TypeAlias = Any  # a Tensor, or a nested tuple, list or dict of Tensors
+Function: TypeAlias = Callable[..., Any]
+Argnums: TypeAlias = int | Sequence[int]
+
+
+# -------------------------------------------------------------------- trees of Tensors
+def tree_map(function: Function, tree: Tree, *others: Tree) -> Tree:
+    """Apply a function to the leaves of nested tuples, lists and dicts; `others` have the same structure; keep None.
+
+    Raises:
+        ValueError: the structures differ.
+    """
+    if isinstance(tree, (tuple, list, dict)):
+        keys = list(tree) if isinstance(tree, dict) else range(len(tree))
+        for other in others:
+            fits = isinstance(other, dict) == isinstance(tree, dict) and isinstance(other, (tuple, list, dict))
+            if not fits or (set(other) != set(tree) if isinstance(tree, dict) else len(other) != len(tree)):
+                raise ValueError(f"transforms: expected two trees of one structure, got {tree!r} and {other!r}")
+        values = [tree_map(function, tree[key], *(other[key] for other in others)) for key in keys]
+        if isinstance(tree, dict):
+            return dict(zip(keys, values))
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return None if tree is None else function(tree, *others)
+
+
+def tree_leaves(tree: Tree) -> list[Any]:
+    """Return the leaves of nested tuples, lists and dicts, in order."""
+    leaves: list[Any] = []
+    tree_map(leaves.append, tree)
+    return leaves
+
+
+def _like(tree: Tree, leaves: Sequence[Any]) -> Tree:
+    """Return a tree of the same structure with other leaves."""
+    remaining = iter(leaves)
+    return tree_map(lambda _: next(remaining), tree)
+
+
+# -------------------------------------------------------------------- inputs and gradients
+def _input(x: Any) -> Tensor:
+    """Return a Tensor that requires a gradient, with the array of x, connected to x if x requires a gradient."""
+    create_graph.check_builds_graph()
+    if not isinstance(x, Tensor):
+        x = to_tensor(x, dtype=x.dtype if devices.is_array(x) and x.dtype.kind == "f" else None, requires_grad=False)
+    if x.dtype.kind in "biuc":
+        raise TypeError(f"transforms: expected real floating-point inputs, got {x.dtype} of shape {x.shape}")
+    return Tensor(x.array, True, x.is_batched, x.name, (x,) if x.requires_grad else (), _pass_gradient)
+
+
+def _pass_gradient(grad: Array, needs_grad: Sequence[bool]) -> tuple[Array]:
+    return (grad,)
+
+
+@create_graph.rule("tricycle.transforms._pass_gradient")
+def _pass_tensor(node: Tensor, grad: Tensor, variables: Any) -> list[Tensor]:
+    return [grad]
+
+
+def _pull_back(
+    outputs: Sequence[Any],
+    cotangents: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    retain_graph: bool = False,
+    others: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """Return the gradients of the inputs, zeros where independent; with a graph if another Tensor requires a gradient.
+
+    Otherwise the gradients are constants; without `others`, the usual, faster backward pass computes them, and frees
+    the graph unless it is retained.
+
+    Args:
+        others: inputs of the transform that are not differentiated here.
+    """
+    create_graph.check_builds_graph()
+    pairs = [(y, c) for y, c in zip(outputs, cotangents) if isinstance(y, Tensor) and y.requires_grad]
+    kept, weights = [y for y, _ in pairs], [c for _, c in pairs]
+    root = Tensor(np.zeros(()), args=tuple(kept), backward=lambda grad, needs_grad: [c.array for c in weights])
+    leaves = {node for node in autograd.topological_order(root) if not node.args}
+    is_constant = leaves <= {*inputs, *others} and not any(c.requires_grad for c in weights)
+    if kept and is_constant and not others:
+        sums = autograd.GradientSums()
+        arrays = {x: sums.unshare(x, a) for x, a in autograd.walk_backward(root, root.array, sums, retain_graph)}
+        found: list[Tensor | None] = [Tensor(arrays[x], False) if x in arrays else None for x in inputs]
+    else:
+        found = create_graph.gradients(kept, weights, inputs)
+        found = [x.detach() if x is not None and is_constant else x for x in found]
+    return [_gradient_of(x, grad) for x, grad in zip(inputs, found)]
+
+
+def _gradient_of(x: Tensor, grad: Tensor | None) -> Tensor:
+    if grad is None:
+        return Tensor(x.xp.zeros_like(x.array), False, x.is_batched)
+    if grad.is_batched == x.is_batched:
+        return grad
+    return Tensor(grad.array, grad.requires_grad, x.is_batched, "gradient", (grad,), _pass_gradient)
+
+
+def backward_with_graph(x: Tensor, on_input: Callable[[Tensor], None] | None = None) -> None:
+    """Add gradients with a graph to the `grad` of all leaves behind x, as `x.backward(create_graph=True)`."""
+    create_graph.check_builds_graph()
+    leaves = [node for node in autograd.topological_order(x) if not node.args]
+    grads = create_graph.gradients([x], [_ones_like(x)], leaves)
+    for leaf, found in zip(leaves, grads):
+        if found is None:
+            continue
+        grad = create_graph.copy(found)  # the user may change a gradient in place, so it must not share memory
+        grad.is_batched = leaf.is_batched
+        leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+        if on_input is not None:
+            on_input(leaf)
+
+
+def _ones_like(x: Tensor) -> Tensor:
+    return Tensor(x.xp.ones_like(x.array), False, x.is_batched)
+
+
+Tensor.backward_with_graph = backward_with_graph
+
+
+# -------------------------------------------------------------------- transforms
+def value_and_grad(f: Function, argnums: Argnums = 0, has_aux: bool = False) -> Function:
+    """Return a function that computes `f(*args, **kwargs)`, of one element, and its gradient.
+
+    Args:
+        argnums: the place of the argument, or a tuple of places; the gradient has the structure of that argument, or is
+            a tuple of such gradients.
+        has_aux: f returns a pair, and so does the value: a Tensor to be differentiated, and anything else.
+
+    Raises:
+        ValueError: f does not return a Tensor of one element.
+        TypeError: an input is not a real floating-point number.
+    """
+
+    def value_and_gradient(*args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        chosen, call = _inputs_at(f, args, argnums)
+        value = call(chosen, kwargs)
+        y, *aux = value if has_aux else (value,)
+        grads = _pull_back([_checked_scalar(y)], [_ones_like(y)], tree_leaves(chosen))
+        y = y.detach() if y._version < 0 else y  # its graph was freed
+        return (y, *aux) if has_aux else y, _one_or_all(_like(chosen, grads), argnums)
+
+    return value_and_gradient
+
+
+def _checked_scalar(y: Any) -> Tensor:
+    """Return y; raise a ValueError unless it is a Tensor of one element."""
+    if isinstance(y, Tensor) and y.size == 1:
+        return y
+    got = f"a Tensor of shape {y.shape}" if isinstance(y, Tensor) else repr(y)
+    raise ValueError(f"transforms: expected a function that returns a Tensor of one element, got {got}")
+
+
+def grad(f: Function, argnums: Argnums = 0, has_aux: bool = False) -> Function:
+    """Return a function that computes the gradient of f, or the pair (gradient, aux); see `value_and_grad`."""
+    both = value_and_grad(f, argnums, has_aux)
+
+    def gradient(*args: Any, **kwargs: Any) -> Tree:
+        value, result = both(*args, **kwargs)
+        return (result, value[1]) if has_aux else result
+
+    return gradient
+
+
+def _inputs_at(f: Function, args: Sequence[Any], argnums: Argnums) -> tuple[tuple[Tree, ...], Function]:
+    """Return the arguments at these places as inputs that require gradients, and f as a function of them."""
+    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for place in places:
+        if not -len(args) <= place < len(args):
+            raise ValueError(f"transforms: expected argnums to be places of {len(args)} arguments, got {argnums}")
+    chosen = tuple(tree_map(_input, args[place]) for place in places)
+
+    def call(values: Sequence[Tree], kwargs: Mapping[str, Any]) -> Any:
+        changed = list(args)
+        for place, value in zip(places, values):
+            changed[place] = value
+        return f(*changed, **kwargs)
+
+    return chosen, call
+
+
+def _one_or_all(trees: tuple[Tree, ...], argnums: Argnums) -> Tree:
+    return trees[0] if isinstance(argnums, int) else trees
+
+
+def vjp(f: Function, *primals: Tree) -> tuple[Tree, Function]:
+    """Return `f(*primals)` and a function from cotangents, like the result, to the gradients of the primals, a tuple.
+
+    The function may be called repeatedly: it computes the products of vectors with the Jacobian.
+    """
+    inputs = tree_map(_input, primals)
+    outputs = f(*inputs)
+
+    def pull_back(cotangents: Tree) -> tuple[Tree, ...]:
+        weights = tree_leaves(tree_map(_matching, outputs, cotangents))
+        result: tuple[Tree, ...] = _like(inputs, _pull_back(tree_leaves(outputs), weights, tree_leaves(inputs), True))
+        return result
+
+    return outputs, pull_back
+
+
+def _matching(x: Tensor, tangent: Any) -> Tensor:
+    """Return a tangent or cotangent of x as a Tensor; raise a ValueError for another shape."""
+    tangent = tangent if isinstance(tangent, Tensor) else to_tensor(tangent, dtype=x.dtype, requires_grad=False)
+    if np.shape(x) != tangent.shape:
+        raise ValueError(f"transforms: expected a tangent or cotangent of shape {np.shape(x)}, got {tangent.shape}")
+    return tangent
+
+
+def jvp(f: Function, primals: Sequence[Tree], tangents: Sequence[Tree]) -> tuple[Tree, Tree]:
+    """Return `f(*primals)` and its directional derivative along the tangents, like the result.
+
+    The gradient of <v, f> is linear in v, and its derivative in the direction of the tangents is the result: it costs
+    two backward passes. Source: Townsend 2017, "A new trick for calculating Jacobian vector products".
+    """
+    inputs = tree_map(_input, tuple(primals))
+    directions = tree_leaves(tree_map(_matching, inputs, tuple(tangents)))
+    outputs = f(*inputs)
+    probes = [Tensor(y.xp.zeros_like(y.array), True, y.is_batched) for y in tree_leaves(outputs)]
+    pulled = _pull_back(tree_leaves(outputs), probes, tree_leaves(inputs))
+    return outputs, _like(outputs, _pull_back(pulled, directions, probes, others=tree_leaves(inputs)))
+
+
+def hvp(f: Function, primals: Sequence[Tree], tangents: Sequence[Tree]) -> Tree:
+    """Return the product of the Hessian of f, whose result has one element, and the tangents: a tuple like primals.
+
+    It is the gradient of <grad f, tangents>, and costs about as much as two gradients.
+    """
+    inputs = tree_map(_input, tuple(primals))
+    directions = tree_leaves(tree_map(_matching, inputs, tuple(tangents)))
+    y, leaves = _checked_scalar(f(*inputs)), tree_leaves(inputs)
+    slopes = create_graph.gradients([y], [_ones_like(y)], leaves)
+    pairs = [(slope, direction) for slope, direction in zip(slopes, directions) if slope is not None]
+    return _like(inputs, _pull_back([slope for slope, _ in pairs], [direction for _, direction in pairs], leaves))
+
+
+def jacobian(f: Function, argnums: Argnums = 0) -> Function:
+    """Return a function that computes the Jacobian of f by a backward pass for each element of its result.
+
+    For each Tensor y of the result there is a tree like the argument at `argnums`, of Tensors y.shape + x.shape.
+    """
+
+    def jacobian_of(*args: Any, **kwargs: Any) -> Tree:
+        chosen, call = _inputs_at(f, args, argnums)
+        outputs, inputs = call(chosen, kwargs), tree_leaves(chosen)
+
+        def rows(y: Tensor) -> Tree:
+            basis = y.xp.eye(y.size, dtype=y.dtype).reshape(y.size, *y.shape)
+            each = [_pull_back([y], [Tensor(vector, False)], inputs, True) for vector in basis]
+            stacked = [extra_ops.stack(grads).reshape(*y.shape, *x.shape) for x, grads in zip(inputs, zip(*each))]
+            return _one_or_all(_like(chosen, stacked), argnums)
+
+        return tree_map(rows, outputs)
+
+    return jacobian_of
+
+
+def hessian(f: Function, argnums: Argnums = 0) -> Function:
+    """Return a function that computes the second derivatives of f, whose result has one element: see `jacobian`."""
+    return jacobian(grad(f, argnums), argnums)
+
+
+def vmap(f: Function, in_axes: int | Sequence[int | None] | None = 0) -> Function:
+    """Return a function that applies f to each item along an axis of its arguments and stacks the results on axis 0.
+
+    It calls f once for each item, so it is no faster than a loop. `vmap(grad(f), (None, 0))` returns the gradient for
+    each item of a batch.
+
+    Args:
+        in_axes: the axis of each argument, or of all; None for arguments that all calls share.
+
+    Raises:
+        ValueError: the arguments have no axis to map over, or its lengths differ.
+    """
+
+    def mapped(*args: Tree) -> Tree:
+        axes = tuple(in_axes) if isinstance(in_axes, Sequence) else (in_axes,) * len(args)
+        pairs = list(zip(args, axes, strict=True))
+        sizes = {np.shape(x)[axis] for tree, axis in pairs if axis is not None for x in tree_leaves(tree)}
+        if len(sizes) != 1:
+            raise ValueError(f"vmap: expected mapped axes of one length, got lengths {sorted(sizes)}")
+
+        def item(tree: Tree, axis: int | None, i: int) -> Tree:
+            if axis is None:
+                return tree
+            return tree_map(lambda x: x[(slice(None),) * (axis % np.ndim(x)) + (i,)], tree)
+
+        results = [f(*(item(tree, axis, i) for tree, axis in pairs)) for i in range(sizes.pop())]
+        return tree_map(lambda *values: extra_ops.stack(values), *results)
+
+    return mapped
+
+
+# -------------------------------------------------------------------- layers as functions of their parameters
+def functional_call(model: Any, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Return `model(*args, **kwargs)` computed with these parameters in place of its own, which do not change.
+
+    Args:
+        model: a Layer, of which the call uses a copy with the same arrays and random generators.
+        parameters: Tensors by name, as `dict(model.named_parameters())`; others stay.
+
+    Raises:
+        ValueError: the model has no parameter of a name, or it has another shape.
+    """
+    own = dict(model.named_parameters())
+    for name, tensor in parameters.items():
+        if name not in own or own[name].shape != tensor.shape:
+            expected = f"shape {own[name].shape}" if name in own else f"one of {', '.join(own)}"
+            raise ValueError(f"functional_call: expected {expected}, got {name!r} of shape {tensor.shape}")
+    twins: dict[int, Any] = {id(own[name]): tensor for name, tensor in parameters.items()}
+    return _replaced(model, twins)(*args, **kwargs)
+
+
+def _replaced(part: Any, twins: dict[int, Any]) -> Any:
+    """Return a Tensor, layer or container with the Tensors in `twins` (by id) replaced; copies of layers are added."""
+    if id(part) in twins:
+        return twins[id(part)]
+    if isinstance(part, (tuple, list, dict)):
+        return tree_map(lambda leaf: _replaced(leaf, twins), part)
+    if not hasattr(part, "named_parameters"):
+        return part
+    twin = twins[id(part)] = copy.copy(part)
+    for name, value in vars(part).items():
+        vars(twin)[name] = _replaced(value, twins)
+    return twin
