@@ -21,7 +21,7 @@ METHODS = """
 all any argmax astype copy cumsum diagonal fill max mean min ravel repeat reshape squeeze sum swapaxes transpose
 view
 """.split()
-OPERATORS = "add sub mul truediv mod pow matmul lt le gt ge eq ne and_ or_ lshift rshift".split()
+OPERATORS = "add sub mul truediv floordiv mod pow matmul lt le gt ge eq ne and_ or_ lshift rshift".split()
 PRODUCTS = {"matmul", "einsum", "tensordot", "dot"}
 reads: list[str] = []  # an entry for each read of the host from the device
 

@@ -13,13 +13,16 @@ import gguf
 import numpy as np
 from transformers_families import FAMILIES, HF_SIZES, LLAMA3_SCALING, new_hf_model
 
-RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3"}
+RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 ARCHITECTURES = {name: RENAMED.get(family.model_type, family.model_type) for name, family in FAMILIES.items()}
-ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in ("mistral", "opt")}
+ARCHITECTURES = {
+    name: kind for name, kind in ARCHITECTURES.items() if kind not in ("mistral", "opt", "stablelm", "smollm3")
+}
 # What a file cannot say: llama.cpp knows it by heart.
 KNOWN = {
     "Qwen2": {"use_sliding_window": False, "sliding_window": None},
     "GPT-2": {"n_inner": 96},
+    "Qwen3-MoE": {"norm_topk_prob": True},
     "OLMo 2": {"tie_word_embeddings": False},
     "Gemma 2": {"query_pre_attn_scalar": 8},
     "Gemma 3": {"query_pre_attn_scalar": 8, "sliding_window_pattern": 3},
@@ -48,13 +51,26 @@ def convert_tensors(architecture: str, model: Any) -> dict[str, np.ndarray]:
     kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     tensors = {}
-    for full, values in model.state_dict().items():
+    for full, values in stacked_experts(model.state_dict()).items():
         if full == "lm_head.weight" and config.tie_word_embeddings:
             continue
         name = names.get_name(full.replace("embed_out", "lm_head"), try_suffixes=(".weight", ".bias"))
         assert name, full
         tensors[name] = _convert_values(architecture, name, values.numpy(), config)
     return tensors
+
+
+def stacked_experts(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors with those of gate and up separately, each of all experts (E, out, in)."""
+    stacked = {}
+    for full, values in state.items():
+        layer, _, kind = full.rpartition(".experts.")
+        if layer and kind == "gate_up_proj":
+            for part, half in zip(("gate_proj", "up_proj"), values.chunk(2, dim=1)):
+                stacked[f"{layer}.experts.{part}.weight"] = half
+        else:
+            stacked[f"{full}.weight" if layer else full] = values
+    return stacked
 
 
 def _convert_values(architecture: str, name: str, values: np.ndarray, config: Any) -> np.ndarray:
@@ -117,6 +133,13 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
         keys["attention.head_count_kv"] = config.num_key_value_heads
     if architecture not in ("gpt2", "bert"):
         keys |= _rope_metadata(architecture, config)
+    n_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if n_experts:
+        keys |= {"expert_count": n_experts, "expert_used_count": config.num_experts_per_tok}
+    if architecture == "qwen3moe":
+        keys["expert_feed_forward_length"] = config.moe_intermediate_size
+    if getattr(config, "model_type", "") == "mixtral" and config.sliding_window:
+        keys["attention.sliding_window"] = config.sliding_window
     if architecture == "gptneox":
         keys["use_parallel_residual"] = config.use_parallel_residual
     if architecture in ("gemma2", "gemma3"):

@@ -17,6 +17,7 @@ from tricycle.configs import (
     GPT2Config,
     GPTConfig,
     LaptopConfig,
+    MixtureConfig,
     PortableConfig,
     ShakespeareConfig,
     SmolGPTConfig,
@@ -33,13 +34,14 @@ softmax_blocks
 """.split()
 AT_LEAST_0 = """
 steps warmup_steps sample_interval seed n_key_heads head_size hidden_size embedding_size position_offset window
+n_experts
 """.split()
 RULES = {
     "above 0": "expansion_ratio max_learning_rate matrix_rate rotary_base rotary_factor rotary_low_frequency "
     "rotary_high_frequency norm_eps qk_norm_eps embedding_scale",
     "from 0 to below 1": "dropout beta1 beta2",
     "0 or more": "minutes min_learning_rate weight_decay max_gradient_norm score_scale score_cap logit_cap "
-    "rotary_local_base",
+    "rotary_local_base router_loss",
     "above 0 and at most 1": "rotary_fraction",
 }
 NUMBERS = {name: rule for rule, names in RULES.items() for name in names.split()}
@@ -56,7 +58,7 @@ CHOICES = {
 }
 SWITCHES = """
 bias tied qk_norm qk_norm_gain qk_norm_per_head token_shift key_shift zero_projections gated norm_unit_offset parallel
-shared_norm head_bias recompute
+shared_norm head_bias recompute normalize_experts
 """.split()
 THREE_WAYS = ("qkv_bias", "output_bias", "mlp_bias")  # also None: as bias is
 
@@ -84,8 +86,11 @@ def bad_values() -> list[tuple[str, Any, str]]:
         table += [(name, value, "True or False") for value in (0, 1, "yes", None)]
     for name in THREE_WAYS:
         table += [(name, value, "True or False") for value in (0, 1, "yes")]
-    table += [("full_layers", value, "whole numbers") for value in ([1], (1.5,), ("1",), 1, None)]
-    table += [("full_layers", value, "layers from 0 to 11") for value in ((12,), (0, -1))]
+    for name in ("full_layers", "unrotated_layers"):
+        table += [(name, value, "whole numbers") for value in ([1], (1.5,), ("1",), 1, None)]
+        table += [(name, value, "layers from 0 to 11") for value in ((12,), (0, -1))]
+    table += [("n_active_experts", value, "from 1 to n_experts") for value in (0, -7)]
+    table += [("n_active_experts", value, "a whole number") for value in (1.5, "2", None, True)]
     table += [("rotary_original_window", value, "above 0") for value in (0, -1)]
     return table
 
@@ -115,6 +120,7 @@ ROTARY = {"positions": "rotary"}
         ({"qk_norm_per_head": False}, "qk_norm_per_head.*True.*qk_norm.*got False"),
         ({"qk_norm_gain": True}, "qk_norm_gain.*False.*qk_norm.*got True"),
         ({"parallel": True, "norm_placement": "both"}, "parallel.*norm_placement.*before.*got True"),
+        ({"n_experts": 4, "n_active_experts": 5}, "n_active_experts.*from 1 to n_experts, got 5"),
         ({"shared_norm": True}, "shared_norm.*parallel.*got True"),
         ({"norm_unit_offset": True}, "norm_unit_offset.*layer_norm.*got True"),
         ({"head_bias": True}, "head_bias.*tied.*got True"),
@@ -204,7 +210,7 @@ def test_preset_shapes(preset: type[GPTConfig]) -> None:
 
 
 def test_presets_by_name() -> None:
-    kinds = {DebugConfig, LaptopConfig, PortableConfig, ShakespeareConfig, SmolGPTConfig, GPT2Config}
+    kinds = {DebugConfig, LaptopConfig, PortableConfig, MixtureConfig, ShakespeareConfig, SmolGPTConfig, GPT2Config}
     assert set(PRESETS.values()) == kinds
     assert all(name == name.lower() for name in PRESETS)
 

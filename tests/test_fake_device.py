@@ -167,6 +167,20 @@ def test_model_trains_and_generates_on_the_device(device, changes):
     assert drawn[0] == drawn[1]
 
 
+def test_mixture_of_experts_trains_on_the_device(device):
+    """Each mixture reads the number of rows of its experts, and nothing else."""
+    config = replace(CONFIG, n_experts=4, router_loss=0.5)
+    tokens = np.random.default_rng(0).integers(0, 64, 2000)
+    states = [new_state(config, tokens, on_gpu) for on_gpu in (True, False)]
+    losses = [[float(to_host(train_step(state)[0])) for _ in range(3)] for state in states]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    assert len(fake_device.reads) == 3 * (config.n_layers * config.accumulation_steps + 1)  # with the loss
+    on_device, host = (state.model for state in states)
+    for (name, actual), expected in zip(on_device.named_parameters(), host.parameters()):
+        assert isinstance(actual.array, FakeArray), name
+        np.testing.assert_allclose(actual.numpy(), expected.array, rtol=1e-3, atol=2e-4, err_msg=name)
+
+
 def test_checkpoint_from_the_device_loads_on_the_host(device, tmp_path):
     import pickle
 

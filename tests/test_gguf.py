@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers_families import difference
+from transformers_families import checkpoint_arrays, difference
 
+from tricycle.kernels.quantized_blocks import BlockMatrix
+from tricycle.pretrained import gguf
 from tricycle.pretrained.families import build_model
 from tricycle.pretrained.gguf import read_gguf
 from tricycle.pretrained.gguf_config import ModelMetadata, llama3_scaling
@@ -46,7 +48,7 @@ def written(tmp_path: Path, architecture: str, model, keys=None, tensors=None, k
 def test_tensors_equal_transformers(files, name):
     path, model = files[name]
     source = read_gguf(path)
-    expected = {key: value.numpy() for key, value in model.state_dict().items()}
+    expected = checkpoint_arrays(model, model.state_dict())
     if source.fields.get("tie_word_embeddings"):
         expected.pop("lm_head.weight")
     if "embed_out.weight" in source.tensors:  # as GPT-NeoX's files call it
@@ -78,14 +80,15 @@ def test_outputs_match_transformers(files, name):
 def test_16_bit_tensors_keep_their_dtype(files, tmp_path, name, kind):
     _, model = files[name]
     source = read_gguf(gguf_models.write_model(tmp_path / "a.gguf", name, model, kind))
+    originals = checkpoint_arrays(model, model.state_dict())
     dtype = np.dtype({"F16": "float16", "BF16": "bfloat16"}[kind])  # ml_dtypes gives NumPy the second
     for key, tensor in source.tensors.items():
         values = tensor.read()
         matrix = values.ndim > 1
         assert (values.dtype, tensor.dtype_name) == ((dtype, kind) if matrix else (np.float32, "F32")), key
         if matrix:
-            original = model.state_dict().get(key, model.state_dict().get("lm_head.weight"))
-            np.testing.assert_array_equal(values, original.numpy().astype(dtype))
+            original = originals.get(key, originals.get("lm_head.weight"))
+            np.testing.assert_array_equal(values, original.astype(dtype))
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
@@ -218,7 +221,7 @@ WRONG_KEYS = {
     "other key heads": ({"attention.head_count_kv": 9}, r"'blk\.0\.attn_k\.weight'.*\(192, 36\)"),
     "no eps": ({"attention.layer_norm_rms_epsilon": 0.0}, r"layer_norm_rms_epsilon.*got 0\.0"),
     "an eps that is none": ({"attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon.*got nan"),
-    "experts": ({"expert_count": 8}, "8 experts"),
+    "experts without tensors": ({"expert_count": 8}, r"3 dimensions of blk\.0\.ffn_up_exps\.weight, got none"),
     "partial rotary": ({"rope.dimension_count": 32}, "64 channels.*got 32"),
     "values of another size": ({"attention.value_length": 32}, "value_length.*64.*got 32"),
     "yarn": ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, r"scaling\.type.*linear.*'yarn'"),
@@ -232,6 +235,51 @@ def test_invalid_metadata_is_rejected(files, tmp_path, name):
     _, model = files["Llama"]
     wrong, pattern = WRONG_KEYS[name]
     refused(written(tmp_path, "llama", model, wrong), pattern)
+
+
+WRONG_EXPERTS = {
+    "another number": ({"expert_count": 5}, r"expert_count is 5, but the tensors have 6"),
+    "none": ({"expert_count": 0}, r"expected a matrix blk\.0\.ffn_up\.weight"),
+    "no number of active ones": ({"expert_used_count": None}, r"expected a key qwen3moe\.expert_used_count"),
+    "another width": ({"expert_feed_forward_length": 16}, r"expert_feed_forward_length is 16.* 12"),
+    "shared ones": ({"expert_shared_count": 1}, r"expert_shared_count to be missing or 0, got 1"),
+    "sigmoid": ({"expert_gating_func": 2}, r"expert_gating_func to be missing or 1, got 2"),
+    "scaled weights": ({"expert_weights_scale": 2.5}, r"expert_weights_scale to be missing or 1\.0, got 2\.5"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_EXPERTS)
+def test_invalid_metadata_of_experts_is_rejected(files, tmp_path, name):
+    _, model = files["Qwen3-MoE"]
+    wrong, pattern = WRONG_EXPERTS[name]
+    refused(written(tmp_path, "qwen3moe", model, wrong), pattern)
+
+
+def test_invalid_tensors_of_experts_are_rejected(files, tmp_path, monkeypatch):
+    _, model = files["Qwen3-MoE"]
+    name = "blk.1.ffn_down_exps.weight"
+    for shape in ((5, 24, 12), (24, 12)):
+        path = written(tmp_path, "qwen3moe", model, tensors={name: np.zeros(shape, np.float32)})
+        refused(path, rf"'blk\.1\.ffn_down_exps\.weight' of 6 matrices, got shape \({shape[0]}, ")
+    monkeypatch.setattr(gguf, "_MAX_EXPERT_TENSORS", 35)
+    refused(written(tmp_path, "qwen3moe", model), "expected at most 35 matrices of experts, got 36")
+    _, dense = files["Qwen3"]
+    experts = {"blk.0.ffn_up_exps.weight": np.zeros((2, 40, 24), np.float32)}
+    path = written(tmp_path, "qwen3", dense, {"expert_count": 2}, experts)
+    refused(path, "is a mixture of 2 experts, which is not supported")
+
+
+def test_quantized_blocks_of_experts_stay_as_they_are(tmp_path):
+    """Each expert is a view of the file, whose blocks are those of the whole tensor."""
+    model = gguf_models.new_model("Mixtral", hidden_size=32, intermediate_size=64)
+    path = gguf_models.write_model(tmp_path / "a.gguf", "Mixtral", model, "Q8_0")
+    loaded = build_model(read_gguf(path), "stored")
+    expert = loaded.blocks[1].mlp.experts[3]
+    assert isinstance(expert.up.weights.array, BlockMatrix)
+    values = read_gguf(path).tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"].read()
+    np.testing.assert_array_equal(np.asarray(expert.projection.weights.array), values.T)
+    expected = checkpoint_arrays(model, model.state_dict())["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    assert difference(values, expected) < 0.01
 
 
 def refused(path: Path, pattern: str) -> None:

@@ -53,8 +53,18 @@ def new_loaded(name: str = "Llama", **changes: Any) -> Pretrained:
 
 
 def targets_of(loaded: Pretrained) -> tuple[str, ...]:
-    """Return the names of all matrices, with that of the output layer if it is not tied."""
-    return tuple(TargetModules(loaded).by_name)
+    """Return the names of all matrices but those of experts, with that of the output layer if it is not tied."""
+    return tuple(name for name in TargetModules(loaded).by_name if ".experts." not in name)
+
+
+def test_adapters_of_experts_are_refused(tmp_path):
+    """llama.cpp has one tensor for the matrices of all experts."""
+    pytest.importorskip("transformers")
+    hf_model = gguf_models.new_model("OLMoE")
+    loaded = load(gguf_models.write_model(tmp_path / "base.gguf", "OLMoE", hf_model))
+    adapter = new_adapter(loaded, LoRAConfig(rank=2, targets=("q_proj", "gate_proj")))
+    with pytest.raises(ValueError, match=r"olmoe in llama\.cpp has no matrix .*experts\.0\.gate_proj"):
+        save_gguf_adapter(adapter, loaded, tmp_path / "adapter.gguf")
 
 
 # -------------------------------------------------------------------- what llama.cpp computes

@@ -230,7 +230,7 @@ def test_parameter_roles_of_a_gpt() -> None:
 
 ROLE_RULES: dict[str, tuple[Any, bool, bool]] = {  # parameter, decays, is a hidden matrix
     **{
-        role: (Parameter(np.ones((2, 2)), role), role in ("matrix", "embedding", "head"), role == "matrix")
+        role: (Parameter(np.ones((2, 2)), role), role in ("matrix", "embedding", "head", "router"), role == "matrix")
         for role in ROLES
     },
     "pooling query": (AttentionPooling(4).query, True, False),

@@ -34,7 +34,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.pretrained import load
-from tricycle.pretrained.config_equivalence import differing_fields
+from tricycle.pretrained.config_equivalence import IGNORED_FIELDS, differing_fields
 from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.families.family import uninitialized_gpt
@@ -75,6 +75,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, usual heads": ("qwen3", {**LLAMA, "rms_norm_eps": 1e-2, "attention_bias": True}),
     "qwen3, llama3": ("qwen3", {**LLAMA, "head_dim": 6, "rope_parameters": default_rope(5000.0) | LLAMA3_SCALING}),
     "olmo2, all heads": ("olmo2", {**LLAMA, "num_key_value_heads": 4, "attention_bias": True, **rope()}),
+    "mixtral, usual": ("mixtral", {**LLAMA, "num_local_experts": 4, "head_dim": 10}),
+    "qwen3_moe, window": (
+        "qwen3_moe",
+        {
+            **LLAMA,
+            **WINDOW,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    ),
+    "olmoe, all heads": (
+        "olmoe",
+        {
+            **LLAMA,
+            "num_key_value_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    ),
     "gemma2, no caps": ("gemma2", {**GEMMA, **NO_CAPS, "attention_bias": True}),
     "gemma2, usual": ("gemma2", {**GEMMA, "head_dim": 12, "tie_word_embeddings": False}),
     "gemma3": ("gemma3_text", {**GEMMA, "sliding_window_pattern": 2, "final_logit_softcapping": 3.0}),
@@ -87,6 +111,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt, no biases": ("opt", {**OPT, "enable_bias": False, "do_layer_norm_before": False}),
     "gpt2, untied": ("gpt2", {**GPT2, "tie_word_embeddings": False, "n_inner": 50, "activation_function": "relu"}),
     "gpt2, unscaled": ("gpt2", {**GPT2, "scale_attn_weights": False, "n_head": 4, "layer_norm_epsilon": 1e-3}),
+    "smollm3, windows": (
+        "smollm3",
+        {
+            **LLAMA,
+            **WINDOW,
+            "num_hidden_layers": 4,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "no_rope_layer_interval": 2,
+        },
+    ),
+    "stablelm, usual": ("stablelm", {**LLAMA, "use_qkv_bias": True, "hidden_size": 32, "hidden_act": "gelu"}),
     "phi, grouped heads": (
         "phi",
         {**PHI, "num_attention_heads": 4, "num_key_value_heads": 2, **rope(partial_rotary_factor=0.7)},
@@ -191,7 +227,7 @@ def telling_fields(config: ModelConfig) -> Iterable[str]:
     """Return those that are not as in GPT-2, but for the sizes that every model has."""
     default = ModelConfig()
     changed = [field.name for field in fields(config) if getattr(config, field.name) != getattr(default, field.name)]
-    return [name for name in changed if name not in ("vocab_size", "context_window", "n_layers")]
+    return [name for name in changed if name not in ("vocab_size", "context_window", "n_layers", *IGNORED_FIELDS)]
 
 
 @each_family
@@ -216,7 +252,9 @@ def test_bfloat16_logits_are_close_to_float32(family: Family) -> None:
     model = read(new_hf_model(family.model_type, family.hf_fields))
     expected = model(TOKENS).array
     logits = model.use_precision("bfloat16")(TOKENS)
-    assert difference(logits.array, expected) < 0.1
+    errors = np.abs(logits.array - expected).max(axis=-1) / np.abs(expected).max()
+    # a rounding may select another expert for a few tokens, whose results then differ
+    assert np.quantile(errors, 0.9 if family.config.n_experts else 1) < 0.1
     CrossEntropy()(TOKENS, logits).backward()
     assert all(p.grad.shape == p.shape and p.grad.dtype == np.float32 for p in model.parameters())
 

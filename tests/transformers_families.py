@@ -134,6 +134,19 @@ def phi() -> Family:
     return Family("phi", hf_fields, ModelConfig(**sizes, **norms, **rotary, tied=False, head_bias=True))
 
 
+def stablelm(parallel: bool = False) -> Family:
+    """Return a StableLM: layer norms, and linear layers without biases."""
+    rope = default_rope(10_000.0, partial_rotary_factor=0.5)
+    layer = {"layer_norm_eps": 1e-3, "use_parallel_residual": parallel, "hidden_size": 32}
+    hf_fields = hf_llama_fields(**layer, tie_word_embeddings=False, rope_parameters=rope)
+    del hf_fields["rms_norm_eps"]
+    biases = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
+    sizes = {**TRICYCLE_SIZES, "embedding_dim": 32, "n_heads": 4, "n_key_heads": 2, "hidden_size": 40}
+    rotary = {"positions": "rotary", "rotary_fraction": 0.5}
+    layer = {"norm_eps": 1e-3, "parallel": parallel, "shared_norm": parallel, "activation": "swish", "gated": True}
+    return Family("stablelm", hf_fields, ModelConfig(**sizes, **layer, **biases, **rotary, tied=False))
+
+
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -142,6 +155,14 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 64,
 }
 LLAMA3_ROTARY = {"rotary_factor": 8.0, "rotary_low_frequency": 1.5, "rotary_high_frequency": 5.0}
+EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.25, "rms_norm_eps": 1e-2}
+EXPERTS_CONFIG = {
+    "n_experts": 6,
+    "n_active_experts": 3,
+    "router_loss": 0.25,
+    "normalize_experts": False,
+    "norm_eps": 1e-2,
+}
 QWEN2_LAYERS = {"num_hidden_layers": 3, "max_window_layers": 2, "use_sliding_window": True, "sliding_window": 5}
 QK_NORM = {"qk_norm": True, "qk_norm_gain": True}
 GPT2_SIZES = {"vocab_size": VOCABULARY, "n_positions": LONGEST, "n_embd": 24, "n_layer": N_LAYERS, "n_head": 3}
@@ -177,6 +198,25 @@ FAMILIES: dict[str, Family] = {
             rotary_base=500_000.0, norm_placement="output", qk_norm_eps=1e-5, qk_norm_per_head=False, **QK_NORM
         ),
     ),
+    # mixtures of experts, whose weights have the sum 1
+    "Mixtral": Family(
+        "mixtral",
+        hf_llama_fields(**EXPERTS, num_local_experts=6, sliding_window=7, rope_parameters=default_rope(1e6)),
+        llama_config(**{**EXPERTS_CONFIG, "normalize_experts": True}, window=7, rotary_base=1e6),
+    ),
+    # and those whose weights may have another sum
+    "Qwen3-MoE": Family(
+        "qwen3_moe",
+        hf_llama_fields(
+            **EXPERTS, num_experts=6, moe_intermediate_size=12, head_dim=16, rope_parameters=default_rope(1e6)
+        ),
+        llama_config(**EXPERTS_CONFIG, **QK_NORM, qk_norm_eps=1e-2, hidden_size=12, head_size=16, rotary_base=1e6),
+    ),
+    "OLMoE": Family(
+        "olmoe",
+        hf_llama_fields(**EXPERTS, num_experts=6, tie_word_embeddings=False, rope_parameters=default_rope(1e4)),
+        llama_config(**EXPERTS_CONFIG, **QK_NORM, qk_norm_eps=1e-2, qk_norm_per_head=False, tied=False),
+    ),
     # norms before and after, soft-caps of scores and logits, and a window in every other layer
     "Gemma 2": Family(
         "gemma2",
@@ -194,6 +234,14 @@ FAMILIES: dict[str, Family] = {
         "gpt2", {**GPT2_SIZES, "bos_token_id": 1, "eos_token_id": 2}, ModelConfig(**TRICYCLE_SIZES, n_heads=3)
     ),
     "Phi": phi(),
+    "StableLM": stablelm(),
+    # no RoPE in the second layer
+    "SmolLM3": Family(
+        "smollm3",
+        hf_llama_fields(no_rope_layers=[1, 0], num_key_value_heads=1, rope_parameters=default_rope(1e5)),
+        llama_config(unrotated_layers=(1,), n_key_heads=1, rotary_base=1e5),
+    ),
+    "StableLM, parallel": stablelm(parallel=True),
 }
 
 SMOLLM2 = {**FAMILIES["Llama"].hf_fields, "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536}
@@ -216,9 +264,32 @@ def new_hf_model(model_type: str, hf_fields: dict[str, Any], lively: bool = True
 def read(hf_model: Any, part: str = "data") -> Any:
     """Return our model, as if read from files of hf_model; with part="grad" its gradients stand in the weights."""
     arrays = {name: getattr(parameter, part) for name, parameter in hf_model.named_parameters()}
-    arrays = {name: array.numpy() for name, array in arrays.items() if array is not None}
+    arrays = checkpoint_arrays(hf_model, {name: array for name, array in arrays.items() if array is not None})
     tensors = {name: StoredTensor(array.shape, "F32", lambda array=array: array) for name, array in arrays.items()}
     return build_model(StoredModel(Path("memory"), hf_model.config.to_dict(), tensors))
+
+
+def checkpoint_arrays(hf_model: Any, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return a model's tensors as arrays by their names in checkpoints, which have one tensor for each expert."""
+    split: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        array = tensor.numpy()
+        layer, _, kind = name.rpartition(".experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind if layer else "", ())
+        for number, expert in enumerate(array if parts else ()):
+            for part, rows in zip(parts, np.split(expert, len(parts))):
+                split[f"{layer}.experts.{number}.{part}.weight"] = rows
+        split |= {} if parts else {name: array}
+    names = {name: mixtral_name(name) if hf_model.config.model_type == "mixtral" else name for name in split}
+    return {names[name]: array for name, array in split.items()}
+
+
+def mixtral_name(name: str) -> str:
+    """Return the name of a tensor in checkpoints of Mixtral, from that in other mixtures."""
+    parts = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
+    for part, theirs in parts.items():
+        name = name.replace(part, theirs)
+    return name
 
 
 def hf_logits(hf_model: Any, tokens: np.ndarray) -> np.ndarray:
@@ -239,7 +310,7 @@ def randomize_weights(hf_model: Any, lively: bool = True) -> None:
             if p.ndim == 1:  # gains and biases, moved off 0 and 1 to count
                 p += 0.2 * noise
             elif lively and not re.search("embed|wte|wpe", name):  # embeddings stay small: so the eps of a norm counts
-                p.copy_(noise * p.shape[1] ** -0.5)
+                p.copy_(noise * p.shape[-1] ** -0.5)
 
 
 def difference(actual: np.ndarray, expected: np.ndarray) -> float:

@@ -1,6 +1,6 @@
 """Tricycle: deep learning from scratch, from a Tensor to a GPT, on NumPy and CuPy."""
 
-from tricycle import activations, einsum, extra_ops, losses, softmaxes, state, tensor_methods, transforms  # noqa: F401  (they add methods and names)
+from tricycle import activations, einsum, experts, extra_ops, losses, softmaxes, state, tensor_methods, transforms  # noqa: F401  (they add methods and names)
 from tricycle.kernels import explanation  # noqa: F401  (it adds a function)
 from tricycle.tensor import Tensor, no_grad, to_tensor
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import numpy as np
@@ -37,14 +38,19 @@ def checkpoint_activations(layer: Layer, x: Operand, *args: Any, **kwargs: Any) 
     if not grad_enabled_for(*inputs):
         return layer(x, *args, **kwargs)
     saved = SavedState(layer)
-    array = x.array
+    array, context = x.array, copy_context()  # such as the router statistics of `tricycle.experts`
     with no_grad():
         result = layer(x, *args, **kwargs)
 
+    def recompute(again: Tensor) -> Tensor:
+        with enable_grad():
+            result: Tensor = layer(again, *args, **kwargs)
+        return result
+
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
         again = Tensor(array, needs_grad[0], x.is_batched, x.name)
-        with saved.restored(), enable_grad():
-            second = layer(again, *args, **kwargs)
+        with saved.restored():
+            second = context.run(recompute, again)
         return leaf_gradients(second, grad, [again, *parameters])
 
     return record(result.array, inputs, backward, "recompute", result.is_batched)

@@ -18,7 +18,7 @@ from tricycle.configs.model import ModelConfig
 from tricycle.functions import RowSoftmax, add_residual, new_softmax
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels import FEW_ROWS
-from tricycle.layers import Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
+from tricycle.layers import MIXTURES, Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
 from tricycle.ops import as_tensor, reshape, split_heads
 from tricycle.tensor import Operand, Tensor
 
@@ -116,7 +116,8 @@ class MultiHeadSelfAttention(MultiHead):
             self.query_norm, self.key_norm = (
                 RMSNorm(size, config.qk_norm_eps, config.qk_norm_gain, config.norm_unit_offset) for size in sizes
             )
-        self.rotary = POSITIONS[config.positions].new_rotation(config, layer)
+        positions = "none" if layer in config.unrotated_layers else config.positions
+        self.rotary = POSITIONS[positions].new_rotation(config, layer)
         bias = config.bias if config.output_bias is None else config.output_bias
         self.projection = Dense(n_heads * self.head_size, embedding_dim, bias, initialiser, generator)
         self.dropout = Dropout(config.dropout, generator)
@@ -142,22 +143,19 @@ class MultiHeadSelfAttention(MultiHead):
             if first + n_tokens > self.context_window:
                 title = f"MultiHeadSelfAttention(context_window={self.context_window})"
                 raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {first + n_tokens}")
-        if dtype is None and self.precision != "float32":
-            dtype = x.dtype
+        dtype = x.dtype if dtype is None and self.precision != "float32" else dtype
+        q, k, v = self._queries_keys_values(rows, segments, cache, self.hidden_dtype(x) if cache is None else dtype)
         if cache is None:
-            q, k, v = self._queries_keys_values(rows, segments, cache, self.hidden_dtype(x))
             out = self.attention(q, k, v, mask, self.softmax_scales, self.precision)
         else:
-            q, k, v = self._queries_keys_values(rows, segments, cache, dtype)
             out = self._attend_to_cached(q, k, v, cache, mask)
         out = self.dropout(call_with_dtype(self.projection, merge_heads(out), dtype))
         return out if len(shape) == 3 else reshape(out, shape)
 
     def hidden_dtype(self, x: Tensor) -> Any:
         """Return the dtype of activations between the projections of x, or None for the dtype of x."""
-        if self.uses_shift or not getattr(self.attention.softmax, "fused", False):
-            return None
-        return activation_dtype(x, self.precision, self.qkv, self.projection)
+        is_fused = getattr(self.attention.softmax, "fused", False) and not self.uses_shift
+        return activation_dtype(x, self.precision, self.qkv, self.projection) if is_fused else None
 
     def _queries_keys_values(
         self, x: Tensor, segments: Segments, cache: KeyValueCache | None, dtype: Any
@@ -213,24 +211,21 @@ class MLPBlock(Layer):
         config = ModelConfig(embedding_dim=embedding_dim, **fields)
         generator = new_generator(generator)
         self.activation = new_activation(activation, config.gated)
-        width = 2 * config.mlp_width if config.is_gated else config.mlp_width
         bias = config.bias if config.mlp_bias is None else config.mlp_bias
-        self.up = Dense(embedding_dim, width, bias, initialiser, generator)
+        self.up = Dense(embedding_dim, config.mlp_width * (2 if config.is_gated else 1), bias, initialiser, generator)
         self.projection = Dense(config.mlp_width, embedding_dim, bias, initialiser, generator)
         self.dropout = Dropout(config.dropout, generator)
 
     def hidden_dtype(self, x: Tensor) -> Any:
         """Return the dtype of the hidden layer for input x, or None for the dtype of x."""
-        if not getattr(self.activation, "computes_in_float32", False):
-            return None
-        return activation_dtype(x, self.precision, self.up, self.projection)
+        is_exact = getattr(self.activation, "computes_in_float32", False)
+        return activation_dtype(x, self.precision, self.up, self.projection) if is_exact else None
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
         """Apply the MLP to x (..., C); the result has `dtype`, by default the dtype of x."""
         x = as_tensor(x)
         hidden = self.activation(call_with_dtype(self.up, x, self.hidden_dtype(x)))
-        if dtype is None and self.precision != "float32":
-            dtype = x.dtype
+        dtype = x.dtype if dtype is None and self.precision != "float32" else dtype
         return self.dropout(call_with_dtype(self.projection, hidden, dtype))
 
 
@@ -271,7 +266,7 @@ class TransformerBlock(Layer):
         self.attention: Any = attention or MultiHeadSelfAttention(**fields, layer=layer, causal=causal)
         self.attention_post_norm = new_norm(config) if both else None
         self.mlp_norm = None if config.shared_norm else new_norm(config)
-        self.mlp: Any = mlp or MLPBlock(**fields)
+        self.mlp: Any = mlp or (MIXTURES["experts"](MLPBlock, **fields) if config.n_experts else MLPBlock(**fields))
         self.mlp_post_norm = new_norm(config) if both else None
 
     @takes_ragged

@@ -17,6 +17,7 @@ from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 Generator: TypeAlias = "np.random.Generator | int | None"  # or a seed; None for a random seed
+MIXTURES: dict[str, Callable[..., Layer]] = {}  # constructors of mixtures of MLPs; `tricycle.experts` adds one
 
 
 def new_generator(generator: Generator) -> np.random.Generator:

@@ -31,7 +31,7 @@ from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor
 
 MAX_LOGITS = 7 * 2**22  # kept in host memory by a loss: 112 MB, and as much for their gradients
-RANDOM_ROLES = ("matrix", "embedding", "position", "head")  # roles of parameters with random initial values
+RANDOM_ROLES = ("matrix", "embedding", "position", "head", "router")  # roles of parameters with random initial values
 
 
 class BlockStack(Layer):
@@ -152,10 +152,8 @@ class GPT(BlockStack):
 
     def _embed(self, tokens: Tensor, positions: Array) -> Tensor:
         x = self.token_embedding(tokens)
-        if self.config.embedding_scale != 1:
-            x = x * self.config.embedding_scale
-        if self.embedding_projection is not None:
-            x = self.embedding_projection(x)
+        x = x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
+        x = x if self.embedding_projection is None else self.embedding_projection(x)
         if self.position_embedding is not None:
             x = x + self.position_embedding(self.place(positions + self.config.position_offset))
         return x
@@ -163,8 +161,7 @@ class GPT(BlockStack):
     def logits(self, x: Tensor, dtype: Any = None) -> Tensor:
         """Apply the last norm and head (or tied embedding) to x (..., C); return soft-capped logits (..., V)."""
         x = x if self.norm is None else self.norm(x)
-        if self.head_projection is not None:
-            x = self.head_projection(x)
+        x = x if self.head_projection is None else self.head_projection(x)
         if self.head is None:
             logits = linear(x, self.token_embedding.weights, precision=self.precision, dtype=dtype, transposed=True)
         else:
@@ -174,10 +171,13 @@ class GPT(BlockStack):
     def loss(self, tokens: Operand, labels: Operand, loss_fn: Any = None, scale: Any = 1.0, **options: Any) -> Tensor:
         """Return `loss_fn(labels, self(tokens, **options), scale)` (default: CrossEntropy), in chunks if large."""
         loss_fn = loss_fn or CrossEntropy()
-        if not accepts_argument(self, "output_fn"):  # a custom `forward`, or that of a probe, must compute the logits
-            loss: Tensor = loss_fn(labels, self(tokens, **options), scale)
-            return loss
-        return self(tokens, output_fn=lambda hidden: self.loss_from_hidden(labels, hidden, loss_fn, scale), **options)
+        if accepts_argument(self, "output_fn"):
+            output_fn = lambda hidden: self.loss_from_hidden(labels, hidden, loss_fn, scale)
+            compute_loss: Any = partial(self, tokens, output_fn=output_fn, **options)
+        else:  # a custom `forward`, or that of a probe, must compute the logits
+            compute_loss = lambda: loss_fn(labels, self(tokens, **options), scale)
+        add_loss = getattr(self.blocks[0].mlp, "add_loss", None)  # of a mixture: the load-balancing loss of its router
+        return compute_loss() if add_loss is None else add_loss(compute_loss, scale)
 
     def loss_from_hidden(self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Any = 1.0) -> Tensor:
         """Return `loss_fn(labels, logits(hidden), scale)`; on a CPU, in chunks of rows if there are many logits."""
@@ -197,13 +197,12 @@ class GPT(BlockStack):
 
     def new_caches(self, dtype: DTypeLike | None = None) -> list[KeyValueCache]:
         """Return a list with an empty KV cache for each block; `dtype` defaults to that of the first keys."""
-        windows = [_window_of(getattr(block, "attention", None)) for block in self.blocks]
-        return [KeyValueCache(self.config.context_window, dtype, window) for window in windows]
+        return [KeyValueCache(self.config.context_window, dtype, _window_of(block)) for block in self.blocks]
 
 
-def _window_of(attention: Any) -> int | None:
-    """Return the sliding-window size of an attention layer whose older keys may be dropped, else None."""
-    inner = getattr(attention, "attention", None)
+def _window_of(block: Layer) -> int | None:
+    """Return the sliding-window size of a block's attention if its older keys may be dropped, else None."""
+    inner = getattr(getattr(block, "attention", None), "attention", None)
     return inner.window if isinstance(inner, Attention) and inner.softmax.fused else None
 
 
@@ -215,11 +214,9 @@ def initialize_weights(model: BlockStack) -> None:
     """
     config = model.config
     last = 0 if config.zero_projections else 0.02 / math.sqrt(2 * config.n_layers)
-    into_stream = {id(part.projection.weights) for block in model.blocks for part in (block.attention, block.mlp)}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if isinstance(parameter, Parameter) and parameter.role in RANDOM_ROLES:
-            std = last if id(parameter) in into_stream else 0.02
+            std = last if name.endswith(".projection.weights") else 0.02
             parameter.array[...] = normal(std)(parameter.shape, model.generator)
-    if config.key_shift:
-        for block in model.blocks:
-            block.attention.key_shift.correlate_keys(block.attention)
+    for block in model.blocks if config.key_shift else ():
+        block.attention.key_shift.correlate_keys(block.attention)

@@ -25,8 +25,8 @@ def role_of(parameter: Tensor) -> str:
 
 
 def decays(parameter: Tensor) -> bool:
-    """Return whether weight decay applies to a parameter: to matrices, embeddings and heads, not to other roles."""
-    return role_of(parameter) in ("matrix", "embedding", "head")
+    """Return whether weight decay applies to a parameter: to matrices, embeddings, heads and routers, not to others."""
+    return role_of(parameter) in ("matrix", "embedding", "head", "router")
 
 
 class Step(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tricycle.tensor import Operand, Tensor, to_tensor
 
-# A hidden matrix, tables of tokens and positions, a factor and a summand for each channel, other factors, output matrix
-ROLES = ("matrix", "embedding", "position", "gain", "bias", "scale", "head")
+# Hidden matrix, tables of tokens and positions, factor and summand per channel, other factors, output matrix, router
+ROLES = ("matrix", "embedding", "position", "gain", "bias", "scale", "head", "router")
 
 
 class Parameter(Tensor):

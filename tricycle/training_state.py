@@ -231,7 +231,10 @@ def activation_bytes(config: GPTConfig, n_tokens: int) -> int:
     """
     heads, key_heads = (n * config.channels_per_head for n in (config.n_heads, config.key_heads))
     attention = (heads + key_heads) * (2 if config.positions == "rotary" else 1) + key_heads
-    block = 5 * config.embedding_dim + attention + config.mlp_width * (3 if config.is_gated else 2)
+    mlp = config.mlp_width * (3 if config.is_gated else 2)
+    if config.n_experts:  # with the input and the result of each active expert
+        mlp = config.n_active_experts * (mlp + 2 * config.embedding_dim)
+    block = 5 * config.embedding_dim + attention + mlp
     logits = 2 * min(config.vocab_size, MAX_LOGITS // n_tokens)
     if config.recompute:
         kept = config.n_layers * config.embedding_dim + max(block, logits)

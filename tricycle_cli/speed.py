@@ -109,6 +109,8 @@ def flops_per_token(config: GPTConfig) -> int:
     """
     width = config.embedding_dim
     mlp = (3 if config.is_gated else 2) * width * config.mlp_width
+    if config.n_experts:
+        mlp = config.n_active_experts * mlp + config.n_experts * width
     weights = config.n_layers * (4 * width**2 + mlp) + config.vocab_size * width
     attention = 2 * config.n_layers * config.context_window * width  # scores, and weighted sums of values
     return 3 * 2 * (weights + attention)

@@ -17,7 +17,7 @@ NormPlacement = Literal["before", "after", "both", "output"]
 RULES: list[Rule] = [
     ("vocab_size context_window embedding_dim n_heads n_layers softmax_blocks", lambda v: v >= 1, "at least 1"),
     ("n_key_heads head_size hidden_size embedding_size position_offset seed", lambda v: v >= 0, "0 or more"),
-    ("window score_scale score_cap logit_cap rotary_local_base", lambda v: v >= 0, "0 or more"),
+    ("window score_scale score_cap logit_cap rotary_local_base n_experts router_loss", lambda v: v >= 0, "0 or more"),
     ("rotary_base rotary_factor rotary_original_window norm_eps qk_norm_eps", lambda v: v > 0, "above 0"),
     ("rotary_low_frequency rotary_high_frequency expansion_ratio embedding_scale", lambda v: v > 0, "above 0"),
     ("rotary_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1"),
@@ -40,6 +40,10 @@ class ModelConfig(ValidatedConfig):
     expansion_ratio: float = 4.0  # width of the MLP's hidden layer divided by embedding_dim
     hidden_size: int = 0  # width of the MLP's hidden layer; 0 to use expansion_ratio
     activation: OneOf[str, ACTIVATIONS] = "gelu"  # activation function of the MLP
+    n_experts: int = 0  # MLPs per block, some of which a router selects for each token; 0 for one MLP and no router
+    n_active_experts: int = 2  # experts that process each token
+    normalize_experts: bool = True  # whether the router's weights of a token's experts are divided by their sum
+    router_loss: float = 0.01  # weight of the load-balancing loss of the experts in training
     gated: bool = False  # whether one half of the MLP's hidden layer, after the activation, multiplies the other half
     norm: Norm = "layer_norm"  # normalization layer
     norm_eps: float = 1e-5  # added to the variance or mean square
@@ -52,6 +56,7 @@ class ModelConfig(ValidatedConfig):
     rotary_base: float = 10_000.0  # base of the rotary frequencies
     rotary_local_base: float = 0.0  # base in layers with a sliding window; 0 for rotary_base
     rotary_fraction: float = 1.0  # fraction of the channels of a head that is rotated
+    unrotated_layers: tuple[int, ...] = ()  # layers, counted from 0, without rotary positions
     rotary_scaling: OneOf[str, SCALINGS] = "none"  # frequency scaling for longer texts (not with a sliding window)
     rotary_factor: float = 1.0  # of the scaling: factor of the context length
     rotary_low_frequency: float = 1.0  # of llama3: channel pairs with fewer rotations per window are scaled fully
@@ -102,6 +107,8 @@ class ModelConfig(ValidatedConfig):
             ("norm_unit_offset", self.norm == "rms_norm" or not self.norm_unit_offset, "False with layer_norm"),
             ("expansion_ratio", width * self.expansion_ratio >= 1, f"at least 1 / {width}"),
             ("head_bias", not (self.tied and self.head_bias), "False with tied weights"),
+            ("n_active_experts", 0 < self.n_active_experts <= (self.n_experts or math.inf), "from 1 to n_experts"),
+            ("unrotated_layers", all(0 <= i <= last for i in self.unrotated_layers), f"layers from 0 to {last}"),
             ("full_layers", all(0 <= layer <= last for layer in self.full_layers), f"layers from 0 to {last}"),
         ):
             self._require(name, holds, rule)

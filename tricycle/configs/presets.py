@@ -98,6 +98,14 @@ class PortableConfig(LaptopConfig):
 
 
 @dataclass(frozen=True)
+class MixtureConfig(PortableConfig):
+    """A variant of "portable" with Mixtral's architecture: of 8 experts per block, each half as wide, 2 are active."""
+
+    n_experts: int = 8
+    hidden_size: int = 256
+
+
+@dataclass(frozen=True)
 class ShakespeareConfig(GPTConfig):
     """A model of 12M parameters for tiny Shakespeare on a GPU."""
 
@@ -141,6 +149,7 @@ PRESETS: dict[str, type[GPTConfig]] = {
     "debug": DebugConfig,
     "laptop": LaptopConfig,
     "portable": PortableConfig,
+    "mixture": MixtureConfig,
     "shakespeare": ShakespeareConfig,
     "smol": SmolGPTConfig,
     "gpt2": GPT2Config,

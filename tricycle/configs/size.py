@@ -12,6 +12,8 @@ def min_n_weights(config: ModelConfig) -> int:
     key_heads = config.key_heads * config.channels_per_head
     attention = width * (2 * heads + 2 * key_heads)
     mlp = width * config.mlp_width * (3 if config.is_gated else 2)
+    if config.n_experts:
+        mlp = config.n_experts * (mlp + width)  # with the router
     positions = (config.context_window + config.position_offset) * width if config.positions == "learned" else 0
     types = getattr(config, "token_types", 0) * width  # an encoder's
     tokens = config.vocab_size * (config.embedding_size or width)

@@ -10,7 +10,7 @@ from tricycle.configs.model import ModelConfig
 from tricycle.configs.presets import model_fields
 
 # Fields that affect initialization, training or rounding, but not the computation.
-IGNORED_FIELDS = ("dropout", "seed", "precision", "zero_projections", "expansion_ratio")
+IGNORED_FIELDS = ("dropout", "seed", "precision", "zero_projections", "expansion_ratio", "router_loss")
 
 
 def effective_fields(config: ModelConfig) -> dict[str, Any]:
@@ -38,15 +38,17 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
     if not local_base and config.rotary_scaling == "none":
         local_base = config.rotary_base
     values |= {"full_layers": full_layers, "rotary_local_base": local_base}
+    values["unrotated_layers"] = tuple(sorted(set(config.unrotated_layers)))
     is_rotary = config.positions == "rotary"
     scaling = config.rotary_scaling if is_rotary else "none"
     unused = {
         "window full_layers rotary_local_base": len(full_layers) == config.n_layers,
         "position_offset": config.positions != "learned",
-        "rotary_base rotary_local_base rotary_fraction rotary_scaling": not is_rotary,
+        "rotary_base rotary_local_base rotary_fraction rotary_scaling unrotated_layers": not is_rotary,
         "rotary_factor": scaling == "none",
         "rotary_low_frequency rotary_high_frequency rotary_original_window": scaling != "llama3",
         "qk_norm_gain qk_norm_eps qk_norm_per_head": not config.qk_norm,
+        "n_active_experts normalize_experts": not config.n_experts,
         "softmax_blocks": config.softmax != "blocks",
     }
     for names, is_unused in unused.items():

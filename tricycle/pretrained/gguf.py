@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, BlockRows
+from tricycle.pretrained.families.family import fill_numbers
 from tricycle.pretrained.gguf_config import CONFIG_READERS, Fields, ModelMetadata
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 
 _BLOCK = re.compile(r"^blk\.(0|[1-9][0-9]{0,8})\.")
+_MAX_EXPERT_TENSORS = 2**17  # the largest models have 2**16
 _ROPE_DIVISORS = "rope_freqs.weight"  # divisors of the RoPE frequencies
 # From fields of a generation_config.json to keys of general.sampling; others have the same name.
 _SAMPLING = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
@@ -76,11 +78,15 @@ def _check_sizes(file: GGUFFile, metadata: ModelMetadata) -> None:
         raise metadata.error(f"is one of {short_repr(n_files)} files of a model: join them (llama-gguf-split --merge)")
     numbers = [int(match[1]) for name in file.tensors if (match := _BLOCK.match(name))]
     n_blocks = 1 + max(numbers, default=-1)
-    sizes = {
-        "block_count": n_blocks,
-        "embedding_length": metadata.shape("token_embd")[1],
-        "feed_forward_length": metadata.shape("blk.0.ffn_up")[0],
-    }
+    sizes = {"block_count": n_blocks, "embedding_length": metadata.shape("token_embd")[1]}
+    if metadata.n_experts():
+        sizes |= {"expert_count": metadata.shape("blk.0.ffn_up_exps", 3)[0]}
+        sizes |= {metadata.expert_width_key(): metadata.shape("blk.0.ffn_up_exps", 3)[1]}
+    else:
+        sizes |= {"feed_forward_length": metadata.shape("blk.0.ffn_up")[0]}
+    n_expert_tensors = sum(info.shape[0] for info in file.tensors.values() if len(info.shape) == 3)
+    if n_expert_tensors > _MAX_EXPERT_TENSORS:
+        raise metadata.error(f"expected at most {_MAX_EXPERT_TENSORS} matrices of experts, got {n_expert_tensors}")
     for key, size in sizes.items():
         if metadata.positive_int(key) != size:
             stated = metadata.positive_int(key)
@@ -118,6 +124,8 @@ class TensorConversion:
             architecture = self.metadata.architecture
             raise self.metadata.error(f"tensor {short_repr(name)} is unknown in the architecture {architecture}")
         number = match[1] if match else ""
+        if ".M." in hf_templates[0]:
+            return self._convert_experts(info, f"{fill_numbers(hf_templates[0], [number])}.{suffix}")
         hf_names = [f"{hf_template.replace('.N.', f'.{number}.')}.{suffix}" for hf_template in hf_templates]
         transform = self.mapping.transforms.get(template, WeightTransform())
         if len(hf_names) == 1:
@@ -131,6 +139,17 @@ class TensorConversion:
             rows, start = slice(start, start + n_rows), start + n_rows
             tensors.append((hf_name, self._stored_tensor(info, rows, (n_rows, *info.shape[1:]), transform)))
         return tensors
+
+    def _convert_experts(self, info: GGUFTensorInfo, template: str) -> list[tuple[str, StoredTensor]]:
+        """Return the name and matrix of each expert from a tensor (E, out, in) that contains them one after another."""
+        n_experts = self.metadata.n_experts()
+        if len(info.shape) != 3 or info.shape[0] != n_experts:
+            expected = f"expected a tensor {short_repr(info.name)} of {n_experts} matrices"
+            raise self.metadata.error(f"{expected}, got shape {info.shape}")
+        n_bytes, transform = info.shape[1] * info.row_bytes, WeightTransform()
+        parts = [replace(info, shape=info.shape[1:], start=info.start + e * n_bytes) for e in range(n_experts)]
+        tensors = [self._stored_tensor(part, slice(None), part.shape, transform) for part in parts]
+        return [(template.replace(".M.", f".{e}."), tensor) for e, tensor in enumerate(tensors)]
 
     def _stored_tensor(
         self, info: GGUFTensorInfo, rows: slice, shape: tuple[int, ...], transform: WeightTransform

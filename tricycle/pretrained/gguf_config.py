@@ -30,6 +30,16 @@ SIZE_METADATA = {
 }
 WITH_ROPE_DIVISORS = ("llama",)  # architectures with the tensor rope_freqs.weight, for Llama 3's scaling
 POOLING_TYPES = {"mean": 1, "first": 2}  # from modes of `SentencePooling` to values of pooling_type
+# Keys of mixtures whose other values are not supported, with the supported ones.
+_EXPERT_METADATA: dict[str, tuple[Any, ...]] = {
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (1.0, 0.0),
+    "expert_gating_func": (1,),  # softmax over all experts
+    "expert_group_count": (1, 0),
+    "leading_dense_block_count": (0,),
+    "interleave_moe_layer_step": (1, 0),
+    "attention.clamp_kqv": (0.0,),
+}
 _LLAMA_3_BOUNDS = (8192.0, 1.0, 4.0)  # of Llama 3.1 and 3.2: original window, lower and upper bound
 
 
@@ -91,12 +101,22 @@ class ModelMetadata:
             raise self.error(f"expected {full_key} to be true or false, got {short_repr(value)}")
         return value
 
-    def shape(self, layer: str) -> tuple[int, ...]:
-        """Return the shape (rows, columns) of the matrix `layer`.weight; raise ValueError if there is no such one."""
+    def shape(self, layer: str, n_dimensions: int = 2) -> tuple[int, ...]:
+        """Return the shape of `layer`.weight, (rows, columns) of a matrix; ValueError for other dimensions or none."""
         shape = self._shapes.get(f"{layer}.weight", ())
-        if len(shape) != 2:
-            raise self.error(f"expected a matrix {layer}.weight, got {shape or 'none'}")
+        if len(shape) != n_dimensions:
+            expected = "a matrix" if n_dimensions == 2 else f"{n_dimensions} dimensions of"
+            raise self.error(f"expected {expected} {layer}.weight, got {shape or 'none'}")
         return shape
+
+    def n_experts(self) -> int:
+        """Return the number of experts of a mixture, or 0 if the key expert_count is missing or 0."""
+        return self.positive_int("expert_count") if self.get("expert_count") else 0
+
+    def expert_width_key(self) -> str:
+        """Return the key of the hidden width of each expert."""
+        key = "expert_feed_forward_length"
+        return "feed_forward_length" if self.get(key) is None else key
 
     def has_tensor(self, name: str) -> bool:
         """Return whether the file has a tensor of this full name, such as "output.weight"."""
@@ -240,9 +260,11 @@ def _sizes(metadata: ModelMetadata, norm: str) -> Fields:
     }
 
 
-def _like_llama(metadata: ModelMetadata, divisors: np.ndarray | None, model_type: str) -> Fields:
-    """Return the common fields of llama, qwen, olmo2 and gemma."""
-    if metadata.get("expert_count"):
+def _like_llama(
+    metadata: ModelMetadata, divisors: np.ndarray | None, model_type: str, is_mixture: bool = False
+) -> Fields:
+    """Return the common fields of llama, qwen, olmo2 and gemma; ValueError for experts unless `is_mixture`."""
+    if metadata.get("expert_count") and not is_mixture:
         raise metadata.error(
             f"is a mixture of {short_repr(metadata.get('expert_count'))} experts, which is not supported"
         )
@@ -260,7 +282,47 @@ def _like_llama(metadata: ModelMetadata, divisors: np.ndarray | None, model_type
     }
 
 
+def _expert_fields(metadata: ModelMetadata) -> Fields:
+    """Return the numbers and the width of experts; ValueError for shared or grouped experts, or dense layers."""
+    for key, supported in _EXPERT_METADATA.items():
+        if metadata.get(key) not in (None, *supported):
+            expected = f"expected {metadata.architecture}.{key} to be missing or {supported[0]}"
+            raise metadata.error(f"{expected}, got {short_repr(metadata.get(key))}")
+    width = metadata.positive_int(metadata.expert_width_key())
+    return {
+        "num_local_experts": metadata.positive_int("expert_count"),
+        "num_experts_per_tok": metadata.positive_int("expert_used_count"),
+        "intermediate_size": width,
+        "moe_intermediate_size": width,
+    }
+
+
+def _mixtral(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Mixtral, which has the architecture llama and no biases."""
+    fields = _like_llama(metadata, divisors, "mixtral", is_mixture=True) | _expert_fields(metadata)
+    window = "attention.sliding_window"
+    return fields | {
+        "hidden_act": "silu",
+        "sliding_window": metadata.positive_int(window) if metadata.get(window) else None,
+    }
+
+
+def _qwen3moe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Qwen3-MoE, where llama.cpp always divides the weights of experts by their sum."""
+    fields = _like_llama(metadata, divisors, "qwen3_moe", is_mixture=True) | _expert_fields(metadata)
+    return fields | {"hidden_act": "silu", "use_sliding_window": False, "norm_topk_prob": True}
+
+
+def _olmoe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of OLMoE: heads of the width of the model, an output matrix, no biases."""
+    fields = _like_llama(metadata, divisors, "olmoe", is_mixture=True) | _expert_fields(metadata)
+    del fields["head_dim"]
+    return fields | {"hidden_act": "silu", "norm_topk_prob": False, "tie_word_embeddings": False}
+
+
 def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    if metadata.n_experts():
+        return _mixtral(metadata, divisors)
     biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
     fields = _like_llama(metadata, divisors, "llama") | {"hidden_act": "silu"}
     fields |= {name: metadata.has_tensor(tensor) for name, tensor in biases.items()}
@@ -394,6 +456,8 @@ CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] 
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3moe": _qwen3moe,
+    "olmoe": _olmoe,
     "olmo2": _olmo2,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -1,7 +1,8 @@
 """Tensor names of llama.cpp and of transformers, and how the values of tensors differ between the two.
 
-N stands for the number of a block; `.weight` and `.bias` follow a name. Where one tensor of llama.cpp has several names
-in transformers, its rows are the rows of those tensors, one tensor after the other.
+N stands for the number of a block, M for that of an expert; `.weight` and `.bias` follow a name. Where one tensor of
+llama.cpp has several names in transformers, its rows are the rows of those tensors, one tensor after the other. The
+matrices of all experts are one tensor of three dimensions in llama.cpp.
 (Sources: llama.cpp's `gguf-py/gguf/tensor_mapping.py`, and `convert_hf_to_gguf.py` for the values.)
 """
 
@@ -19,6 +20,7 @@ from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
+from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 
@@ -120,6 +122,9 @@ _NAMES = {
     "blocks.N.mlp_norm": "blk.N.ffn_norm",
     "blocks.N.mlp.up": "blk.N.ffn_up blk.N.ffn_gate",
     "blocks.N.mlp.projection": "blk.N.ffn_down",
+    "blocks.N.mlp.router": "blk.N.ffn_gate_inp",
+    "blocks.N.mlp.experts.M.up": "blk.N.ffn_up_exps blk.N.ffn_gate_exps",
+    "blocks.N.mlp.experts.M.projection": "blk.N.ffn_down_exps",
     "blocks.N.mlp_post_norm": "blk.N.post_ffw_norm",
     "norm": "output_norm",
     "head": "output",
@@ -144,11 +149,15 @@ _GPT2_MATRICES = (_FUSED, "blk.N.attn_output", "blk.N.ffn_up", "blk.N.ffn_down")
 # Some files have one fused matrix, and some have three.
 _PHI = _map_tensors(PHI).names | {_FUSED: tuple(PHI.names["blocks.N.attention.qkv"])}
 
-# By `general.architecture`, which is llama for Mistral and SmolLM2.
+_LLAMA = _map_tensors(LLAMA).names | _map_tensors(MIXTRAL).names
+
+# By `general.architecture`, which is llama for Mistral, Mixtral and SmolLM2.
 TENSOR_MAPPINGS: dict[str, TensorMapping] = {
-    "llama": _map_tensors(LLAMA, {"blk.N.attn_q": _QUERIES, "blk.N.attn_k": _KEYS}),
+    "llama": TensorMapping(_LLAMA, {"blk.N.attn_q": _QUERIES, "blk.N.attn_k": _KEYS}),
     "qwen2": _map_tensors(QWEN2),
     "qwen3": _map_tensors(QWEN3),
+    "qwen3moe": _map_tensors(QWEN3_MOE),
+    "olmoe": _map_tensors(OLMOE),
     "olmo2": _map_tensors(OLMO2, table=_NAMES | _OLMO2),
     "gemma2": _map_tensors(GEMMA2, _GEMMA_NORMS),
     "gemma3": _map_tensors(GEMMA3, _GEMMA_NORMS),

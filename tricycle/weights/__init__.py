@@ -9,6 +9,7 @@ from tricycle.layers import Dense, Embedding, Layer
 
 __all__ = ["quantize", "set_memory_order"]
 
+UNQUANTIZED = ("position", "router")  # roles of small tables whose rounding would change much
 AnyLayer = TypeVar("AnyLayer", bound=Layer)
 
 
@@ -27,7 +28,7 @@ def quantize(model: AnyLayer, dtype_name: str = "int8") -> AnyLayer:
     """
     places = [layer for layer in model.layers() if isinstance(layer, (Dense, Embedding))]
     weights = {id(layer.weights): layer for layer in places if layer.weights.array.dtype.itemsize > 2}
-    chosen = [layer for layer in weights.values() if getattr(layer.weights, "role", None) != "position"]
+    chosen = [layer for layer in weights.values() if getattr(layer.weights, "role", None) not in UNQUANTIZED]
     if any(layer.weights.on_gpu for layer in chosen):
         raise ValueError("quantize: expected weights in host memory, got them on a GPU")
     new = [

@@ -18,13 +18,17 @@ from tricycle.pretrained.families.family import Family, keeps_blocks, load_weigh
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
+from tricycle.pretrained.families.smollm3 import SMOLLM3
+from tricycle.pretrained.families.stablelm import STABLELM
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
-ALL_FAMILIES: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
+DENSE_FAMILIES = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, STABLELM, SMOLLM3]
+ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)
 
@@ -72,6 +76,8 @@ def read_config(family: Family, source: StoredModel) -> Any:
             # checked here, before anything is allocated for each layer
             raise field_error(place, f"at most {len(source.tensors)}, the number of tensors", n_layers)
     config = family.to_config(fields)
+    if config.n_layers * config.n_experts > len(source.tensors):  # each expert has more than one
+        raise field_error("the number of experts", f"at most {len(source.tensors)} in all layers", config.n_experts)
     minimum = min_n_weights(config)
     n_elements = sum(math.prod(tensor.shape) for tensor in source.tensors.values())
     if minimum > 2 * n_elements + 2**24:

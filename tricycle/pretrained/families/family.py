@@ -9,7 +9,7 @@ Shapes: H query heads, D head size; "in" and "out" are the input and output size
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,14 +25,15 @@ from tricycle.pretrained.stored_model import StoredModel, StoredTensor, join_blo
 from tricycle.tensor import Tensor
 
 # Names of Tricycle's layers to those of Hugging Face's. Several of the latter are concatenated along the output axis of
-# one Tricycle layer. N is the number of a block.
+# one Tricycle layer. N is the number of a block, and M that of an expert.
 TensorNames = dict[str, list[str]]
 
 # Masks and tables, which older versions of transformers also saved; they are not weights.
 BUFFERS = re.compile(
     r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.(inv_freq|cos_cached|sin_cached)|position_ids)$"
 )
-QUANTIZED_ROLES = ("matrix", "embedding", "head")  # norms and biases are small and stay float32
+NUMBER = r"(?<=\.)\d+(?=\.|$)"  # a component of a name
+QUANTIZED_ROLES = ("matrix", "embedding", "head")  # norms, biases and routers are small and stay float32
 CHUNK_BYTES = 2**22  # of a mapped file that are copied at once, which bounds the memory that copying needs
 MAX_LISTED_NAMES = 4  # in an error message
 
@@ -100,11 +101,11 @@ class TensorMapping:
         """Return HFTensors (name, shape, columns) that form a parameter, in order of its last axis; else KeyError."""
         parameter = self.parameters[name]
         layer, _, kind = name.rpartition(".")
-        block = re.search(r"\.(\d+)(\.|$)", layer)
-        number = f".{block[1]}." if block else ""
-        template = layer if block is None else f"{layer[: block.start(1)]}N{layer[block.end(1) :]}"
+        numbers = re.findall(NUMBER, layer)
+        letters = iter("NM")
+        template = re.sub(NUMBER, lambda number: next(letters, number[0]), layer)
         ending = "bias" if kind == "bias" else "weight"
-        names = [f"{theirs.replace('.N.', number)}.{ending}" for theirs in self.family.names[template]]
+        names = [f"{fill_numbers(theirs, numbers)}.{ending}" for theirs in self.family.names[template]]
         sizes = [parameter.shape[-1] // len(names)] * len(names)  # on the parameter's last axis
         if len(names) == 3 and ".qkv." in name:
             heads = (self.config.n_heads, self.config.key_heads, self.config.key_heads)
@@ -119,7 +120,7 @@ class TensorMapping:
     def is_transposed(self, name: str) -> bool:
         """Return whether a parameter (in, out) is (out, in) in the checkpoint."""
         role = declared_role(self.parameters[name])
-        return role == "head" or (role == "matrix" and not self.family.fan_in_fan_out)
+        return role in ("head", "router") or (role == "matrix" and not self.family.fan_in_fan_out)
 
     def is_interleaved(self, name: str) -> bool:
         """Return whether the checkpoint interleaves queries, keys and values of a parameter by head."""
@@ -147,6 +148,13 @@ class TensorMapping:
         theirs = theirs.reshape(n_heads, 3, -1, *theirs.shape[1:])
         ours = ours.reshape(*ours.shape[:-1], 3, n_heads, -1)
         return np.moveaxis(ours, (-2, -3, -1), (0, 1, 2)), theirs
+
+
+def fill_numbers(template: str, numbers: Sequence[str]) -> str:
+    """Return a name with the numbers of a block and an expert in place of its components N and M."""
+    for letter, number in zip("NM", numbers):
+        template = template.replace(f".{letter}.", f".{number}.")
+    return template
 
 
 def declared_role(parameter: Tensor) -> str | None:
@@ -179,7 +187,7 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
             parts = join_blocks(tensor.read_blocks() for tensor in theirs if tensor.read_blocks is not None)
             parameter.array = BlockMatrix(parts, declared_role(parameter) != "embedding", weights == "exact")
         elif kind == "float32":
-            if declared_role(parameter) in ("matrix", "head"):
+            if declared_role(parameter) in ("matrix", "head", "router"):
                 # Decoding reads this order fastest: see `weights.set_memory_order`.
                 parameter.array = np.empty(parameter.shape, np.float32, order="F")
             _copy_tensors(mapping, name, hf_tensors, theirs, parameter.array)

@@ -1,0 +1,417 @@
+"""Mixtures of experts against a loop over tokens in float64; gradients, determinism and the load-balancing loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tricycle import Tensor, experts, no_grad, to_tensor
+from tricycle.activation_checkpointing import checkpoint_activations
+from tricycle.blocks import MLPBlock, TransformerBlock
+from tricycle.configs import PRESETS, ModelConfig
+from tricycle.configs.size import min_n_weights
+from tricycle.experts import MixtureOfExperts, RouterStatistics, add_router_loss, select_experts
+from tricycle.finetuning.lora import LoRAConfig
+from tricycle.generate import generate
+from tricycle.kernels.quantized import QuantizedMatrix
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW
+from tricycle.pretrained import Pretrained, load
+from tricycle.pretrained.adapters import TargetModules, load_adapter, new_adapter, save_adapter
+from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.families import build_model
+from tricycle.pretrained.generation_settings import GenerationSettings
+from tricycle.pretrained.safetensors_weights import read_tensors
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor
+from tricycle.training import compute_gradients, supervised_loss, train_on_batch
+from tricycle.training_state import new_state, train_step
+from tricycle.weights import quantize
+
+CONFIG = ModelConfig(
+    vocab_size=31,
+    context_window=16,
+    embedding_dim=12,
+    n_heads=2,
+    n_layers=2,
+    activation="swish",
+    gated=True,
+    hidden_size=20,
+    n_experts=5,
+    n_active_experts=2,
+    router_loss=0.5,
+    seed=3,
+)
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 31, (3, 17))
+BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
+
+
+def new_mixture(dtype=np.float32, **options) -> MixtureOfExperts:
+    options = {"n_active_experts": 2, "hidden_size": 5, "activation": "swish", "gated": True, "bias": False, **options}
+    layer = MixtureOfExperts(MLPBlock, 6, 4, generator=1, **options)
+    for parameter in layer.parameters():
+        parameter.array = parameter.array.astype(dtype)
+    return layer
+
+
+def new_model(**changes) -> GPT:
+    """Return a model with weights large enough that the routers are not near ties."""
+    model = GPT(replace(CONFIG, **changes))
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.array *= 12
+    return model
+
+
+def gradients(model) -> dict[str, np.ndarray]:
+    return {name: parameter.grad.array for name, parameter in model.named_parameters()}
+
+
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+# -------------------------------------------------------------------- the layer
+def loop_over_tokens(layer: MixtureOfExperts, x: np.ndarray) -> np.ndarray:
+    """Return the mixture's result for rows x, one token and one expert at a time."""
+    results = []
+    for row in x.astype(np.float64):
+        logits = row @ layer.router.weights.array
+        probabilities = np.exp(logits - logits.max())
+        probabilities /= probabilities.sum()
+        best = sorted(range(len(logits)), key=lambda e: -probabilities[e])[: layer.n_active]
+        total = sum(probabilities[e] for e in best) if layer.normalized else 1
+        result = np.zeros_like(row)
+        for e in best:
+            up, gate = np.split(row @ layer.experts[e].up.weights.array, 2)
+            hidden = up * gate / (1 + np.exp(-gate))
+            result += probabilities[e] / total * (hidden @ layer.experts[e].projection.weights.array)
+        results.append(result)
+    return np.array(results)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("n_active", [1, 2, 4])
+def test_result_is_that_of_a_loop_over_tokens(n_active, normalized):
+    layer = new_mixture(n_active_experts=n_active, normalize_experts=normalized)
+    x = RNG.standard_normal((3, 7, 6)).astype(np.float32)
+    expected = loop_over_tokens(layer, x.reshape(-1, 6)).reshape(x.shape)
+    assert relative_error(layer(x).array, expected) < 1e-6
+    with no_grad():
+        assert np.array_equal(layer(x).array, layer(to_tensor(x)).array)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_gradients_are_those_of_finite_differences(normalized):
+    layer = new_mixture(np.float64, normalize_experts=normalized)
+    x = to_tensor(RNG.standard_normal((9, 6)), dtype=np.float64)
+    factors = RNG.standard_normal((9, 6))
+    loss = lambda: (layer(x) * factors).sum()
+    loss().backward()
+    for tensor in (x, *layer.parameters()):
+        grad, array = tensor.grad.array, tensor.array
+        for _ in range(6):
+            place = tuple(RNG.integers(0, n) for n in array.shape)
+            before, values = array[place], []
+            for step in (1e-6, -1e-6):
+                array[place] = before + step
+                values.append(loss().item())
+            array[place] = before
+            assert grad[place] == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-5, abs=1e-8)
+
+
+def test_idle_experts_have_zero_gradients():
+    """Not None: then all processes of a distributed training have the same gradients."""
+    layer = new_mixture(n_active_experts=1)
+    layer(RNG.standard_normal((1, 6))).sum().backward()
+    norms = [np.abs(expert.up.weights.grad.array).sum() for expert in layer.experts]
+    assert sorted(norm > 0 for norm in norms) == [False, False, False, True]
+
+
+def test_result_of_a_token_does_not_depend_on_the_others():
+    """There is no capacity that the tokens compete for."""
+    layer = new_mixture()
+    x = np.repeat(RNG.standard_normal((1, 6)), 64, axis=0)
+    x[0] = 1
+    with no_grad():
+        assert relative_error(layer(x).array[:1], layer(x[:1]).array) < 1e-6
+
+
+def test_equal_calls_give_equal_bits():
+    layer, x = new_mixture(), to_tensor(RNG.standard_normal((50, 6)))
+    results = []
+    for _ in range(3):
+        layer.zero_grad()
+        x.zero_grad()
+        y = layer(x)
+        (y * y).sum().backward()
+        results.append([y.array, x.grad.array, *gradients(layer).values()])
+    for first, *others in zip(*results):
+        assert all(np.array_equal(first, other) for other in others)
+
+
+def test_first_of_equally_probable_experts_is_selected():
+    weights, selected = select_experts(to_tensor(np.zeros((2, 4))), 3, True)
+    assert selected.tolist() == [[0, 1, 2]] * 2
+    np.testing.assert_allclose(weights.array, 1 / 3, rtol=1e-6)
+
+
+def test_layer_accepts_no_tokens():
+    with no_grad():
+        assert new_mixture()(np.zeros((0, 6))).shape == (0, 6)
+    assert new_mixture()(np.zeros((2, 0, 6))).shape == (2, 0, 6)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: new_mixture()(np.zeros((2, 5))), "MixtureOfExperts.embedding_dim=6.: expected"),
+        (lambda: new_mixture(n_active_experts=5), "expected n_active_experts to be at most 4, got 5"),
+        (lambda: new_mixture(n_active_experts=0), "n_active_experts"),
+        (lambda: replace(CONFIG, n_active_experts=6), "n_active_experts to be from 1 to n_experts, got 6"),
+        (lambda: replace(CONFIG, n_experts=-1), "n_experts"),
+        (lambda: replace(CONFIG, router_loss=-1.0), "router_loss"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# -------------------------------------------------------------------- the load-balancing loss
+def with_router_loss(model: GPT, scale: float = 1.0) -> float:
+    loss = model.loss(*BATCH, scale=scale)
+    loss.backward()
+    return loss.item()
+
+
+def router_logits(model: GPT) -> list[np.ndarray]:
+    logits = []
+    for block in model.blocks:
+        router = block.mlp.router
+        compute = router.forward
+        router.forward = lambda x, compute=compute: logits.append(compute(x)) or logits[-1]
+    model(BATCH[0])
+    for block in model.blocks:
+        del block.mlp.router.forward
+    return [tensor.array for tensor in logits]
+
+
+def test_router_loss_is_added_in_training_only():
+    model = new_model()
+    expected = CrossEntropy()(BATCH[1], model(BATCH[0])).item()
+    loss = with_router_loss(model)
+    assert loss > expected + 0.5  # at least the weight, for uniform routing to two experts twice as much
+    assert model.eval().loss(*BATCH).item() == pytest.approx(expected, rel=1e-6)
+    assert new_model(router_loss=0.0).loss(*BATCH).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_router_loss_is_that_of_transformers():
+    torch = pytest.importorskip("torch")
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    model = new_model()
+    logits = [torch.tensor(array) for array in router_logits(model)]
+    expected = mixtral.load_balancing_loss_func(tuple(logits), 5, 2).item()
+    difference = model.loss(*BATCH).item() - CrossEntropy()(BATCH[1], model(BATCH[0])).item()
+    assert difference == pytest.approx(0.5 * expected, rel=1e-5)
+
+
+def test_gradient_of_router_loss_is_that_of_finite_differences():
+    layer = new_mixture(np.float64)
+    x = to_tensor(RNG.standard_normal((9, 6)), dtype=np.float64)
+    loss = lambda: 3 * add_router_loss(lambda: layer(x).sum() * 0.0, 0.7)
+    value = loss()
+    value.backward()
+    for tensor in (x, layer.router.weights):
+        for _ in range(8):
+            place = tuple(RNG.integers(0, n) for n in tensor.shape)
+            before, values = tensor.array[place], []
+            for step in (1e-6, -1e-6):
+                tensor.array[place] = before + step
+                values.append(loss().item())
+            tensor.array[place] = before
+            assert tensor.grad.array[place] == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-5, abs=1e-9)
+
+
+def test_uniform_routing_has_the_smallest_loss():
+    statistics = RouterStatistics()
+    statistics.add(np.full((4, 4), 0.25), np.array([[0, 1], [1, 2], [2, 3], [3, 0]]))
+    assert statistics.loss() == pytest.approx(2)  # the number of active experts
+    statistics = RouterStatistics()
+    statistics.add(np.eye(4)[[0, 0, 0, 0]], np.array([[0, 1]] * 4))
+    assert statistics.loss() == pytest.approx(4)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_activation_checkpointing_changes_no_bit(precision):
+    results = []
+    for recompute in (None, checkpoint_activations):
+        model = new_model(precision=precision, dropout=0.3)
+        model.recompute = recompute
+        loss = with_router_loss(model)
+        results.append((loss, gradients(model)))
+    (loss, grads), (second_loss, second_grads) = results
+    assert loss == second_loss
+    assert all(np.array_equal(grads[name], second_grads[name]) for name in grads)
+    without = new_model(precision=precision, dropout=0.3, router_loss=0.0)
+    with_router_loss(without)
+    router = "blocks.0.mlp.router.weights"
+    assert not np.array_equal(gradients(without)[router], grads[router])
+
+
+def test_router_loss_is_scaled_with_the_batch():
+    """Two halves of a batch, weighted by 1/2, give the mean of their losses."""
+    model = new_model()
+    loss = supervised_loss(model, CrossEntropy())
+    halves = [(BATCH[0][:2], BATCH[1][:2]), (BATCH[0][2:], BATCH[1][2:])]
+    mean = compute_gradients(model, loss, halves, [1, 1]).loss
+    assert mean == pytest.approx(np.mean([loss(half, 1.0).item() for half in halves]), rel=1e-6)
+    total = gradients(model)
+    model.zero_grad()
+    for half in halves:
+        (loss(half, 1.0) * 0.5).backward()
+    for name, grad in gradients(model).items():
+        np.testing.assert_allclose(grad, total[name], rtol=1e-4, atol=1e-6)
+
+
+def test_no_statistics_remain():
+    model = new_model()
+    with pytest.raises(ValueError, match="labels"):
+        model.loss(BATCH[0], BATCH[1][:, :3])
+    assert experts._statistics.get() is None
+    assert not [
+        name
+        for layer in model.layers()
+        for name, value in vars(layer).items()
+        if isinstance(value, Tensor) and name not in ("weights", "bias", "gain")
+    ]
+
+
+# -------------------------------------------------------------------- in a model
+def test_model_learns_and_the_experts_stay_balanced():
+    model = new_model()
+    optimiser = AdamW(1e-2)
+    loss = supervised_loss(model, CrossEntropy())
+    losses = [train_on_batch(model, optimiser, loss, BATCH) for _ in range(40)]
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_caches_give_the_logits_of_the_whole_text():
+    model = new_model().eval()
+    caches = model.new_caches()
+    with model.evaluating():
+        expected = model(BATCH[0][:1]).array[0]
+        parts = [model(BATCH[0][:1, start:stop], caches).array[0] for start, stop in ((0, 5), (5, 6), (6, 16))]
+    assert relative_error(np.concatenate(parts), expected) < 3e-6
+    assert len(list(generate(model, [1, 2, 3], 8, temperature=0))) == 8
+
+
+@pytest.mark.parametrize("dtype_name", ["int8", "float16"])
+def test_quantized_experts_keep_a_router_of_32_bits(dtype_name):
+    model = new_model().eval()
+    expected = model(BATCH[0]).array
+    quantize(model, dtype_name)
+    mixture = model.blocks[0].mlp
+    assert isinstance(mixture.experts[0].up.weights.array, QuantizedMatrix)
+    assert isinstance(mixture.router.weights.array, np.ndarray)
+    # a rounding may select another expert for a few tokens
+    errors = np.abs(model(BATCH[0]).array - expected).max(axis=-1) / np.abs(expected).max()
+    assert np.median(errors) < 0.05
+
+
+def test_bfloat16_routes_in_float32():
+    layer = new_mixture().use_precision("bfloat16")
+    x = to_tensor(RNG.standard_normal((40, 6)))
+    assert layer.router(x).dtype == np.float32
+    assert np.array_equal(layer.router(x).array, x.array @ layer.router.weights.array)
+    model = new_model(precision="bfloat16")
+    with_router_loss(model)
+    assert all(grad.dtype == np.float32 and np.isfinite(grad).all() for grad in gradients(model).values())
+
+
+def test_initial_projections_of_experts_are_scaled_down():
+    config = replace(CONFIG, embedding_dim=64, hidden_size=64, n_layers=8)
+    mixture = GPT(config).blocks[0].mlp
+    for expert in mixture.experts:
+        assert expert.up.weights.array.std() == pytest.approx(0.02, rel=0.1)
+        assert expert.projection.weights.array.std() == pytest.approx(0.02 / 4, rel=0.1)
+    assert mixture.router.weights.array.std() == pytest.approx(0.02, rel=0.2)
+    zero = GPT(replace(config, zero_projections=True)).blocks[0].mlp
+    assert not zero.experts[1].projection.weights.array.any()
+
+
+def test_size_counts_all_experts():
+    n_matrices = sum(p.size for p in GPT(CONFIG).parameters() if p.ndim == 2)
+    assert min_n_weights(CONFIG) == n_matrices
+
+
+def test_adapters_of_experts_have_the_names_of_peft(tmp_path):
+    model = new_model(norm="rms_norm", positions="rotary", bias=False)
+    loaded = Pretrained(model.eval(), None, GenerationSettings())
+    layer = "model.layers.0.block_sparse_moe"
+    experts = {f"{layer}.experts.{e}.w{part}" for e in range(5) for part in (1, 2, 3)}
+    assert {name for name in TargetModules(loaded).by_name if layer in name} == {f"{layer}.gate", *experts}
+    adapter = new_adapter(loaded, LoRAConfig(rank=2, targets=("q_proj", "w1", "w2")))
+    for low_rank in adapter.low_ranks.values():
+        for up in low_rank.ups:
+            up.array[...] = RNG.normal(0, 0.2, up.shape)
+    batch_loss = supervised_loss(loaded.model, CrossEntropy())
+    loaded.model.train()
+    losses = [train_on_batch(loaded.model, AdamW(1e-2), batch_loss, BATCH) for _ in range(3)]
+    assert losses[2] < losses[0]
+    loaded.model.eval()
+    expected = loaded.model(BATCH[0]).array
+    save_adapter(adapter, loaded, tmp_path)
+    tensors, _ = read_tensors(tmp_path / "adapter_model.safetensors")
+    assert tensors["base_model.model.model.layers.1.block_sparse_moe.experts.3.w2.lora_A.weight"].shape == (2, 20)
+    adapter.detach()
+    assert not np.array_equal(loaded.model(BATCH[0]).array, expected)
+    load_adapter(loaded, tmp_path).merge()
+    assert relative_error(loaded.model(BATCH[0]).array, expected) < 1e-5
+
+
+def test_config_of_more_experts_than_tensors_is_refused():
+    """Before an object is made for each of them."""
+    sizes = {
+        "vocab_size": 4,
+        "hidden_size": 2,
+        "intermediate_size": 1,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    fields = {"model_type": "mixtral", **sizes, "num_key_value_heads": 1, "num_local_experts": 10**6}
+    tensors = {str(i): StoredTensor((2, 2), "F32", lambda: np.zeros((2, 2))) for i in range(30)}
+    with pytest.raises(ValueError, match="number of experts to be at most 30 in all layers, got 1000000"):
+        build_model(StoredModel(Path("memory"), fields, tensors))
+
+
+def test_mixture_preset_trains_and_exports(tmp_path):
+    small = {"vocab_size": 31, "context_window": 16, "embedding_dim": 24, "n_layers": 2, "hidden_size": 16}
+    config = replace(PRESETS["mixture"](), **small, batch_size=3, steps=3, minutes=0.0, warmup_steps=0)
+    state = new_state(config, RNG.integers(0, 31, 400))
+    before = state.model.state_dict()["blocks.0.mlp.router.weights"].copy()
+    for _ in range(3):
+        assert np.isfinite(train_step(state)[0])
+    assert not np.array_equal(state.model.state_dict()["blocks.0.mlp.router.weights"], before)
+    assert export_folder(state.model, None, tmp_path / "model") == "mixtral"
+    back = load(tmp_path / "model").model
+    assert back.config.router_loss == config.router_loss
+    assert relative_error(back(BATCH[0]).array, state.model.eval()(BATCH[0]).array) < 1e-6
+
+
+def test_gradients_share_no_memory():
+    """Gradients of the experts' parameters do not share memory, so that they can be clipped in place."""
+    model = new_model()
+    with_router_loss(model)
+    arrays = list(gradients(model).values())
+    assert not any(np.shares_memory(a, b) for i, a in enumerate(arrays) for b in arrays[:i])
+
+
+def test_block_accepts_a_mixture_as_its_mlp():
+    layer = MixtureOfExperts(MLPBlock, 12, 3, hidden_size=4)
+    block = TransformerBlock(replace(CONFIG, n_experts=0), mlp=layer)
+    assert block.mlp is layer and block(np.zeros((1, 2, 12))).shape == (1, 2, 12)
