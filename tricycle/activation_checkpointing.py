@@ -59,7 +59,7 @@ def checkpoint_activations(layer: Layer, x: Operand, *args: Any, **kwargs: Any) 
 @unfused("tricycle.activation_checkpointing.checkpoint_activations")
 def _recompute(node: Tensor, variables: Any) -> Tensor:
     with variables.saved.restored():
-        result: Tensor = variables.layer(node.args[0], *variables.args, **variables.kwargs)
+        result: Tensor = variables.context.run(variables.recompute, node.args[0])
     return result
 
 
