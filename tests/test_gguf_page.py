@@ -41,7 +41,7 @@ def test_every_command_runs_and_llama_cpp_runs_the_results(tmp_path):
     load_adapter(loaded, tmp_path / "adapter.gguf")
     expected = list(generate(loaded.model, prompt, 12, temperature=0))
     assert expected != before
-    files = {"model.gguf": {"lora_path": str(tmp_path / "adapter.gguf")}, "taught.gguf": {}}
+    files = {"model.gguf": {"lora_path": str(tmp_path / "adapter.gguf")}, "tuned.gguf": {}}
     for name, options in files.items():
         theirs = llama_cpp.Llama(str(tmp_path / name), n_ctx=128, n_threads=1, verbose=False, **options)
         tokens = list(islice(theirs.generate(prompt, temp=0.0, repeat_penalty=1.0), 12))
