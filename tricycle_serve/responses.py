@@ -182,13 +182,13 @@ class ChatCompletionResponse(CompletionResponse):
     def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         """Return the tokens with their bytes and their most probable alternatives."""
 
-        def format_token(token: int, logprob: float) -> dict[str, Any]:
+        def format_token(token: int, logprob: float | None) -> dict[str, Any]:
             text, token_bytes = self.decode_token(token)
             return {"token": text, "logprob": logprob, "bytes": token_bytes}
 
         content = []
         for entry in logprobs:
-            top_logprobs = [format_token(token, logprob) for token, logprob in entry.top_logprobs]
+            top_logprobs = [format_token(token, logprob) for token, logprob in entry.top_logprobs or ()]
             content.append({**format_token(entry.token, entry.logprob), "top_logprobs": top_logprobs})
         return {"content": content, "refusal": None}
 
@@ -219,7 +219,8 @@ class TextCompletionResponse(CompletionResponse):
     def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         """Return the texts, log-probabilities, alternatives and offsets of the tokens as four lists."""
         top_logprobs = [
-            {self.decode_token(token)[0]: logprob for token, logprob in entry.top_logprobs} for entry in logprobs
+            entry.top_logprobs and {self.decode_token(token)[0]: logprob for token, logprob in entry.top_logprobs}
+            for entry in logprobs
         ]
         return {
             "tokens": [self.decode_token(entry.token)[0] for entry in logprobs],
