@@ -10,6 +10,7 @@ from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle_serve.errors import ApiError
 from tricycle_serve.guides import Guide, parse_guide
 from tricycle_serve.request_fields import RequestFields, format_value, replace_surrogates
+from tricycle_serve.tools import Tools, parse_message_calls, parse_tools
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
@@ -20,11 +21,11 @@ MAX_TOP_LOGPROBS = 20
 MAX_TOKENS = 2**31  # of the request field; the server applies a lower limit
 MAX_MESSAGES = 4096
 MAX_LOGIT_BIASES = 1024
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # These fields identify the user or concern storage and scheduling, so they do not affect the response.
 IGNORED_FIELDS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-NO_TOOLS = "this server does not call tools"
-TEXT_ONLY = "responses are plain text"
+DEPRECATED = "tools have replaced it"
+TEXT_ONLY = "responses are plain text or tool calls"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class CompletionRequest:
         include_usage: whether a stream ends with the token counts.
         echo: whether the returned text includes the prompt.
         guide: what the text must match, if the request says so.
+        tools: the tools of a chat request.
     """
 
     max_tokens: int | None
@@ -69,6 +71,7 @@ class CompletionRequest:
     include_usage: bool
     echo: bool = False
     guide: Guide | None = None
+    tools: Tools | None = None
 
     @property
     def has_prompt_logprobs(self) -> bool:
@@ -124,11 +127,16 @@ def parse_completion_request(
         max_tokens = max_tokens if max_completion_tokens is None else max_completion_tokens
     stop_strings = _parse_stop_strings(fields)
     sampling = _parse_sampling(fields, default_sampling)
-    guide = parse_guide(fields)
+    guide, tools = parse_guide(fields), parse_tools(fields) if is_chat else None
+    if tools is not None and (call := tools.guide()) is not None:
+        if guide is not None:
+            raise ApiError(f"expected {guide.param} or tool_choice {tools.choice}, got both", param="tool_choice")
+        guide = call
     if not is_chat:
         max_tokens = 16 if max_tokens is None else max_tokens  # the default of OpenAI's API
     fields.reject_unknown()
-    return CompletionRequest(max_tokens, sampling, stop_strings, n_top_logprobs, n, stream, include_usage, echo, guide)
+    output = (stop_strings, n_top_logprobs, n, stream, include_usage, echo)
+    return CompletionRequest(max_tokens, sampling, *output, guide, tools)
 
 
 def _parse_stream_options(fields: RequestFields, stream: bool) -> bool:
@@ -202,35 +210,35 @@ def _parse_logit_bias(fields: RequestFields, n_vocab: int | None) -> tuple[tuple
 
 
 # -------------------------------------------------------------------- messages and prompts
-def parse_messages(fields: RequestFields) -> list[dict[str, str]]:
-    """Return a chat request's messages as `role` and `content`; raise ApiError if invalid, or for tools.
+def parse_messages(fields: RequestFields) -> list[dict[str, Any]]:
+    """Return a chat request's messages as `role` and `content`, perhaps `tool_calls`; raise ApiError if invalid.
 
     Raises:
-        ApiError: an invalid message, content other than text, or a request for tools or structured output.
+        ApiError: an invalid message, or content other than text.
     """
     messages = fields.get("messages")
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
         fields.reject("messages", f"a list of 1 to {MAX_MESSAGES} messages")
-    fields.allow_only("tools", ([],), NO_TOOLS)
-    fields.allow_only("functions", ([],), NO_TOOLS)
-    fields.allow_only("tool_choice", ("none", "auto"), NO_TOOLS)
-    fields.allow_only("function_call", ("none", "auto"), NO_TOOLS)
+    fields.allow_only("functions", ([],), DEPRECATED)
+    fields.allow_only("function_call", ("none", "auto"), DEPRECATED)
     fields.allow_only("modalities", (["text"],), TEXT_ONLY)
-    fields.ignore("parallel_tool_calls")
     return [_parse_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _parse_message(message: Any, path: str) -> dict[str, str]:
+def _parse_message(message: Any, path: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ApiError(f"expected {path} to be an object, got {format_value(message)}", param=path)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         expected = f"expected {path}.role to be one of {', '.join(ROLES)}, got {format_value(role)}"
         raise ApiError(expected, param=f"{path}.role")
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if message.get(name):
-            raise ApiError(f"{path}.{name} is not supported: {NO_TOOLS}", param=f"{path}.{name}")
-    return {"role": "system" if role == "developer" else role, "content": _parse_content(message.get("content"), path)}
+            raise ApiError(f"{path}.{name} is not supported: {TEXT_ONLY}", param=f"{path}.{name}")
+    calls = parse_message_calls(message, path) if role == "assistant" else []
+    content = "" if calls and message.get("content") is None else _parse_content(message.get("content"), path)
+    parsed: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    return parsed | {"tool_calls": calls} if calls else parsed
 
 
 def _parse_content(content: Any, path: str) -> str:
