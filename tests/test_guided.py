@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -195,10 +194,8 @@ def test_grammars_that_crash_or_delay_the_compiler(compiler):
         compiler.from_lark(f'start: T0\n{"".join(lines)}T4000: "a"')
     patterns = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(5, 40)]  # takes hours
     grammar = compiler._llguidance.LLMatcher.grammar_from_json_schema({"allOf": patterns})
-    start = time.monotonic()
-    with pytest.raises(ValueError, match=r"more than 0\.5 seconds"):
-        check_grammar(grammar, 0.5)
-    assert time.monotonic() - start < 5
+    with pytest.raises(ValueError, match="more than 1 seconds"):
+        check_grammar(grammar, 1)
 
 
 def test_constraint_that_becomes_too_complex_allows_only_stop_tokens(compiler, tokeniser, monkeypatch):

@@ -6,6 +6,7 @@ The library llguidance compiles grammars and computes the masks of allowed token
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,8 @@ import numpy as np
 from tricycle.tokeniser import BPETokeniser, Tokeniser
 
 MAX_GRAMMAR_BYTES = 2**16
-MAX_COMPILE_SECONDS = 5.0
+MAX_COMPILE_SECONDS = 5  # of CPU time; on Windows of wall time, which is limited elsewhere, too, but to more
+WALL_TIME_FACTOR = 1 if sys.platform == "win32" else 12
 MAX_COMPILE_BYTES = 2**30  # memory of the process that checks a grammar, on Linux
 MAX_CACHED_GRAMMARS = 32
 # A lexer state takes about 2 kB; a mask may take about 20 ms.
@@ -30,9 +32,11 @@ CHECK = """
 import json, sys
 message = json.loads(sys.stdin.buffer.read())
 sys.path[:] = message["path"]
-if sys.platform == "linux":
+if sys.platform != "win32":
     import resource
-    resource.setrlimit(resource.RLIMIT_AS, (message["memory"], message["memory"]))
+    resource.setrlimit(resource.RLIMIT_CPU, (message["seconds"], message["seconds"] + 1))
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (message["memory"], message["memory"]))
 from llguidance import LLMatcher, LLParserLimits
 error = LLMatcher.validate_grammar(message["grammar"], None, limits=LLParserLimits(**message["limits"]))
 sys.stdout.buffer.write(json.dumps(error).encode())
@@ -153,7 +157,7 @@ class GrammarCompiler:
             return known.new_text()
 
 
-def check_grammar(grammar: str, seconds: float = MAX_COMPILE_SECONDS) -> None:
+def check_grammar(grammar: str, seconds: int = MAX_COMPILE_SECONDS) -> None:
     """Compile a grammar in a child process, whose time and memory are limited.
 
     Args:
@@ -163,12 +167,16 @@ def check_grammar(grammar: str, seconds: float = MAX_COMPILE_SECONDS) -> None:
     Raises:
         ValueError: the grammar is invalid, or exceeds a limit.
     """
-    message = {"path": sys.path, "memory": MAX_COMPILE_BYTES, "grammar": grammar, "limits": LIMITS}
+    message = {"path": sys.path, "memory": MAX_COMPILE_BYTES, "seconds": seconds, "grammar": grammar, "limits": LIMITS}
     command = [sys.executable, "-I", "-c", CHECK]
+    timeout = WALL_TIME_FACTOR * seconds
+    has_timed_out = False
     try:
-        done = subprocess.run(command, input=json.dumps(message).encode(), capture_output=True, timeout=seconds)
+        done = subprocess.run(command, input=json.dumps(message).encode(), capture_output=True, timeout=timeout)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"it takes more than {seconds:g} seconds to compile") from None
+        has_timed_out = True
+    if has_timed_out or done.returncode == -getattr(signal, "SIGXCPU", 0) < 0:
+        raise ValueError(f"it takes more than {seconds} seconds to compile")
     if done.returncode:
         raise ValueError(f"it is too complex: its compiler ended with status {done.returncode}")
     if error := json.loads(done.stdout):
