@@ -16,9 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_eval import utils
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 from tricycle.decoding.batch import GenerationBatch
@@ -28,6 +25,13 @@ from tricycle.tokeniser import Tokeniser
 from tricycle_cli.likelihoods import Pair, iter_likelihoods
 from tricycle_cli.models import load_model, stop_tokens
 from tricycle_serve.output_processor import StopStringFilter
+
+try:
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+except ImportError as error:
+    raise ImportError(f'the harness needs the package lm_eval: pip install "tricycle-gpt[evaluation]" ({error})') from None
 
 MAX_NEW_TOKENS = 256  # the default of the harness
 DEFAULT_BATCH_SIZE = 8  # of generated texts
