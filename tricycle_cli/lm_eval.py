@@ -4,7 +4,7 @@ The command takes the arguments of `lm_eval`, and registers the model type `tric
 
     python -m tricycle_cli.lm_eval run --model tricycle --model_args pretrained=smollm2 --tasks hellaswag
 
-The harness needs the package lm_eval. In Python, `lm_eval.simple_evaluate(TricycleLM("smollm2"), ...)` does the same.
+The package lm_eval comes with the pip extra `evaluation`. In Python, `lm_eval.simple_evaluate` takes a `TricycleLM`.
 
 Source: Gao et al. 2021, https://github.com/EleutherAI/lm-evaluation-harness (interface of version 0.4.13).
 """
@@ -16,6 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 from tricycle.decoding.batch import GenerationBatch
@@ -25,13 +28,6 @@ from tricycle.tokeniser import Tokeniser
 from tricycle_cli.likelihoods import Pair, iter_likelihoods
 from tricycle_cli.models import load_model, stop_tokens
 from tricycle_serve.output_processor import StopStringFilter
-
-try:
-    from lm_eval import utils
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
-except ImportError as error:
-    raise ImportError(f'the harness needs the package lm_eval: pip install "tricycle-gpt[evaluation]" ({error})') from None
 
 MAX_NEW_TOKENS = 256  # the default of the harness
 DEFAULT_BATCH_SIZE = 8  # of generated texts
