@@ -79,6 +79,12 @@ def test_each_input_line_is_a_message(folder):
     assert done.stdout.decode("utf-8") == "".join(f"{text}\n" for text in answers(folder, questions, 12))
 
 
+def test_each_answer_matches_the_regular_expression(folder):
+    pytest.importorskip("llguidance")
+    done = talk(folder, "the quick\nbrown fox\n", "--regex", "[0-9]{4}")
+    assert re.fullmatch("([0-9]{4}\n){2}", done.stdout), done.stderr
+
+
 def test_system_message_changes_the_answers(folder):
     questions = ["the quick", "brown"]
     done = talk(folder, "\n".join(questions), "--length", "9", "--system", "small birds")

@@ -115,6 +115,25 @@ def test_pretrained_models_use_their_generation_settings(pretrained_folder):
     assert good(call("generate", *words)) == good(call_apart("inference.py", *words)) == text
 
 
+def test_json_schema_and_regex_constrain_the_text(pretrained_folder, tmp_path):
+    pytest.importorskip("llguidance")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}', encoding="utf-8")
+    for words in (["--seed", "1"], ["--draft-tokens", "4"]):
+        out = good(call("generate", pretrained_folder, "the quick", *words, "--json-schema", schema))
+        assert 2 <= len(json.loads(out.removeprefix("the quick"))) <= 3
+    assert re.fullmatch("x[0-9]{4}\n", good(call("generate", pretrained_folder, "x", "--regex", "[0-9]{4}")))
+    schema.write_text('{"type": "foo"}', encoding="utf-8")
+    for words, reason in (
+        (["--json-schema", schema], "schema.json: Invalid type: foo"),
+        (["--json-schema", tmp_path / "missing.json"], "missing.json"),
+        (["--regex", "(a"], "--regex: .*unclosed group"),
+        (["--regex", "a", "--json-schema", schema], "got both"),
+        (["--regex", "a", "--no-stop"], "without --no-stop"),
+    ):
+        refused(call("generate", pretrained_folder, "x", *words), reason)
+
+
 def test_flags_override_generation_settings(tmp_path):
     settings = GenerationSettings(True, 0.7, 12, 0.9, stop_tokens=(2,))
     folder = write_folder(tmp_path / "model", settings=settings)

@@ -50,6 +50,8 @@ CASES = {
     "tricycle train --resu": ["--resume"],
     "tricycle chat smollm2 --overflow ": ["truncate", "error"],
     "tricycle generate runs/a --no-st": ["--no-stop"],
+    "tricycle chat --json": ["--json-schema"],
+    "tricycle generate runs/a --reg": ["--regex"],
     "tricycle --print-completion ": list(SHELLS),
     "tricycle nonsense --preset la": [],
 }

@@ -29,6 +29,7 @@ from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import DebugConfig, EncoderConfig
 from tricycle.decoding import speculative
 from tricycle.decoding.batch import GenerationBatch
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained, tokenizer_json
 from tricycle.pretrained.export import export_folder
@@ -48,7 +49,8 @@ from tricycle_cli.serve import (
 )
 from tricycle_cli.serve import load as load_service
 from tricycle_cli.serve import main as serve
-from tricycle_serve.output_processor import StopStringFilter, TextDelta
+from tricycle_serve.completion_requests import SequenceRequest
+from tricycle_serve.output_processor import OutputProcessor, StopStringFilter, TextDelta
 from tricycle_serve.responses import merge_deltas
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -239,16 +241,95 @@ def test_completion_logprobs(client):
     assert stopped.logprobs.text_offset[-1] < len(stopped.text)
 
 
-def test_requests_have_no_penalties_by_default(folder):
-    for flags, penalty in ((SamplingFlags(), 1), (SamplingFlags(repetition_penalty=1.3), 1.3)):
-        defaults = load_service(Arguments(str(folder), sampling=flags))._defaults
-        assert defaults.chat.repetition_penalty == defaults.text.repetition_penalty == penalty
-    loaded = Pretrained(lively_model(), tiny_tokeniser(), GenerationSettings())
-    flags = SamplingFlags(temperature=0.0)
-    assert flags.for_model(loaded).repetition_penalty > 1  # the default of `tricycle generate`
-    sampling = default_request_sampling(flags, loaded)
-    assert (sampling.repetition_penalty, sampling.no_repeat_ngram_size) == (1, 0)
-    assert default_request_sampling(SamplingFlags(no_repeat_ngram_size=4), loaded).no_repeat_ngram_size == 4
+def test_prompt_logprobs_with_echo(client, reference):
+    """Log-probabilities of prompts of text and ids, in chunks of a long one, without and with new tokens."""
+    for prompt in ("the quick brown", reference.tokeniser.encode("seven small birds"), [7], [*range(3, 300)] * 2):
+        ids = reference.tokeniser.encode(prompt) if isinstance(prompt, str) else prompt
+        fields = {"echo": True, "logprobs": 2}
+        (choice,) = complete(client, prompt, max_tokens=0, **fields).choices
+        assert (choice.text, choice.finish_reason) == (reference.tokeniser.decode(ids), "length")
+        logits = reference.loaded.model(np.array([ids])).array[0][:-1, : reference.tokeniser.n_vocab].astype(float)
+        expected = (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[range(len(ids) - 1), ids[1:]]
+        got = choice.logprobs
+        assert got.token_logprobs[0] is None and got.top_logprobs[0] is None
+        assert got.token_logprobs[1:] == pytest.approx(expected, abs=1e-3)
+        assert got.tokens[-1] == choice.text[got.text_offset[-1] :] or "\ufffd" in got.tokens[-1]
+        assert got.text_offset == sorted(got.text_offset) and len(got.text_offset) == len(got.tokens) == len(ids)
+        (longer,) = complete(client, prompt, max_tokens=5, **fields).choices
+        assert longer.text == choice.text + reference.text(ids, 5)
+        assert longer.logprobs.token_logprobs[: len(ids)] == pytest.approx(got.token_logprobs, abs=1e-4)
+        assert len(longer.logprobs.tokens) == len(ids) + len(reference.tokens(ids, 5))
+        assert longer.logprobs.text_offset[len(ids)] == len(choice.text)
+
+
+def test_streamed_prompt_logprobs(client):
+    fields = {"max_tokens": 4, "echo": True, "logprobs": 1, "n": 2}
+    expected = complete(client, ["the quick", "small birds"], **fields).choices
+    text, logprobs = [""] * 4, [[] for _ in range(4)]
+    for chunk in complete(client, ["the quick", "small birds"], stream=True, **fields):
+        (choice,) = chunk.choices
+        text[choice.index] += choice.text
+        logprobs[choice.index] += choice.logprobs.token_logprobs
+    assert text == [choice.text for choice in expected]
+    for i, choice in enumerate(expected):
+        assert logprobs[i] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
+
+
+def test_echo_without_new_tokens(client):
+    response = complete(client, "the quick", max_tokens=0, echo=True)
+    assert (response.choices[0].text, response.usage.completion_tokens) == ("the quick", 0)
+    assert complete(client, [3] * 4096, max_tokens=0, echo=True).usage.prompt_tokens == 4096
+
+
+def test_token_offsets_after_added_tokens(reference):
+    """A beginning-of-sequence token, which is not part of the echoed text, has offset 0."""
+    ids = [1, *reference.tokeniser.encode("the quick")]
+    request = SequenceRequest(ids, 0, PenalizedSamplingParams(), (), 0, "the quick")
+    output = OutputProcessor(request, reference.tokeniser, 0)
+    output.record_prompt_logprobs(ids[1:], np.zeros((len(ids) - 1, 420), np.float32))
+    delta = output.prompt_delta(reference.tokeniser.stream())
+    assert (delta.text, [entry.text_offset for entry in delta.logprobs][:2]) == ("the quick", [0, 0])
+    assert delta.logprobs[1].logprob == pytest.approx(-np.log(420))
+
+
+def test_defaults_of_requests_are_those_of_openai(folder, reference):
+    """Temperature 1 without filters and penalties, unless a flag or the model's files say otherwise."""
+    penalized = GenerationSettings(do_sample=True, temperature=0.6, top_k=7, repetition_penalty=1.2)
+    stated = {"temperature": 0.6, "top_k": 7, "repetition_penalty": 1.2, "do_sample": True}
+    for settings, fields, expected in (
+        (GenerationSettings(), None, (1, 0, 1, 0, 1, 0)),  # trained by Tricycle
+        (GenerationSettings(), {}, (1, 0, 1, 0, 1, 0)),
+        (penalized, stated, (0.6, 7, 1, 0, 1, 0)),
+        (GenerationSettings(), {"do_sample": False}, (0, 0, 1, 0, 1, 0)),
+    ):
+        source = fields if fields is None else Mock(generation=fields)
+        loaded = Pretrained(lively_model(), tiny_tokeniser(), settings, source=source)
+        got = default_request_sampling(SamplingFlags(), loaded)
+        names = "temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size".split()
+        assert tuple(getattr(got, name) for name in names) == expected
+        flags = SamplingFlags(temperature=0.3, repetition_penalty=1.3, no_repeat_ngram_size=4)
+        got = default_request_sampling(flags, loaded)
+        assert (got.temperature, got.repetition_penalty, got.no_repeat_ngram_size) == (0.3, 1.3, 4)
+        assert got.stop_tokens and got.n_vocab == loaded.tokeniser.n_vocab
+    defaults = load_service(Arguments(str(folder)))._defaults
+    assert defaults.chat == defaults.text
+
+
+def test_temperature_0_is_greedy_decoding_of_a_model_that_repeats_itself(tmp_path):
+    """Without and with a repetition penalty in the model's files; a request may set one."""
+    for name, settings in (
+        ("a", GenerationSettings(stop_tokens=(2,))),
+        ("b", GenerationSettings(repetition_penalty=2.0)),
+    ):
+        folder = write_folder(tmp_path / name, settings=settings)
+        reference = ReferenceGenerator(folder)
+        ids = reference.tokeniser.encode("the the the the")
+        expected = reference.text(ids, 60)
+        assert expected != reference.text(ids, 60, repetition_penalty=2.0)
+        with run_server(folder, model_name="tiny") as server, openai_client(server) as client:
+            assert complete(client, "the the the the", max_tokens=60).choices[0].text == expected
+            chosen = complete(client, "the the the the", max_tokens=60, extra_body={"repetition_penalty": 2.0})
+            assert chosen.choices[0].text == reference.text(ids, 60, repetition_penalty=2.0)
 
 
 # -------------------------------------------------------------------- panics and the health endpoint
@@ -334,7 +415,11 @@ INVALID_CHATS = [
     ({"top_logprobs": 3}, "logprobs.*true"),
     ({"logprobs": True, "top_logprobs": 21}, "expected top_logprobs"),
     ({"stream_options": {"include_usage": True}}, "expected stream_options"),
-    ({"response_format": {"type": "json_object"}}, "response_format.*not supported"),
+    ({"response_format": {"type": "xml"}}, "response_format.*json_object or json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "object `schema`"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}}, "unrecognised.*x"),
+    ({"regex": 5}, "expected regex to be a string"),
+    ({"regex": "a", "grammar": "start: x"}, "regex or grammar, got both"),
     ({"temprature": 1}, "unrecognised.*temprature"),
     ({"model": ["tiny"]}, "model.*string"),
     ({"messages": ["hi"]}, r"messages\[0\].*object"),
@@ -352,7 +437,7 @@ INVALID_COMPLETIONS = [
     ({"prompt": ["x"] * 40, "n": 2}, "at most 64 texts"),
     ({"prompt": "x", "suffix": "y"}, "suffix is not supported"),
     ({"prompt": "x", "best_of": 3}, "best_of is not supported"),
-    ({"prompt": "x", "echo": True, "logprobs": 1}, "echo with logprobs"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens.*1 to"),
 ]
 
 
@@ -375,7 +460,7 @@ VALUES = [None, True, 0, -1, 7, 1.5, 1e308, 10**30, "", "x", "\ud800", "\0", [],
 VALUES += [{"2": -100}, HELLO, [None], [5] * 4096, {"²": 1}, {"9" * 30: 1}, "none", {"include_usage": True}]
 FIELDS = """messages prompt max_tokens max_completion_tokens temperature top_p n stop seed logprobs top_logprobs stream
 echo stream_options presence_penalty frequency_penalty logit_bias suffix best_of model tools tool_choice top_k min_p
-response_format user repetition_penalty input encoding_format truncate metadata modalities""".split()
+response_format regex grammar user repetition_penalty input encoding_format truncate metadata modalities""".split()
 
 
 def test_random_requests(server):

@@ -20,7 +20,15 @@ from tricycle.sampling import SamplingParams
 from tricycle.system.files import atomic_write
 from tricycle_cli.flags import parse
 from tricycle_cli.generate import stream_text
-from tricycle_cli.models import DecodingFlags, ModelFlags, SamplingFlags, load_model, new_decoder, stop_tokens
+from tricycle_cli.models import (
+    DecodingFlags,
+    ModelFlags,
+    SamplingFlags,
+    check_constraint,
+    load_model,
+    new_decoder,
+    stop_tokens,
+)
 from tricycle_cli.signals import Signals
 
 HELP = """/reset        start a new conversation
@@ -142,7 +150,7 @@ def main(args: Sequence[str] | None = None) -> None:
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     loaded = load_model(arguments.source, **vars(arguments.model))
-    sampling = arguments.sampling.for_model(loaded, SAMPLING)
+    sampling = arguments.decoding.constrain(arguments.sampling.for_model(loaded, SAMPLING), loaded.tokeniser)
     conversation = Conversation(loaded, arguments.system, arguments.length, sampling, arguments.decoding)
     at_terminal = sys.stdin.isatty()
     if at_terminal:
@@ -223,3 +231,7 @@ def answer(conversation: Conversation, message: str) -> None:
         except KeyboardInterrupt:
             conversation.state.reset()
         print(" (interrupted)" if interrupted() else "", flush=True)
+    try:
+        check_constraint(conversation.sampling)
+    except ValueError as error:
+        print(f"({error})")

@@ -1,4 +1,4 @@
-"""Compute a model's loss on texts, in nats per token and in bits per byte.
+"""Compute a model's loss on texts, in nats per token and in bits per byte, or its accuracy in a multiple-choice task.
 
 Bits per byte are comparable between models with different tokenizers.
 """
@@ -21,6 +21,7 @@ from tricycle.system.files import read_file
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
 from tricycle_cli.models import ModelFlags, load_model
+from tricycle_cli.multiple_choice import read_items, score_items, summarize, write_log
 
 MAX_LOGITS = 2**26  # of a batch
 MAX_DEFAULT_WINDOW = 1024
@@ -32,15 +33,20 @@ class Arguments:
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """a model, as in `tricycle generate`"""
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FILE ...]")] = ()
     """text files"""
+    task: Path | None = None
+    """a multiple-choice task in place of texts: a JSON Lines file of objects with `prompt`, `choices` and `answer` (the
+    index of the right choice)"""
+    log: Path | None = None
+    """a file to which the log-likelihoods of each item of the task are written, as JSON Lines"""
     window: int = 0
     """length of a window in tokens; 0 for the model's context window, but at most 1024"""
     stride: int = 0
     """tokens between the starts of two windows; a smaller stride gives tokens more context and takes longer; 0 for half
     of the window"""
     batch_size: int = 0
-    """windows in a batch; 0 for a batch of a few hundred megabytes"""
+    """windows, or choices of a task, in a batch; 0 for a batch of a few hundred megabytes"""
     tokeniser: Path | None = None
     """a tokenizer file, for a model without a tokenizer"""
     json: bool = False
@@ -63,8 +69,13 @@ class Score:
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle evaluate`: print a model's loss and bits per byte on each file and in total, as text or JSON."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
-    if not arguments.files:
-        raise ValueError("expected at least one file, got none")
+    if bool(arguments.files) == (arguments.task is not None):
+        raise ValueError("expected at least one file, or --task, got " + ("both" if arguments.files else "none"))
+    if arguments.task is not None:
+        evaluate_task(arguments, arguments.task)
+        return
+    if arguments.log is not None:
+        raise ValueError("expected --log with --task only")
     texts = {str(path): read_file(path) for path in arguments.files}
     loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
     longest = loaded.model.config.context_window
@@ -87,6 +98,24 @@ def main(args: Sequence[str] | None = None) -> None:
         print()
     else:
         print(f"{total.file}: {_text(total)} (windows of {window:,} tokens, stride {stride:,})")
+
+
+def evaluate_task(arguments: Arguments, task: Path) -> None:
+    """Print the accuracy of a model in a multiple-choice task, and write the log of its items if --log is given."""
+    items = read_items(task)
+    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
+    scores = score_items(loaded.model, loaded.tokeniser, items, arguments.batch_size or None)
+    if arguments.log is not None:
+        write_log(arguments.log, scores)
+    summary = summarize(scores)
+    if arguments.json:
+        print(json.dumps({"model": arguments.source, "task": str(task), **summary}, indent=2))
+        return
+    texts = [
+        f"{name}{100 * summary[f'accuracy{suffix}']:.1f}% ± {100 * summary[f'standard_error{suffix}']:.1f}"
+        for name, suffix in (("accuracy ", ""), ("by likelihood per character ", "_per_character"))
+    ]
+    print(f"{task}: {', '.join(texts)}; {len(items):,} items")
 
 
 def tokenize_text(tokeniser: Tokeniser, text: bytes, name: str = "evaluate") -> HeldOut:

@@ -13,7 +13,15 @@ import tyro
 
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
-from tricycle_cli.models import DecodingFlags, ModelFlags, SamplingFlags, load_model, new_decoder, stop_tokens
+from tricycle_cli.models import (
+    DecodingFlags,
+    ModelFlags,
+    SamplingFlags,
+    check_constraint,
+    load_model,
+    new_decoder,
+    stop_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,12 @@ def main(args: Sequence[str] | None = None) -> None:
     sampling = arguments.sampling.for_model(loaded)
     if not arguments.stop:
         sampling = replace(sampling, stop_tokens=())
+    sampling = arguments.decoding.constrain(sampling, tokeniser)
     ids = prompt_ids(tokeniser, arguments.prompt)
     state, generate = new_decoder(loaded.model, arguments.decoding)
     tokens = generate(loaded.model, ids, arguments.length, sampling, state=state, overflow=arguments.decoding.overflow)
     print_stream(arguments.prompt or "", stream_text(tokens, tokeniser, stop_tokens(loaded), ids))
+    check_constraint(sampling)
 
 
 def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from tricycle import devices
 from tricycle.configs.validated import OneOf
+from tricycle.decoding.guided import MAX_GRAMMAR_BYTES, GrammarCompiler
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import DecodingState, generate
 from tricycle.kernels.quantized import DTYPE_NAMES, quantized_dtype
@@ -18,8 +19,12 @@ from tricycle.models import GPT
 from tricycle.pretrained import RUN_CHECKPOINTS, Pretrained, load
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.generation_settings import GenerationSettings
+from tricycle.pretrained.stored_model import error_prefix
 from tricycle.pretrained.tokenisers import load_tokeniser
+from tricycle.sampling import SamplingParams
 from tricycle.softmaxes import SOFTMAXES
+from tricycle.system.files import read_json_object
+from tricycle.tokeniser import Tokeniser
 from tricycle.weights import quantize
 from tricycle_cli.pickles import load_pickled_model
 
@@ -66,6 +71,38 @@ class DecodingFlags:
     kv_cache_dtype: CacheDtype = "auto"
     """data type of the KV cache: "float16" and "bfloat16" need half the memory, "int8" about a quarter; "auto" is the
     type that the model computes in (float32 on a CPU)"""
+    json_schema: Path | None = None
+    """generate only JSON text that is valid under the JSON schema in this file"""
+    regex: str | None = None
+    """generate only text that this regular expression matches as a whole"""
+
+    def constrain(self, sampling: PenalizedSamplingParams, tokeniser: Tokeniser) -> PenalizedSamplingParams:
+        """Return the parameters with the constraint of a given flag, if any.
+
+        Raises:
+            ImportError: llguidance is not installed.
+            ValueError: both flags, a file that is no JSON object, or a schema or expression that cannot be used.
+        """
+        if self.json_schema is None and self.regex is None:
+            return sampling
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("expected --json-schema or --regex, got both")
+        if not sampling.stop_tokens:
+            raise ValueError("expected --json-schema and --regex without --no-stop, because a stop token ends the text")
+        compiler = GrammarCompiler(tokeniser)
+        name = "--regex" if self.json_schema is None else str(self.json_schema)
+        with error_prefix(f"{name}: "):
+            if self.json_schema is None:
+                return replace(sampling, constraint=compiler.from_regex(self.regex or ""))
+            schema = read_json_object(self.json_schema, MAX_GRAMMAR_BYTES)
+            return replace(sampling, constraint=compiler.from_json_schema(schema))
+
+
+def check_constraint(sampling: SamplingParams) -> None:
+    """Raise a ValueError if the constraint of a generated text had to be given up, so that the text is incomplete."""
+    constraint = sampling.constraint if isinstance(sampling, PenalizedSamplingParams) else None
+    if constraint is not None and constraint.error:
+        raise ValueError(f"the text is incomplete, because the grammar became too complex: {constraint.error}")
 
 
 def cache_dtype(flag: str) -> str | None:
@@ -223,6 +260,10 @@ class SamplingFlags:
             and not any(loaded.source.generation.get(x) is not None for x in names)
         ):
             sampling = replace(sampling, **fallback)
+        return self.override(sampling)
+
+    def override(self, sampling: PenalizedSamplingParams) -> PenalizedSamplingParams:
+        """Return the parameters with the given flags in place of theirs, and no seed unless a flag sets one."""
         stated = {name: value for name, value in asdict(self).items() if value is not None}
         return replace(sampling, **{"seed": None, **stated})
 

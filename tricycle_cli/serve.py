@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +26,16 @@ from tricycle.pretrained.sentence_encoder import to_sentence_encoder
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.memory import free_memory
 from tricycle_cli.flags import parse
-from tricycle_cli.models import CacheDtype, ModelFlags, SamplingFlags, cache_dtype, load_file, load_model, use_gpu
+from tricycle_cli.models import (
+    CacheDtype,
+    ModelFlags,
+    SamplingFlags,
+    cache_dtype,
+    load_file,
+    load_model,
+    stop_tokens,
+    use_gpu,
+)
 from tricycle_serve.engine import EngineLimits
 from tricycle_serve.services import EmbeddingService, GenerationService, ModelService, ServiceDefaults
 
@@ -166,16 +175,19 @@ def load(arguments: Arguments) -> ModelService:
 
 
 def default_request_sampling(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSamplingParams:
-    """Return the default sampling: flags, then the model's values.
+    """Return the default sampling of requests: flags, then settings that the model's files state, then OpenAI's.
 
-    A model trained by Tricycle gets no penalties unless a flag sets them, so that `temperature` 0 is greedy decoding.
+    OpenAI's defaults are temperature 1 without filters and penalties. A model's repetition penalty is not applied
+    unless a flag or the request sets one, so that `temperature` 0 is greedy decoding.
     """
-    if loaded.source is None:
-        if flags.repetition_penalty is None:
-            flags = replace(flags, repetition_penalty=1.0)
-        if flags.no_repeat_ngram_size is None:
-            flags = replace(flags, no_repeat_ngram_size=0)
-    return flags.for_model(loaded)
+    stated = {} if loaded.source is None else loaded.source.generation
+    names = [name for name in ("temperature", "top_k", "top_p", "min_p") if stated.get(name) is not None]
+    values = {name: getattr(loaded.generation, name) for name in names}
+    if stated.get("do_sample") is False:
+        values["temperature"] = 0.0
+    return flags.override(
+        PenalizedSamplingParams(**values, stop_tokens=stop_tokens(loaded), n_vocab=loaded.tokeniser.n_vocab)
+    )
 
 
 def published_name(source: str) -> str:

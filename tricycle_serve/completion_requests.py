@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle_serve.errors import ApiError
+from tricycle_serve.guides import Guide, parse_guide
 from tricycle_serve.request_fields import RequestFields, format_value, replace_surrogates
+from tricycle_serve.tools import Tools, parse_message_calls, parse_tools
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
@@ -18,11 +21,11 @@ MAX_TOP_LOGPROBS = 20
 MAX_TOKENS = 2**31  # of the request field; the server applies a lower limit
 MAX_MESSAGES = 4096
 MAX_LOGIT_BIASES = 1024
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # These fields identify the user or concern storage and scheduling, so they do not affect the response.
 IGNORED_FIELDS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-NO_TOOLS = "this server does not call tools"
-TEXT_ONLY = "responses are plain text"
+DEPRECATED = "tools have replaced it"
+TEXT_ONLY = "responses are plain text or tool calls"
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class SequenceRequest:
         max_tokens: maximum number of new tokens.
         stop_strings: strings that end the sequence.
         n_top_logprobs: number of most probable tokens that are reported with each token; None for no log-probabilities.
+        echoed_text: the text of the prompt, if it is returned with log-probabilities of its tokens.
     """
 
     prompt: list[int]
@@ -41,6 +45,7 @@ class SequenceRequest:
     sampling: PenalizedSamplingParams
     stop_strings: tuple[str, ...] = ()
     n_top_logprobs: int | None = None
+    echoed_text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class CompletionRequest:
         n: number of sequences per prompt.
         include_usage: whether a stream ends with the token counts.
         echo: whether the returned text includes the prompt.
+        guide: what the text must match, if the request says so.
+        tools: the tools of a chat request.
     """
 
     max_tokens: int | None
@@ -63,9 +70,16 @@ class CompletionRequest:
     stream: bool
     include_usage: bool
     echo: bool = False
+    guide: Guide | None = None
+    tools: Tools | None = None
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are returned."""
+        return self.echo and self.n_top_logprobs is not None
 
     def sequence_requests(
-        self, prompts: list[list[int]], max_tokens: int, context_window: int
+        self, prompts: list[list[int]], max_tokens: int, context_window: int, texts: Sequence[str] = ()
     ) -> list[SequenceRequest]:
         """Return `n` requests per prompt, max_tokens cut to fit the window; ApiError if too many or no room.
 
@@ -73,21 +87,25 @@ class CompletionRequest:
             prompts: token ids.
             max_tokens: the server's limit for new tokens of a sequence.
             context_window: maximum number of tokens of a prompt and its continuation.
+            texts: the text of each prompt, if `has_prompt_logprobs`.
         """
         n_sequences = len(prompts) * self.n
         if n_sequences > MAX_SEQUENCES:
             raise ApiError(f"expected at most {MAX_SEQUENCES} texts per request, got {n_sequences}", param="n")
         limit = max_tokens if self.max_tokens is None else min(self.max_tokens, max_tokens)
         requests: list[SequenceRequest] = []
-        for prompt in prompts:
-            if len(prompt) >= context_window:
-                expected = f"expected a prompt of at most {context_window - 1}, got {len(prompt)}"
+        longest = context_window - min(limit, 1)
+        for i, prompt in enumerate(prompts):
+            if len(prompt) > longest:
+                expected = f"expected a prompt of at most {longest}, got {len(prompt)}"
                 message = f"the context window has {context_window} tokens: {expected}"
                 raise ApiError(message, code="context_length_exceeded")
             n_tokens = min(limit, context_window - len(prompt))
+            text = texts[i] if self.has_prompt_logprobs else None
             for _ in range(self.n):
                 sampling = self.sampling.for_text(len(requests))
-                requests.append(SequenceRequest(prompt, n_tokens, sampling, self.stop_strings, self.n_top_logprobs))
+                output = (self.stop_strings, self.n_top_logprobs, text)
+                requests.append(SequenceRequest(prompt, n_tokens, sampling, *output))
         return requests
 
 
@@ -100,7 +118,8 @@ def parse_completion_request(
     fields.ignore(*IGNORED_FIELDS)
     n = fields.get_int("n", 1, 1, MAX_CHOICES)
     n_top_logprobs = _parse_chat_logprobs(fields) if is_chat else fields.get_int("logprobs", None, 0, MAX_TOP_LOGPROBS)
-    max_tokens = fields.get_int("max_tokens", None, 1, MAX_TOKENS)
+    echo = not is_chat and fields.get_bool("echo")
+    max_tokens = fields.get_int("max_tokens", None, 0 if echo else 1, MAX_TOKENS)
     if is_chat:
         max_completion_tokens = fields.get_int("max_completion_tokens", None, 1, MAX_TOKENS)
         if max_completion_tokens is not None and max_tokens is not None and max_completion_tokens != max_tokens:
@@ -108,14 +127,16 @@ def parse_completion_request(
         max_tokens = max_tokens if max_completion_tokens is None else max_completion_tokens
     stop_strings = _parse_stop_strings(fields)
     sampling = _parse_sampling(fields, default_sampling)
-    echo = False
+    guide, tools = parse_guide(fields), parse_tools(fields) if is_chat else None
+    if tools is not None and (call := tools.guide()) is not None:
+        if guide is not None:
+            raise ApiError(f"expected {guide.param} or tool_choice {tools.choice}, got both", param="tool_choice")
+        guide = call
     if not is_chat:
-        echo = fields.get_bool("echo")
         max_tokens = 16 if max_tokens is None else max_tokens  # the default of OpenAI's API
-        if echo and n_top_logprobs is not None:
-            raise ApiError("echo with logprobs is not supported", param="echo", code="unsupported_parameter")
     fields.reject_unknown()
-    return CompletionRequest(max_tokens, sampling, stop_strings, n_top_logprobs, n, stream, include_usage, echo)
+    output = (stop_strings, n_top_logprobs, n, stream, include_usage, echo)
+    return CompletionRequest(max_tokens, sampling, *output, guide, tools)
 
 
 def _parse_stream_options(fields: RequestFields, stream: bool) -> bool:
@@ -189,36 +210,35 @@ def _parse_logit_bias(fields: RequestFields, n_vocab: int | None) -> tuple[tuple
 
 
 # -------------------------------------------------------------------- messages and prompts
-def parse_messages(fields: RequestFields) -> list[dict[str, str]]:
-    """Return a chat request's messages as `role` and `content`; raise ApiError if invalid, or for tools.
+def parse_messages(fields: RequestFields) -> list[dict[str, Any]]:
+    """Return a chat request's messages as `role` and `content`, perhaps `tool_calls`; raise ApiError if invalid.
 
     Raises:
-        ApiError: an invalid message, content other than text, or a request for tools or structured output.
+        ApiError: an invalid message, or content other than text.
     """
     messages = fields.get("messages")
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
         fields.reject("messages", f"a list of 1 to {MAX_MESSAGES} messages")
-    fields.allow_only("tools", ([],), NO_TOOLS)
-    fields.allow_only("functions", ([],), NO_TOOLS)
-    fields.allow_only("tool_choice", ("none", "auto"), NO_TOOLS)
-    fields.allow_only("function_call", ("none", "auto"), NO_TOOLS)
-    fields.allow_only("response_format", ({"type": "text"},), TEXT_ONLY)
+    fields.allow_only("functions", ([],), DEPRECATED)
+    fields.allow_only("function_call", ("none", "auto"), DEPRECATED)
     fields.allow_only("modalities", (["text"],), TEXT_ONLY)
-    fields.ignore("parallel_tool_calls")
     return [_parse_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _parse_message(message: Any, path: str) -> dict[str, str]:
+def _parse_message(message: Any, path: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ApiError(f"expected {path} to be an object, got {format_value(message)}", param=path)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         expected = f"expected {path}.role to be one of {', '.join(ROLES)}, got {format_value(role)}"
         raise ApiError(expected, param=f"{path}.role")
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if message.get(name):
-            raise ApiError(f"{path}.{name} is not supported: {NO_TOOLS}", param=f"{path}.{name}")
-    return {"role": "system" if role == "developer" else role, "content": _parse_content(message.get("content"), path)}
+            raise ApiError(f"{path}.{name} is not supported: {TEXT_ONLY}", param=f"{path}.{name}")
+    calls = parse_message_calls(message, path) if role == "assistant" else []
+    content = "" if calls and message.get("content") is None else _parse_content(message.get("content"), path)
+    parsed: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    return parsed | {"tool_calls": calls} if calls else parsed
 
 
 def _parse_content(content: Any, path: str) -> str:

@@ -140,6 +140,21 @@ class _Sequence:
         """Number of prompt tokens that are not processed yet."""
         return len(self.request.prompt) - len(self.state.tokens)
 
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of further prompt tokens must be computed."""
+        return self.request.echoed_text is not None and self.n_unprocessed > 1
+
+    def prefill(self, n_tokens: int) -> None:
+        """Process up to `n_tokens` more prompt tokens, but not the last; ValueError or MemoryError if it fails."""
+        prompt, start = self.request.prompt, len(self.state.tokens)
+        end = min(start + n_tokens, len(prompt) - 1)
+        if self.needs_prompt_logprobs:
+            logits = self.state.all_logits(prompt[:end])
+            self.output.record_prompt_logprobs(prompt[start + 1 : end + 1], logits)
+        else:
+            self.state.logits(prompt[:end])
+
 
 @dataclass
 class EngineLimits:
@@ -261,7 +276,8 @@ class GenerationEngine(Engine):
                 self._prefix_cache.popleft()  # the oldest
             if n_reserved > limit:
                 return
-            sequence.state = self._new_state(sequence.request.prompt)
+            if sequence.request.echoed_text is None:  # else the logits after each token of the prompt are needed
+                sequence.state = self._new_state(sequence.request.prompt)
             if sequence.is_first_of_prompt:
                 n_cached = min(len(sequence.state.tokens), len(sequence.request.prompt) - 1)
                 sequence.engine_request.n_cached_tokens += n_cached
@@ -287,13 +303,12 @@ class GenerationEngine(Engine):
         n_left = PREFILL_CHUNK_TOKENS
         for _ in range(len(self._prefilling)):
             sequence = self._prefilling[0]
-            if sequence.n_unprocessed <= n_left:
+            if sequence.n_unprocessed <= n_left and not sequence.needs_prompt_logprobs:
                 n_left -= max(1, sequence.n_unprocessed)
-                self._prefilling.popleft()
                 self._start_decoding(sequence)
             elif n_left == PREFILL_CHUNK_TOKENS:
                 try:
-                    sequence.state.logits(sequence.request.prompt[: len(sequence.state.tokens) + n_left])
+                    sequence.prefill(n_left)
                 except (ValueError, MemoryError) as error:
                     self._fail_sequence(sequence, error)
                 else:
@@ -308,8 +323,20 @@ class GenerationEngine(Engine):
         sequence.engine_request.fail(error)
 
     def _start_decoding(self, sequence: _Sequence) -> None:
-        """Add a sequence to the batch, which processes the remaining tokens of its prompt."""
+        """Add a sequence to the batch, which processes the remaining tokens of its prompt; or end it without tokens."""
         request = sequence.request
+        if request.echoed_text is not None:
+            try:
+                delta = sequence.output.prompt_delta(self.tokeniser.stream())
+            except ValueError as error:  # raised by the tokenizer
+                self._fail_sequence(sequence, error)
+                return
+            sequence.engine_request.put(delta, is_last=False)
+        if request.max_tokens == 0:
+            self._release(sequence)
+            sequence.engine_request.put(sequence.output.finish("length"), is_last=True)
+            return
+        self._prefilling.remove(sequence)
         sequence.batch_number = self._batch.add(
             request.prompt,
             request.max_tokens,
@@ -332,6 +359,11 @@ class GenerationEngine(Engine):
                 delta = sequence.output.push(token)
             except ValueError as error:  # raised by the tokenizer
                 self._fail_sequence(sequence, error)
+                continue
+            constraint = sequence.request.sampling.constraint
+            if constraint is not None and constraint.error:
+                message = f"the grammar became too complex for this text: {constraint.error}"
+                self._fail_sequence(sequence, ApiError(message, status=500, code="grammar_failed"))
                 continue
             if delta is None:
                 continue

@@ -14,16 +14,17 @@ MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probabilities at one generated token.
+    """Log-probabilities at one token.
 
     Attributes:
-        top_logprobs: the most probable tokens with their log-probabilities, in descending order.
-        text_offset: index of the token's first character in the generated text.
+        logprob: None for the first token of a prompt.
+        top_logprobs: the most probable tokens with their log-probabilities, in descending order; None like `logprob`.
+        text_offset: index of the token's first character in the returned text.
     """
 
     token: int
-    logprob: float
-    top_logprobs: list[tuple[int, float]]
+    logprob: float | None
+    top_logprobs: list[tuple[int, float]] | None
     text_offset: int
 
 
@@ -96,21 +97,46 @@ class OutputProcessor:
         self._n_new_tokens = 0  # since the last delta
         self.n_tokens = 0
         self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs = [TokenLogprob(request.prompt[0], None, None, 0)]
 
     def record_logprobs(self, token: int, logits: np.ndarray) -> None:
         """Store a token's log-probability and the `n_top_logprobs` greatest; do nothing for a stop token.
 
         A listener for `GenerationBatch.add`.
         """
-        if token in self._stop_tokens:
-            return
+        if token not in self._stop_tokens:
+            self._logprobs.append(self._token_logprob(token, logits))
+
+    def record_prompt_logprobs(self, tokens: Sequence[int], logits: np.ndarray) -> None:
+        """Store the log-probabilities of the next tokens (T,) of the prompt, whose logits are (T, V)."""
+        self._prompt_logprobs += map(self._token_logprob, tokens, logits)
+
+    def prompt_delta(self, detokenizer: Any) -> TextDelta:
+        """Return the echoed prompt with the log-probabilities of its tokens.
+
+        Args:
+            detokenizer: an incremental decoder at the start of a text. If the tokenizer adds tokens before the text,
+                their offset is 0.
+        """
+        text = self.request.echoed_text or ""
+        parts = [detokenizer.push([token]) for token in self.request.prompt]
+        ends = np.cumsum(list(map(len, parts)))
+        n_added = max(0, int(ends[-1]) + len(detokenizer.flush()) - len(text))
+        offsets = np.clip(ends - list(map(len, parts)) - n_added, 0, len(text)).tolist()
+        self._logprobs = [
+            entry._replace(text_offset=offset) for entry, offset in zip(self._prompt_logprobs, offsets, strict=True)
+        ]
+        self._n_decoded_characters = len(text)
+        return self._new_delta(text, None)
+
+    def _token_logprob(self, token: int, logits: np.ndarray) -> TokenLogprob:
         logprobs = kernels.log_softmax(logits[: self.request.sampling.n_vocab].astype(np.float64))
         n = min(self.request.n_top_logprobs or 0, len(logprobs))
         top = np.argpartition(-logprobs, n - 1)[:n] if n else np.array([], int)
         top = top[np.argsort(-logprobs[top], kind="stable")]
         finite = np.maximum(logprobs, MIN_LOGPROB)
         top_logprobs = [(int(alternative), float(finite[alternative])) for alternative in top]
-        self._logprobs.append(TokenLogprob(token, float(finite[token]), top_logprobs, -1))
+        return TokenLogprob(token, float(finite[token]), top_logprobs, -1)
 
     def push(self, token: int) -> TextDelta | None:
         """Add a token; return new text, with a finish reason at the end, or None if no text can be sent yet."""

@@ -13,6 +13,7 @@ from tricycle_serve.completion_requests import CompletionRequest, SequenceReques
 from tricycle_serve.engine_request import EngineRequest
 from tricycle_serve.errors import ApiError, encode_json
 from tricycle_serve.output_processor import TextDelta, TokenDecoder, TokenLogprob
+from tricycle_serve.tools import ToolCallParser
 
 MAX_MERGED_TOKENS = 32  # per streamed chunk, if several deltas are waiting
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -153,16 +154,36 @@ def merge_deltas(deltas: list[TextDelta]) -> list[TextDelta]:
     return merged
 
 
+@dataclass
 class ChatCompletionResponse(CompletionResponse):
     """The response of /v1/chat/completions: a message of the assistant."""
+
+    _parsers: dict[int, ToolCallParser] = field(default_factory=dict)  # of streamed sequences
 
     id_prefix = "chatcmpl"
     object_type = "chat.completion"
     chunk_object_type = "chat.completion.chunk"
 
     def content(self, index: int, text: str) -> dict[str, Any]:
-        """Return the message of the assistant."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        """Return the message of the assistant, whose tool calls are separated from its text."""
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self.request.tools is not None:
+            parser = ToolCallParser(self.request.tools.names)
+            before = parser.push(text)
+            rest, calls = parser.finish()
+            if calls:
+                message |= {"content": before.strip() or None, "tool_calls": calls}
+            else:
+                message["content"] = before + rest
+        return {"message": message}
+
+    def choice(
+        self, index: int, content: dict[str, Any], logprobs: list[TokenLogprob] | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        """Return an element of "choices"; a message with tool calls has the finish reason "tool_calls"."""
+        if "tool_calls" in content.get("message", {}) and finish_reason == "stop":
+            finish_reason = "tool_calls"
+        return super().choice(index, content, logprobs, finish_reason)
 
     def initial_choices(self) -> list[dict[str, Any]]:
         """Return one choice per sequence, with the role and no text."""
@@ -170,25 +191,36 @@ class ChatCompletionResponse(CompletionResponse):
         return [self.choice(index, content, None, None) for index in range(len(self.sequences))]
 
     def delta_choices(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Return up to 2 choices, for a chunk each: text or log-probabilities, if any; then finish reason, if any."""
+        """Return a choice for each chunk: text or log-probabilities, tool calls and finish reason, if there are any."""
+        index, text, finish_reason = delta.sequence_index, delta.text, delta.finish_reason
+        calls: list[dict[str, Any]] = []
+        if self.request.tools is not None:
+            parser = self._parsers.setdefault(index, ToolCallParser(self.request.tools.names))
+            text = parser.push(text)
+            if finish_reason is not None:
+                rest, calls = parser.finish()
+                text += rest
         choices: list[dict[str, Any]] = []
-        if delta.text or delta.logprobs:
-            content = {"delta": {"content": delta.text}}
-            choices.append(self.choice(delta.sequence_index, content, delta.logprobs, None))
-        if delta.finish_reason is not None:
-            choices.append(self.choice(delta.sequence_index, {"delta": {}}, None, delta.finish_reason))
+        if text or delta.logprobs:
+            choices.append(self.choice(index, {"delta": {"content": text}}, delta.logprobs, None))
+        if calls:
+            numbered = [{"index": i, **call} for i, call in enumerate(calls)]
+            choices.append(self.choice(index, {"delta": {"tool_calls": numbered}}, None, None))
+            finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
+        if finish_reason is not None:
+            choices.append(self.choice(index, {"delta": {}}, None, finish_reason))
         return choices
 
     def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         """Return the tokens with their bytes and their most probable alternatives."""
 
-        def format_token(token: int, logprob: float) -> dict[str, Any]:
+        def format_token(token: int, logprob: float | None) -> dict[str, Any]:
             text, token_bytes = self.decode_token(token)
             return {"token": text, "logprob": logprob, "bytes": token_bytes}
 
         content = []
         for entry in logprobs:
-            top_logprobs = [format_token(token, logprob) for token, logprob in entry.top_logprobs]
+            top_logprobs = [format_token(token, logprob) for token, logprob in entry.top_logprobs or ()]
             content.append({**format_token(entry.token, entry.logprob), "top_logprobs": top_logprobs})
         return {"content": content, "refusal": None}
 
@@ -219,7 +251,8 @@ class TextCompletionResponse(CompletionResponse):
     def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         """Return the texts, log-probabilities, alternatives and offsets of the tokens as four lists."""
         top_logprobs = [
-            {self.decode_token(token)[0]: logprob for token, logprob in entry.top_logprobs} for entry in logprobs
+            entry.top_logprobs and {self.decode_token(token)[0]: logprob for token, logprob in entry.top_logprobs}
+            for entry in logprobs
         ]
         return {
             "tokens": [self.decode_token(entry.token)[0] for entry in logprobs],

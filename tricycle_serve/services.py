@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +22,11 @@ from tricycle_serve.completion_requests import (
 from tricycle_serve.embeddings import EmbeddingEngine, EmbeddingsResponse, parse_embeddings_request
 from tricycle_serve.engine import Engine, EngineLimits, GenerationEngine
 from tricycle_serve.errors import ApiError
+from tricycle_serve.guides import GuideCompiler
 from tricycle_serve.output_processor import TokenDecoder
 from tricycle_serve.request_fields import RequestFields
 from tricycle_serve.responses import ChatCompletionResponse, CompletionResponse, TextCompletionResponse
+from tricycle_serve.tools import NO_TOOLS, is_supported
 
 MAX_NORMALIZATION_RATIO = 4  # by which a tokenizer's normalization may shorten a text
 N_TOKENIZER_THREADS = 2
@@ -131,6 +134,7 @@ class GenerationService(ModelService):
         self.decode_token = TokenDecoder(self.tokeniser)
         self.engine: GenerationEngine = GenerationEngine(loaded.model, self.tokeniser, limits, cache_dtype)
         self._defaults = defaults
+        self._guides = GuideCompiler(self.tokeniser)
         if hasattr(self.tokeniser, "backend"):
             tokens = self.tokeniser.backend.get_vocab(with_added_tokens=True)
         else:
@@ -155,8 +159,11 @@ class GenerationService(ModelService):
         messages = parse_messages(fields)
         self._check_length(sum(len(message["content"]) for message in messages), "messages")
         request = parse_completion_request(fields, self._defaults.chat, is_chat=True)
+        variables = self._tool_variables(request, messages)
+        request = await self._compile_guide(request)
+        encode = functools.partial(self.tokeniser.chat, messages, allowed_special=False, **variables)
         try:
-            prompt = await self.run_in_thread(functools.partial(self.tokeniser.chat, messages, allowed_special=False))
+            prompt = await self.run_in_thread(encode)
         except ValueError as error:
             message = f"expected messages that the model's chat template accepts: {error}"
             raise ApiError(message, param="messages") from None
@@ -167,10 +174,32 @@ class GenerationService(ModelService):
         self.check_model_name(fields)
         inputs = parse_prompts(fields, self.tokeniser.n_vocab)
         self._check_length(max(len(item) for item in inputs), "prompt")
-        request = parse_completion_request(fields, self._defaults.text, is_chat=False)
+        request = await self._compile_guide(parse_completion_request(fields, self._defaults.text, is_chat=False))
         prompts = [await self.run_in_thread(self._encode, item) for item in inputs]
         prefixes = [self.tokeniser.decode(item) if isinstance(item, list) else item for item in inputs]
         return self._submit(TextCompletionResponse, request, prompts, prefixes if request.echo else [])
+
+    def _tool_variables(self, request: CompletionRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the variables of the chat template for tools; ApiError if it has none or the tools cannot be used."""
+        has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+        if (request.tools or has_calls) and not is_supported(self.tokeniser.chat_template):
+            param = "tools" if request.tools else "messages"
+            raise ApiError(f"{param} is not supported: {NO_TOOLS}", param=param, code="unsupported_parameter")
+        if request.tools is None:
+            return {}
+        text = json.dumps(request.tools.functions, ensure_ascii=False)
+        self._check_length(len(text), "tools")
+        for token in self.tokeniser.special_ids:  # the template would make it a special token of the conversation
+            if (name := self.tokeniser.backend.id_to_token(token)) in text:
+                raise ApiError(f"expected tools without names of special tokens, got {name!r}", param="tools")
+        return {"tools": request.tools.functions}
+
+    async def _compile_guide(self, request: CompletionRequest) -> CompletionRequest:
+        """Return the request with the constraint of its guide, if it has one; else ApiError."""
+        if request.guide is None:
+            return request
+        constraint = await self.run_in_thread(self._guides.compile, request.guide)
+        return replace(request, sampling=replace(request.sampling, constraint=constraint))
 
     def _check_length(self, n_characters: int, param: str) -> None:
         """Raise ApiError for a text that cannot fit, because its tokenization could take seconds."""
@@ -191,9 +220,11 @@ class GenerationService(ModelService):
         prompts: list[list[int]],
         prefixes: list[str],
     ) -> CompletionResponse:
-        sequences = request.sequence_requests(prompts, self._defaults.max_tokens, self.context_window)
+        limits = (self._defaults.max_tokens, self.context_window)
+        sequences = request.sequence_requests(prompts, *limits, prefixes)
         engine_request = self.engine.submit(sequences, self._defaults.timeout_seconds)
-        return response_class(request, sequences, engine_request, self.name, self.decode_token, prefixes)
+        shown = [] if request.has_prompt_logprobs else prefixes  # else the engine sends the prompt's text
+        return response_class(request, sequences, engine_request, self.name, self.decode_token, shown)
 
 
 class EmbeddingService(ModelService):

@@ -1,12 +1,14 @@
-"""Logits processors for sampling: repetition, presence and frequency penalties, logit biases and excluded tokens."""
+"""Logits processors for sampling: penalties, logit biases, excluded tokens and constraints of guided decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
+from tricycle.decoding.guided import Constraint
 from tricycle.sampling import SamplingParams
 
 
@@ -23,6 +25,8 @@ class PenalizedSamplingParams(SamplingParams):
         no_repeat_ngram_size: never generate an n-gram of this size a second time (Paulus et al. 2017); 0 allows all.
             Small models repeat themselves without it.
         suppress_tokens: tokens that are never sampled, unless all tokens are excluded.
+        constraint: of guided decoding: only tokens that it allows are sampled, and a stop token only once the text is
+            complete. Each text needs its own (see `for_text`).
 
     Raises:
         ValueError: a parameter is out of range; the message names it.
@@ -34,6 +38,7 @@ class PenalizedSamplingParams(SamplingParams):
     logit_bias: tuple[tuple[int, float], ...] = ()
     no_repeat_ngram_size: int = 0
     suppress_tokens: Sequence[int] = ()
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,10 +49,25 @@ class PenalizedSamplingParams(SamplingParams):
         for token, bias in self.logit_bias:
             if not _is_count(token) or not np.isfinite(bias):
                 raise ValueError(f"expected logit_bias to be of tokens and finite numbers, got {token!r}: {bias!r}")
+        self._expect("stop_tokens", self.constraint is None or bool(self.stop_tokens), "given for a constraint")
+
+    def for_text(self, i: int) -> Self:
+        """Return the parameters for text i of a batch: i is added to an integer seed; the constraint is new."""
+        params = super().for_text(i)
+        return params if self.constraint is None else replace(params, constraint=self.constraint.new_text())
 
     def adjusted_logits(self, logits: np.ndarray, seen: Sequence[int], n_prompt: int) -> np.ndarray:
-        """Return float64 logits after penalties and biases; -inf for suppressed tokens and for repeated n-grams."""
-        logits = super().adjusted_logits(logits, seen, n_prompt)
+        """Return float64 logits after penalties and biases; -inf for suppressed, repeated and disallowed tokens."""
+        adjusted = self._penalized_logits(super().adjusted_logits(logits, seen, n_prompt), seen, n_prompt)
+        if self.constraint is not None:
+            stops: Sequence[int] = self.stop_tokens  # type: ignore[assignment]
+            allowed = self.constraint.allowed_tokens(seen[n_prompt:], stops, len(adjusted))
+            if not np.isfinite(adjusted[allowed]).any():  # the grammar needs a token that was excluded
+                adjusted = super().adjusted_logits(logits, seen, n_prompt)
+            adjusted[~allowed] = -np.inf
+        return adjusted
+
+    def _penalized_logits(self, logits: np.ndarray, seen: Sequence[int], n_prompt: int) -> np.ndarray:
         if self.repetition_penalty != 1 and len(seen):
             known = np.unique(np.asarray(seen, np.int64))
             known = known[known < len(logits)]

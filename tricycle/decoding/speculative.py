@@ -76,6 +76,13 @@ class SpeculativeState(DecodingState):
         logits: np.ndarray = decode_batch([self], [text])[0][-1]
         return self.recompute_logits(text) if self.is_inexact else logits
 
+    def all_logits(self, text: Sequence[int]) -> np.ndarray:
+        """Return the logits (R, V) after each of the R uncached tokens of a text, at least the last; cache them."""
+        text = list(text)
+        logits = next_logits(self.model, [self.uncached_tokens(text)], [self.caches], every=True)
+        self.tokens = text
+        return logits
+
     def recompute_logits(self, text: Sequence[int]) -> np.ndarray:
         """Truncate the caches to the exact part, process the rest as without drafts; return the last logits (V,)."""
         text = list(text)

@@ -1,0 +1,147 @@
+"""Tests of the model type `tricycle` of the LM Evaluation Harness, with local tasks."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("tokenizers")
+
+import lm_eval
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
+from serving import ReferenceGenerator
+from tiny_models import write_folder
+
+from tricycle_cli.likelihoods import Pair, iter_likelihoods
+from tricycle_cli.lm_eval import TricycleLM
+
+WORDS = "the quick brown fox jumps over the lazy dogs while seven small birds sing of rain".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("models") / "tiny", context_window=64)
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    return ReferenceGenerator(folder)
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    return TricycleLM(str(folder), batch_size=3)
+
+
+def instances(kind, *arguments):
+    return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
+
+
+def expected_logprob(reference, ids, n):
+    """Return the log-likelihood of the last n ids. The model's vocabulary is larger than the tokenizer's."""
+    logits = reference.loaded.model(np.array([ids[:-1]])).array[0, -n:].astype(float)
+    return (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[range(n), ids[-n:]].sum()
+
+
+def test_log_likelihoods(lm, reference):
+    """Of contexts of different lengths, one of them empty, in batches of three."""
+    pairs = [(" ".join(WORDS[: i % 5]), f" {WORDS[i]} {WORDS[-i]}") for i in range(11)]
+    results = lm.loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
+    for (context, continuation), (logprob, is_greedy) in zip(pairs, results):
+        prefix = reference.tokeniser.encode(context) if context else [lm.prefix_token_id]
+        whole = reference.tokeniser.encode(context + continuation)
+        ids = whole if context else prefix + whole
+        assert logprob == pytest.approx(expected_logprob(reference, ids, len(ids) - len(prefix)), abs=1e-3)
+        assert not is_greedy
+    context = reference.tokeniser.encode("the quick")
+    greedy = reference.tokens(context, 3, n_vocab=None)
+    ((_, likelihood),) = iter_likelihoods(lm.model, [Pair(context, greedy)])
+    assert likelihood.is_greedy
+
+
+def test_long_contexts_are_cut_at_their_beginning(lm, reference):
+    ids = [int(token) for token in np.random.default_rng(0).integers(3, 400, 90)]
+    ((_, likelihood),) = iter_likelihoods(lm.model, [Pair(ids[:-2], ids[-2:])])
+    assert likelihood.logprob == pytest.approx(expected_logprob(reference, ids[-65:], 2), abs=1e-3)
+    for context, continuation in (([], [3]), ([3], []), ([3], [4] * 65)):
+        with pytest.raises(ValueError, match=r"a continuation of 1 to 64 tokens, got"):
+            list(iter_likelihoods(lm.model, [Pair(context, continuation)]))
+
+
+def test_rolling_log_likelihoods(lm, reference):
+    short, long = " ".join(WORDS[:4]), " ".join(WORDS * 8)
+    assert len(lm.tok_encode(long)) >= 2 * lm.max_length
+    got = lm.loglikelihood_rolling(instances("loglikelihood_rolling", (short,), (long,)), disable_tqdm=True)
+    ids = [lm.prefix_token_id, *lm.tok_encode(short)]
+    assert got[0] == pytest.approx(expected_logprob(reference, ids, len(ids) - 1), abs=1e-3)
+    assert got[1] < got[0]
+
+
+def test_generated_texts(lm, reference):
+    ids = reference.tokeniser.encode("the quick")
+    text = reference.text(ids, 20)
+    middle = text[8:10]
+    requests = [
+        ("the quick", {"max_gen_toks": 20, "until": []}),
+        ("the quick", {"max_gen_toks": 20, "until": [middle, "zzz"], "do_sample": False}),
+        ("the quick", {"max_new_tokens": 20, "until": middle, "temperature": 0}),
+        ("the quick", {"max_gen_toks": 5, "do_sample": True, "temperature": 1.5, "top_k": 0}),
+        ("seven small birds", {"max_gen_toks": 9}),
+    ]
+    got = lm.generate_until(instances("generate_until", *requests), disable_tqdm=True)
+    assert got[0] == text.replace("<|endoftext|>", "").replace("<|im_start|>", "")
+    assert got[1] == got[2] == text[: text.index(middle)]
+    sampled = reference.tokens(ids, 5, temperature=1.5, seed=3)
+    assert got[3] == reference.tokeniser.decode(sampled, skip_special_tokens=True)
+    assert got[4] == reference.text(reference.tokeniser.encode("seven small birds"), 9)
+    for options, message in (
+        ({"max_gen_toks": 64}, "fewer new tokens"),
+        ({"max_gen_toks": 4, "beams": 3}, "got beams"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lm.generate_until(instances("generate_until", ("x", options)))
+
+
+def test_chat_template(lm, reference):
+    messages = [{"role": "user", "content": "the quick"}]
+    text = lm.apply_chat_template(messages)
+    assert lm.tok_encode(text) == reference.tokeniser.chat(messages)
+    continued = lm.apply_chat_template([*messages, {"role": "assistant", "content": "brown fox "}], False)
+    assert continued == text + "brown fox"
+    assert lm.chat_template(True) == reference.tokeniser.chat_template
+
+
+@pytest.mark.slow
+def test_harness_with_local_tasks(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    items = [{"prompt": WORDS[i], "choices": WORDS[i : i + 3], "answer": i % 3} for i in range(9)]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "items.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{prompt}}",
+    }
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "answer"}
+    text = {"output_type": "generate_until", "doc_to_target": "x", "generation_kwargs": {"max_gen_toks": 4}}
+    for name, task in (("a", choice), ("b", text)):
+        metric = {"metric": "acc" if name == "a" else "exact_match"}
+        document = {"task": f"local_{name}", **common, **task, "metric_list": [metric]}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(document), encoding="utf-8")  # JSON is YAML
+    tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    assert get_model("tricycle") is TricycleLM
+    results = lm_eval.simple_evaluate(
+        model="tricycle",
+        model_args=f"pretrained={folder}",
+        tasks=["local_a", "local_b"],
+        task_manager=tasks,
+        apply_chat_template=True,
+        bootstrap_iters=0,
+    )
+    assert 0 <= results["results"]["local_a"]["acc,none"] <= 1
+    assert results["results"]["local_b"]["exact_match,none"] == 0
+    assert len(results["samples"]["local_a"]) == len(items)

@@ -1,0 +1,129 @@
+"""Multiple-choice tasks: the most probable of the choices after a prompt is the answer."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tricycle.models import GPT
+from tricycle.system.files import atomic_write, read_file
+from tricycle.tokeniser import Tokeniser
+from tricycle_cli.likelihoods import Pair, iter_likelihoods
+
+MAX_CHOICES = 100
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question; `answer` is the index of the right choice."""
+
+    prompt: str
+    choices: list[str]
+    answer: int
+
+
+@dataclass(frozen=True)
+class ItemScore:
+    """The result of an item.
+
+    Attributes:
+        logprobs: the log-likelihood of each choice after the prompt, in nats.
+        chosen: index of the most probable choice.
+        chosen_per_character: index of the choice with the largest log-likelihood per character.
+    """
+
+    prompt: str
+    choices: list[str]
+    answer: int
+    logprobs: list[float]
+    chosen: int
+    chosen_per_character: int
+
+
+def read_items(path: Path) -> list[Item]:
+    """Read a JSON Lines file of objects with `prompt`, `choices` and `answer`, an index or one of the choices.
+
+    Raises:
+        ValueError: a line is not such an object; the message has its number.
+    """
+    items = []
+    for number, line in enumerate(read_file(path).decode("utf-8", "replace").split("\n"), 1):
+        if line.strip():
+            try:
+                items.append(_parse_item(json.loads(line)))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not items:
+        raise ValueError(f"{path}: expected at least one item, got none")
+    return items
+
+
+def _parse_item(value: Any) -> Item:
+    fields = value if isinstance(value, dict) else {}
+    prompt, choices, answer = (fields.get(name) for name in ("prompt", "choices", "answer"))
+    are_texts = isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)
+    if not isinstance(prompt, str) or not isinstance(choices, list) or not are_texts:
+        raise ValueError(
+            "expected an object with a text `prompt` and a list of texts `choices`, none of which is empty"
+        )
+    if not 2 <= len(choices) <= MAX_CHOICES:
+        raise ValueError(f"expected 2 to {MAX_CHOICES} choices, got {len(choices)}")
+    answer = choices.index(answer) if isinstance(answer, str) and answer in choices else answer
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise ValueError(
+            f"expected answer to be an index from 0 to {len(choices) - 1}, or a choice, got {answer!r:.40}"
+        )
+    return Item(prompt, choices, answer)
+
+
+def score_items(model: GPT, tokeniser: Tokeniser, items: list[Item], batch_size: int | None = None) -> list[ItemScore]:
+    """Score the choices of each item after its prompt and a space; see `iter_likelihoods` for the batch size.
+
+    Raises:
+        ValueError: a choice that is longer than the context window.
+    """
+    pairs = [encode_pair(tokeniser, item.prompt, choice) for item in items for choice in item.choices]
+    logprobs = [0.0] * len(pairs)
+    for i, likelihood in iter_likelihoods(model, pairs, batch_size):
+        logprobs[i] = likelihood.logprob
+    scores = []
+    for item in items:
+        own, logprobs = logprobs[: len(item.choices)], logprobs[len(item.choices) :]
+        per_character = [logprob / len(choice) for logprob, choice in zip(own, item.choices)]
+        chosen = (own.index(max(own)), per_character.index(max(per_character)))
+        scores.append(ItemScore(**asdict(item), logprobs=own, chosen=chosen[0], chosen_per_character=chosen[1]))
+    return scores
+
+
+def encode_pair(tokeniser: Tokeniser, prompt: str, choice: str) -> Pair:
+    """Return the ids of a prompt and a choice, which are separated by a space unless the prompt ends with white space.
+
+    White space at the end of the prompt is encoded with the choice, as in the LM Evaluation Harness.
+    """
+    stripped = prompt.rstrip()
+    continuation = (prompt[len(stripped) :] or " ") + choice
+    if not stripped:
+        return Pair([tokeniser.new_text], [int(token) for token in tokeniser.encode_plain(choice)])
+    context = [int(token) for token in tokeniser.encode(stripped)]
+    whole = [int(token) for token in tokeniser.encode(stripped + continuation)]
+    return Pair(context, whole[len(context) :])
+
+
+def summarize(scores: list[ItemScore]) -> dict[str, float]:
+    """Return the number of items, and for both ways to choose the accuracy and its standard error."""
+    n = len(scores)
+    summary: dict[str, float] = {"items": n}
+    for name, suffix in (("chosen", ""), ("chosen_per_character", "_per_character")):
+        accuracy = sum(getattr(score, name) == score.answer for score in scores) / n
+        summary[f"accuracy{suffix}"] = accuracy
+        summary[f"standard_error{suffix}"] = math.sqrt(accuracy * (1 - accuracy) / max(1, n - 1))
+    return summary
+
+
+def write_log(path: Path, scores: list[ItemScore]) -> None:
+    """Write the scores to a JSON Lines file, one item in each line."""
+    with atomic_write(path, text=True) as file:
+        file.writelines(json.dumps(asdict(score), ensure_ascii=False) + "\n" for score in scores)

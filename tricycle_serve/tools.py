@@ -1,0 +1,164 @@
+"""Tools in chat requests, and the tool calls in generated text, in the format of Qwen's and Hermes's chat templates.
+
+A model writes a call as `<tool_call>`, a line with a JSON object of `name` and `arguments`, and `</tool_call>`. Other
+formats are not supported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from tricycle.decoding.guided import JSON_OPTIONS
+from tricycle_serve.errors import ApiError
+from tricycle_serve.guides import Guide
+from tricycle_serve.request_fields import RequestFields, format_value
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+NO_TOOLS = "the model's chat template has no tools in the format <tool_call>"
+MAX_TOOLS = 128
+_NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
+_CALL = re.compile(rf"\s*{OPENING}(.*?)(?:{CLOSING}|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request.
+
+    Attributes:
+        functions: the validated tools, as the chat template receives them.
+        choice: "auto", "required" or the name of the function that must be called.
+    """
+
+    functions: list[dict[str, Any]]
+    choice: str
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the functions."""
+        return [tool["function"]["name"] for tool in self.functions]
+
+    def guide(self) -> Guide | None:
+        """Return the grammar of a text that is one call, if the model must call a function."""
+        if self.choice == "auto":
+            return None
+        calls = []
+        for tool in self.functions:
+            name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {"type": "object"}
+            fields = {"name": {"const": name}, "arguments": parameters}
+            closed = {"type": "object", "required": list(fields), "additionalProperties": False}
+            if self.choice in ("required", name):
+                calls.append({**closed, "properties": fields})
+        schemas = [f"call{i}: %json {json.dumps({**call, 'x-guidance': JSON_OPTIONS})}" for i, call in enumerate(calls)]
+        choices = " | ".join(f"call{i}" for i in range(len(calls)))
+        lines = [f'start: "{OPENING}\\n" ({choices}) "\\n{CLOSING}"', *schemas]
+        return Guide("tools", "grammar", "\n".join(lines))
+
+
+def is_supported(chat_template: str) -> bool:
+    """Return whether a chat template has tools in the format `<tool_call>`."""
+    return "tools" in chat_template and OPENING in chat_template
+
+
+def parse_tools(fields: RequestFields) -> Tools | None:
+    """Return the tools of a chat request, None without any or with tool_choice "none"; ApiError if invalid."""
+    values, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
+    fields.ignore("parallel_tool_calls")
+    if not isinstance(values, list) or len(values) > MAX_TOOLS:
+        fields.reject("tools", f"a list of at most {MAX_TOOLS} tools")
+    functions = [_parse_tool(value, f"tools[{i}]") for i, value in enumerate(values)]
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        choice = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+        if choice not in [tool["function"]["name"] for tool in functions]:
+            fields.reject("tool_choice", "a function with the name of one of the tools")
+    elif choice not in ("none", "auto", "required"):
+        fields.reject("tool_choice", "none, auto, required or a function")
+    elif choice == "required" and not functions:
+        raise ApiError("expected tools, because tool_choice is required", param="tools")
+    return Tools(functions, choice) if functions and choice != "none" else None
+
+
+def _parse_tool(value: Any, path: str) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise ApiError(f"expected {path} to be an object of type function, got {format_value(value)}", param=path)
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in ("auto", "required"):
+        expected = f"expected {path}.function.name to be of letters, digits, _ and -"
+        raise ApiError(f"{expected}, got {format_value(name)}", param=f"{path}.function.name")
+    about = RequestFields(function)
+    about.get_str("description")
+    if not isinstance(about.get("parameters", {}), dict):
+        about.reject("parameters", "a JSON schema")
+    about.ignore("name", "strict")
+    about.reject_unknown()
+    return {"type": "function", "function": function}
+
+
+def parse_message_calls(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    """Return the tool calls of an assistant's message with their arguments as objects; ApiError if invalid."""
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or len(calls) > MAX_TOOLS:
+        raise ApiError(f"expected {path}.tool_calls to be a list of at most {MAX_TOOLS} calls", param=path)
+    parsed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        fields = function if isinstance(function, dict) else {}
+        try:
+            arguments = json.loads(fields.get("arguments", ""))
+        except (TypeError, ValueError, RecursionError):
+            arguments = None
+        if not isinstance(fields.get("name"), str) or not isinstance(arguments, dict):
+            expected = "expected each of tool_calls to have a function with a name, and a JSON object as arguments"
+            raise ApiError(f"{path}: {expected}", param=f"{path}.tool_calls")
+        parsed.append({"type": "function", "function": {"name": fields["name"], "arguments": arguments}})
+    return parsed
+
+
+class ToolCallParser:
+    """Separates the tool calls at the end of a generated text from the text before.
+
+    Args:
+        names: of the functions that may be called.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self._text = ""
+        self._n_sent = 0
+
+    def push(self, text: str) -> str:
+        """Return the text that can be sent; hold back what may begin or follow the first call."""
+        self._text += text
+        start = self._text.find(OPENING)
+        if start < 0:
+            starts = range(max(0, len(self._text) - len(OPENING) + 1), len(self._text))
+            start = next((i for i in starts if OPENING.startswith(self._text[i:])), len(self._text))
+        sent, self._n_sent = self._text[self._n_sent : start], max(start, self._n_sent)
+        return sent
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """Return the rest of the text, and the calls; invalid calls, or calls of unknown functions, are text."""
+        rest, calls, end = self._text[self._n_sent :], [], 0
+        while found := _CALL.match(rest, end):
+            call = self._parse_call(found[1])
+            if call is None:
+                break
+            calls.append(call)
+            end = found.end()
+        return ("", calls) if calls and not rest[end:].strip() else (rest, [])
+
+    def _parse_call(self, text: str) -> dict[str, Any] | None:
+        try:
+            value = json.loads(text)
+            name, arguments = value["name"], value["arguments"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        if name not in self._names or not isinstance(arguments, dict):
+            return None
+        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
