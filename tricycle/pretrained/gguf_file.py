@@ -85,6 +85,7 @@ class GGUFFile:
     tensors: dict[str, GGUFTensorInfo]
     check: Callable[[], None] = never_changed
 
+    # Cache: valid for the life of the object: a mapping of the file, which `check` watches.
     @cached_property
     def content(self) -> np.ndarray:
         """All bytes of the file, mapped in one piece, so that adjacent tensors are adjacent in memory."""

@@ -88,14 +88,17 @@ def from_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     return ModelConfig(
         **common,
         **expert_config(fields, 128, 8, 0.001),
-        normalize_experts=fields.boolean("norm_topk_prob", False),
-        qk_norm=True,
-        qk_norm_gain=True,
-        qk_norm_eps=common["norm_eps"],
+        **_norm_options(fields, common),
         window=window or 0,
         qkv_bias=bias,
         output_bias=bias,
     )
+
+
+def _norm_options(fields: ConfigFields, common: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of expert weights and of RMS norms on queries and keys."""
+    norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"]}
+    return {"normalize_experts": fields.boolean("norm_topk_prob", False), **norms}
 
 
 def from_olmoe(fields: ConfigFields) -> ModelConfig:
@@ -106,10 +109,7 @@ def from_olmoe(fields: ConfigFields) -> ModelConfig:
     return ModelConfig(
         **common,
         **expert_config(fields, 64, 8, 0.01),
-        normalize_experts=fields.boolean("norm_topk_prob", False),
-        qk_norm=True,
-        qk_norm_gain=True,
-        qk_norm_eps=common["norm_eps"],
+        **_norm_options(fields, common),
         qk_norm_per_head=False,
         qkv_bias=bias,
         output_bias=bias,
