@@ -83,7 +83,7 @@ def test_ufuncs_match_numpy(ufunc):
         assert isinstance(result, Tensor)
         np.testing.assert_allclose(result.array, ufunc(*(i.array if i is x else i for i in inputs)), 1e-12)
         if result.requires_grad:
-            gradcheck((lambda x: ufunc(Y, x)) if array_first and ufunc.nin == 2 else lambda x: ufunc(x, *inputs[1:]), X)
+            gradcheck(ufunc, *inputs)
         else:
             zero_gradient = ("sign", "floor", "ceil", "rint", "trunc")
             assert result.dtype == bool or ufunc.__name__ in zero_gradient
@@ -156,7 +156,7 @@ def test_functions_without_rule_raise(call, message):
 def test_errors_of_operations_are_kept():
     with pytest.raises(ValueError, match=r"add: shapes \(3,\) and \(2,\) do not broadcast"):
         np.ones(3) + to_tensor([1.0, 2.0])
-    with pytest.raises(ValueError, match="numpy.dot: expected at most 2 axes"):
+    with pytest.raises(ValueError, match=r"numpy\.dot: expected at most 2 axes"):
         np.dot(to_tensor(X), Y)
     array = np.ones(2)
     with pytest.raises(TypeError):
