@@ -394,7 +394,7 @@ def _linear(draw):
 
 # -------------------------------------------------------------------- linear algebra
 def _draw_batch(draw: Draw) -> tuple[int, ...]:
-    return draw(hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=2))
+    return draw(hnp.array_shapes(min_dims=0, max_dims=2, min_side=1, max_side=2))
 
 
 def _draw_square(draw: Draw) -> np.ndarray:
@@ -421,8 +421,8 @@ PROPERTIES |= {"inv": _on_dominant(linalg.inv, "inv"), "det": _on_dominant(linal
 
 @register("solve")
 def _solve(draw):
-    n, lead = draw(SOME), hnp.mutually_broadcastable_shapes(num_shapes=2, max_dims=2, min_side=0, max_side=2)
-    (for_a, for_b), width = draw(lead).input_shapes, draw(SMALL)
+    n, lead = draw(SOME), hnp.mutually_broadcastable_shapes(num_shapes=2, max_dims=2, min_side=1, max_side=2)
+    (for_a, for_b), width = draw(lead).input_shapes, draw(SOME)
     b = signed(draw, (n,) if draw(st.booleans()) else (*for_b, n, width))
     inputs = signed(draw, (*for_a, n, n)), b
     expected = lambda xp, a, b: xp.linalg.inv(_dominant(xp, a)) @ b

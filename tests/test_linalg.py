@@ -28,6 +28,14 @@ def test_solve_of_vectors_and_batches():
     gradcheck(solve, a[:1], matrices(2, 3, 2))
 
 
+def test_empty_batches():
+    x = double(np.ones((0, 3, 3)))
+    for result in (inv(x), solve(x, np.ones(3)), cholesky(x), *slogdet(x), *eigh(x), *svd(x)):
+        assert result.shape[0] == 0
+    inv(x).backward()
+    assert x.grad.shape == (0, 3, 3)
+
+
 def test_float32_and_integers_give_float32():
     assert solve(np.float32([[2]]), np.float32([3])).dtype == np.float32
     assert inv(np.array([[2]])).array.tolist() == [[0.5]]

@@ -210,7 +210,9 @@ def _svd(a: Tensor, full_matrices: bool = True) -> tuple[Tensor, ...]:
     return linalg.svd(a)
 
 
-def apply_function(x: Tensor, func: Callable[..., Any], types: Any, args: Sequence[Any], options: Mapping) -> Any:
+def apply_function(
+    x: Tensor, func: Callable[..., Any], types: Any, args: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Apply the operation of a NumPy function to arguments among which is a Tensor; see NEP 18.
 
     Raises:
