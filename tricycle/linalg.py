@@ -10,6 +10,7 @@ Source: Giles 2008, "Collected matrix derivative results for forward and reverse
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -67,7 +68,7 @@ def _record(
 
 
 def _backward(grad: Array, needs_grad: NeedsGrad, gradient: Gradient, op: Any, *values: Array) -> Sequence[Any]:
-    return gradient(array_module(values[0]).linalg, needs_grad, grad, *values)
+    return gradient(ON_ARRAYS, needs_grad, grad, *values)
 
 
 @create_graph.rule("tricycle.linalg._backward")
@@ -76,7 +77,11 @@ def _differentiable(node: Tensor, grad: Tensor, variables: Any) -> Sequence[Any]
     results = op(*node.args)
     results = results if isinstance(results, tuple) else (results,)
     needs_grad = [x.requires_grad for x in node.args]
-    return gradient(SimpleNamespace(solve=solve, inv=inv), needs_grad, grad, *node.args, *results)
+    return gradient(ON_TENSORS, needs_grad, grad, *node.args, *results)
+
+
+# The functions that gradients call, of arrays; ON_TENSORS has those of Tensors
+ON_ARRAYS = SimpleNamespace(**{name: partial(_computed, name, "an invertible matrix") for name in ("solve", "inv")})
 
 
 # -------------------------------------------------------------------- parts of gradients, of arrays and Tensors
@@ -146,6 +151,9 @@ def inv(x: Operand) -> Tensor:
     (array,) = _matrices("inv", x)
     y = _computed("inv", "an invertible matrix", array)
     return _record(inv, _inv_gradient, y, (x,), (array, y), "inv")
+
+
+ON_TENSORS = SimpleNamespace(solve=solve, inv=inv)
 
 
 # -------------------------------------------------------------------- determinants
