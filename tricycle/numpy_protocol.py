@@ -10,6 +10,7 @@ Source: NEP 13 (`__array_ufunc__`) and NEP 18 (`__array_function__`); the DLPack
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -193,9 +194,10 @@ def _clip(a: Operand, a_min: Operand | None = None, a_max: Operand | None = None
 
 @function_rule(np.dot)
 def _dot(a: Operand, b: Operand) -> Tensor:
-    if np.ndim(a) > 2 or np.ndim(b) > 2:
-        raise ValueError(f"numpy.dot: expected at most 2 axes, got shapes {np.shape(a)} and {np.shape(b)}: use matmul")
-    return matmul(a, b) if np.ndim(a) and np.ndim(b) else ops.multiply(a, b)
+    a, b = ops.as_tensors(a, b)
+    if a.ndim > 2 or b.ndim > 2:
+        raise ValueError(f"numpy.dot: expected at most 2 axes, got shapes {a.shape} and {b.shape}: use matmul")
+    return matmul(a, b) if a.ndim and b.ndim else ops.multiply(a, b)
 
 
 @function_rule(np.einsum)
@@ -280,14 +282,11 @@ def from_dlpack(x: Any, *, requires_grad: bool = True, is_batched: bool = False,
             f"from_dlpack: expected an object with __dlpack__ and __dlpack_device__, got {got}: use to_tensor"
         )
     kind = int(x.__dlpack_device__()[0])
-    if kind == CPU:
-        module: Any = np
-    elif kind != CUDA:
+    if kind not in (CPU, CUDA):
         raise ValueError(f"from_dlpack: expected host memory or CUDA (types {CPU}, {CUDA}), got device type {kind}")
-    elif problem := devices.gpu_problem():
+    if kind == CUDA and (problem := devices.gpu_problem()):
         raise RuntimeError(f"from_dlpack: expected host memory, got an array on a GPU: {problem}")
-    else:
-        import cupy as module
+    module = importlib.import_module("numpy" if kind == CPU else "cupy")
     try:
         array = module.from_dlpack(x)
     except RuntimeError as error:  # "Unsupported dtype"
