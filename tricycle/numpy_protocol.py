@@ -10,8 +10,8 @@ Source: NEP 13 (`__array_ufunc__`) and NEP 18 (`__array_function__`); the DLPack
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +21,19 @@ from tricycle import create_graph, devices, extra_ops, linalg, ops
 from tricycle.einsum import Einsum, matmul
 from tricycle.tensor import Axis, Operand, Tensor, to_tensor
 
+
 # -------------------------------------------------------------------- ufuncs
+def _constant_ufunc(ufunc: np.ufunc) -> Callable[..., Tensor]:
+    """Return an operation that calls a ufunc with the arrays of Tensors; its gradient is 0."""
+
+    def op(*inputs: Operand) -> Tensor:
+        tensors = ops.as_tensors(*inputs)
+        result = getattr(tensors[0].xp, ufunc.__name__)(*(t.array for t in tensors))
+        return Tensor(result, False, any(t.is_batched for t in tensors))
+
+    return op
+
+
 UFUNCS: dict[np.ufunc, Callable[..., Any]] = {
     np.add: ops.add,
     np.subtract: extra_ops.subtract,
@@ -48,21 +60,10 @@ UFUNCS: dict[np.ufunc, Callable[..., Any]] = {
     np.greater_equal: Tensor.__ge__,
     np.equal: Tensor.__eq__,
     np.not_equal: Tensor.__ne__,
+    **{ufunc: _constant_ufunc(ufunc) for ufunc in (np.sign, np.floor, np.ceil, np.rint, np.trunc)},
+    **{ufunc: _constant_ufunc(ufunc) for ufunc in (np.isnan, np.isinf, np.isfinite)},
+    **{ufunc: _constant_ufunc(ufunc) for ufunc in (np.logical_not, np.logical_and, np.logical_or)},
 }
-
-
-def _constant_ufunc(ufunc: np.ufunc) -> Callable[..., Tensor]:
-    """Return an operation that calls a ufunc with the arrays of Tensors; its gradient is 0."""
-
-    def op(*inputs: Operand) -> Tensor:
-        tensors = ops.as_tensors(*inputs)
-        return Tensor(getattr(tensors[0].xp, ufunc.__name__)(*(t.array for t in tensors)), False)
-
-    return op
-
-
-for _ufunc in (np.sign, np.floor, np.ceil, np.rint, np.trunc, np.isnan, np.isinf, np.isfinite, np.logical_not):
-    UFUNCS[_ufunc] = _constant_ufunc(_ufunc)
 
 
 def apply_ufunc(ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
@@ -286,7 +287,7 @@ def from_dlpack(x: Any, *, requires_grad: bool = True, is_batched: bool = False,
         raise ValueError(f"from_dlpack: expected host memory or CUDA (types {CPU}, {CUDA}), got device type {kind}")
     if kind == CUDA and (problem := devices.gpu_problem()):
         raise RuntimeError(f"from_dlpack: expected host memory, got an array on a GPU: {problem}")
-    module = importlib.import_module("numpy" if kind == CPU else "cupy")
+    module: Any = np if kind == CPU else sys.modules["cupy"]  # `gpu_problem` has imported it
     try:
         array = module.from_dlpack(x)
     except RuntimeError as error:  # "Unsupported dtype"
