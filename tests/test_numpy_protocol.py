@@ -79,7 +79,7 @@ def test_functions_match_numpy(function):
 def test_ufuncs_match_numpy(ufunc):
     x = to_tensor(X, dtype=float)
     for array_first in (False, True):
-        inputs = ((Y, x) if array_first else (x, Y)) if ufunc.nin == 2 else (x,)
+        inputs = ((Y, x) if array_first else (x, Y)) if ufunc.nargs == 3 else (x,)
         result = ufunc(*inputs)
         assert isinstance(result, Tensor)
         np.testing.assert_allclose(result.array, ufunc(*(i.array if i is x else i for i in inputs)), 1e-12)
