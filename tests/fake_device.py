@@ -22,6 +22,7 @@ all any argmax astype copy cumsum diagonal fill max mean min ravel repeat reshap
 view
 """.split()
 OPERATORS = "add sub mul truediv floordiv mod pow matmul lt le gt ge eq ne and_ or_ lshift rshift".split()
+LINEAR_ALGEBRA = "solve inv det slogdet cholesky eigh svd"
 PRODUCTS = {"matmul", "einsum", "tensordot", "dot"}
 reads: list[str] = []  # an entry for each read of the host from the device
 
@@ -127,6 +128,7 @@ for _name, _ufunc in {"add": np.add, "sub": np.subtract, "mul": np.multiply, "tr
 class FakeModule(ModuleType):
     """A stand-in for the module `cupy`."""
 
+    linalg = SimpleNamespace(**{name: on_device(getattr(np.linalg, name)) for name in LINEAR_ALGEBRA.split()})
     lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=on_device(np.lib.stride_tricks.as_strided)))
 
     @staticmethod

@@ -24,7 +24,7 @@ import tricycle.layers as layers
 import tricycle.loss as loss
 import tricycle.sequences.convolution as convolution
 import tricycle.sequences.recurrent as recurrent
-from tricycle import extra_ops, ops, softmaxes
+from tricycle import extra_ops, linalg, ops, softmaxes
 from tricycle.activations import ExactGeLU, ReLUSquared
 from tricycle.tensor import Tensor, to_tensor
 
@@ -390,6 +390,100 @@ def _linear(draw):
     shapes = [(*lead, from_size), (from_size, to_size)] + [(to_size,)] * draw(st.booleans())
     inputs = tuple(signed(draw, shape) for shape in shapes)
     return Sample(functions.linear, inputs, lambda xp, x, w, *b: x @ w + (b[0] if b else 0), n_dtype_inputs=2)
+
+
+# -------------------------------------------------------------------- linear algebra
+def _draw_batch(draw: Draw) -> tuple[int, ...]:
+    return draw(hnp.array_shapes(min_dims=0, max_dims=2, min_side=1, max_side=2))
+
+
+def _draw_square(draw: Draw) -> np.ndarray:
+    n = draw(SOME)
+    return signed(draw, (*_draw_batch(draw), n, n))
+
+
+def _dominant(xp: Any, x: Any) -> Any:
+    """Return invertible matrices, of small condition, whose determinant is negative for odd sizes."""
+    return x - xp.asarray(3.0 * x.shape[-1] * np.eye(x.shape[-1]))
+
+
+def _on_dominant(op: Callable, name: str) -> DrawSample:
+    def draw_call(draw: Draw) -> Sample:
+        x = _draw_square(draw)
+        expected = lambda xp, x: getattr(xp.linalg, name)(_dominant(xp, x))
+        return Sample(lambda x: op(_dominant(x.xp, x)), (x,), expected, accepts_float16=False)
+
+    return draw_call
+
+
+PROPERTIES |= {"inv": _on_dominant(linalg.inv, "inv"), "det": _on_dominant(linalg.det, "det")}
+
+
+@register("solve")
+def _solve(draw):
+    n, lead = draw(SOME), hnp.mutually_broadcastable_shapes(num_shapes=2, max_dims=2, min_side=1, max_side=2)
+    (for_a, for_b), width = draw(lead).input_shapes, draw(SOME)
+    b = signed(draw, (n,) if draw(st.booleans()) else (*for_b, n, width))
+    inputs = signed(draw, (*for_a, n, n)), b
+    expected = lambda xp, a, b: xp.linalg.inv(_dominant(xp, a)) @ b
+    return Sample(lambda a, b: linalg.solve(_dominant(a.xp, a), b), inputs, expected, accepts_float16=False)
+
+
+@register("slogdet")
+def _slogdet(draw):
+    def run(x):
+        sign, log = linalg.slogdet(_dominant(x.xp, x))
+        return log * sign
+
+    expected = lambda xp, x: math.prod(xp.linalg.slogdet(_dominant(xp, x)))
+    return Sample(run, (_draw_square(draw),), expected, accepts_float16=False)
+
+
+@register("cholesky")
+def _cholesky(draw):
+    def positive(xp: Any, x: Any, transposed: Any) -> Any:
+        return x @ transposed + xp.asarray(np.eye(x.shape[-1]))
+
+    x = _draw_square(draw)
+    order = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
+    run = lambda x: linalg.cholesky(positive(x.xp, x, x.transpose(order)))
+    expected = lambda xp, x: xp.linalg.cholesky(positive(xp, x, x.swapaxes(-1, -2)))
+    return Sample(run, (x,), expected, accepts_float16=False)
+
+
+@register("eigh")
+def _eigh(draw):
+    """Draw symmetric matrices with distinct eigenvalues; compare squares of eigenvectors, which have no sign."""
+    x = _draw_square(draw)
+    order, diagonal = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2), np.diag(2.0 * np.arange(x.shape[-1]))
+
+    def run(x):
+        values, vectors = linalg.eigh(0.05 * (x + x.transpose(order)) + x.xp.asarray(diagonal))
+        return extra_ops.concatenate([values[..., None, :], vectors * vectors], axis=-2)
+
+    def expected(xp: Any, x: Any) -> Any:
+        values, vectors = xp.linalg.eigh(0.05 * (x + x.swapaxes(-1, -2)) + xp.asarray(diagonal))
+        return xp.concatenate([values[..., None, :], vectors * vectors], axis=-2)
+
+    return Sample(run, (x,), expected, accepts_float16=False)
+
+
+@register("svd")
+def _svd(draw):
+    """Draw matrices with distinct singular values; compare squares of singular vectors, which have no sign."""
+    m, n = draw(SOME), draw(SOME)
+    x = signed(draw, (*_draw_batch(draw), m, n))
+    order, diagonal = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2), np.diag(2.0 + 2 * np.arange(4))[:m, :n]
+
+    def run(x):
+        u, s, vh = linalg.svd(0.1 * x + x.xp.asarray(diagonal))
+        return extra_ops.concatenate([s[..., None, :], u * u, (vh * vh).transpose(order)], axis=-2)
+
+    def expected(xp: Any, x: Any) -> Any:
+        u, s, vh = xp.linalg.svd(0.1 * x + xp.asarray(diagonal), full_matrices=False)
+        return xp.concatenate([s[..., None, :], u * u, (vh * vh).swapaxes(-1, -2)], axis=-2)
+
+    return Sample(run, (x,), expected, accepts_float16=False)
 
 
 # -------------------------------------------------------------------- softmax and its kin, gates

@@ -158,7 +158,7 @@ print(*(name for name in heavy if name in sys.modules), *(["threads"] if threadi
 
 
 # Files whose last lines make their functions methods of a class, or their functions kernels.
-ATTACHING = "ops extra_ops einsum tensor_methods kernels/__init__ state/__init__".split()
+ATTACHING = "ops extra_ops einsum tensor_methods numpy_protocol kernels/__init__ state/__init__".split()
 ATTACHING = [f"tricycle/{name}.py" for name in ATTACHING]
 
 

@@ -2,7 +2,8 @@
 
 from tricycle import activations, einsum, experts, extra_ops, losses, softmaxes, state, tensor_methods, transforms  # noqa: F401  (they add methods and names)
 from tricycle.kernels import explanation  # noqa: F401  (it adds a function)
+from tricycle.numpy_protocol import from_dlpack
 from tricycle.tensor import Tensor, no_grad, to_tensor
 
 __version__ = "0.1.0"
-__all__ = ["Tensor", "no_grad", "to_tensor"]
+__all__ = ["Tensor", "from_dlpack", "no_grad", "to_tensor"]

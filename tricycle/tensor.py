@@ -35,7 +35,7 @@ class Tensor:
 
     __slots__ = tuple("array grad args requires_grad is_batched name _backward _saved _version __weakref__".split())
     _copied: ClassVar[tuple[str, ...]] = ("requires_grad", "is_batched", "name")  # copied along with the array
-    __array_ufunc__ = None  # makes NumPy call Tensor.__radd__ for `array + tensor`
+    __array_ufunc__: ClassVar[Any] = None  # for `array + tensor`, replaced by numpy_protocol.py
     __hash__ = object.__hash__  # by identity, because == returns a Tensor
 
     def __init__(

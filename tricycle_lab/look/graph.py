@@ -76,6 +76,16 @@ FORMULAS = {
     "attention": "Z = softmax(Q Kᵀ / √D) V;  dV = Wᵀ G,  and through the softmax to Q and K",
     "gelu": "z = x Φ(x);  dx = g (Φ(x) + x φ(x))",
     "swish": "z = x sigmoid(x);  dx = g (sigmoid(x) + z (1 - sigmoid(x)))",
+    "solve": "A Z = B;  dB = A⁻ᵀ G,  dA = -dB Zᵀ",
+    "inv": "Z = X⁻¹;  dX = -Zᵀ G Zᵀ",
+    "det": "z = det X;  dX = g z X⁻ᵀ",
+    "slogdet": "z = ln |det X|;  dX = g X⁻ᵀ",
+    "cholesky": "X = Z Zᵀ;  dX = Z⁻ᵀ Φ(Zᵀ G) Z⁻¹, made symmetric;  Φ: lower triangle, half of the diagonal",
+    "eigh values": "X = V diag(z) Vᵀ;  dX = V diag(g) Vᵀ",
+    "eigh vectors": "X = Z diag(λ) Zᵀ;  dX = Z (F ∘ Zᵀ G) Zᵀ, made symmetric;  F_ij = 1 / (λ_j - λ_i)",
+    "svd u": "X = Z diag(s) Vᵀ;  gradient through the gaps of s²",
+    "svd s": "X = U diag(z) Vᵀ;  dX = U diag(g) Vᵀ",
+    "svd vh": "X = U diag(s) Z;  gradient through the gaps of s²",
     "where": "z = x where the condition holds, else y;  g goes to the selected input",
 }
 # Formulas of operations with a number on the left, such as `3 - x`, whose names end with the operator.
