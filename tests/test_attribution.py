@@ -88,7 +88,10 @@ def test_model_is_unchanged() -> None:
 
 test_invalid_arguments = bad_input(
     {
-        "post-norm": (lambda: attribute_logit(GPT(replace(TINY, norm_placement="after")), TOKENS, 1), "pre-norm.*after"),
+        "post-norm": (
+            lambda: attribute_logit(GPT(replace(TINY, norm_placement="after")), TOKENS, 1),
+            "pre-norm.*after",
+        ),
         "both": (lambda: attribute_logit(GPT(GEMMA), TOKENS, 1), 'pre-norm.*"both"'),
         "capped": (lambda: attribute_logit(GPT(replace(TINY, logit_cap=5.0)), TOKENS, 1), "soft-capping.*5.0"),
         "no decoder": (lambda: attribute_logit(TextEncoder, TOKENS, 1), "decoder"),

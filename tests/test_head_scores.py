@@ -16,7 +16,7 @@ N = 5
 
 
 def pattern(distance: int, n_start: int) -> np.ndarray:
-    """Attention weights (T, T) of a head that looks back a number of tokens, or at the first token if there are fewer."""
+    """Return weights (T, T) of a head that looks back a number of tokens, at most to the first one."""
     n = n_start + 2 * N
     weights = np.zeros((n, n))
     weights[np.arange(n), np.maximum(np.arange(n) - distance, 0)] = 1
@@ -40,7 +40,9 @@ def test_uniform_attention_has_the_mean_weight() -> None:
     weights = np.tri(n) / np.arange(1, n + 1)[:, None]
     scores = score_weights(weights[None, None], N)
     second_half = (1 / np.arange(N + 1, n + 1)).mean()
-    np.testing.assert_allclose([scores.duplicate_token[0], scores.previous_token[0]], [second_half, (1 / np.arange(2, n + 1)).mean()])
+    np.testing.assert_allclose(
+        [scores.duplicate_token[0], scores.previous_token[0]], [second_half, (1 / np.arange(2, n + 1)).mean()]
+    )
     np.testing.assert_allclose(scores.induction, second_half)
 
 

@@ -108,7 +108,10 @@ MODEL = GPT(TINY)
 test_invalid_arguments = bad_input(
     {
         "lengths": (lambda: patch_activations(MODEL, Prompts(CLEAN, CLEAN[1:], (1, 2))), "same number.*7 and 6"),
-        "same prompts": (lambda: patch_activations(MODEL, Prompts(CLEAN, CLEAN, (1, 2))), "logits of the answers differ"),
+        "same prompts": (
+            lambda: patch_activations(MODEL, Prompts(CLEAN, CLEAN, (1, 2))),
+            "logits of the answers differ",
+        ),
         "same answers": (lambda: estimate_patches(MODEL, Prompts(CLEAN, CORRUPTED, (1, 1))), "answers differ"),
         "one answer": (lambda: estimate_patches(MODEL, Prompts(CLEAN, CORRUPTED, (1,))), "two answers, got 1"),
         "kind": (lambda: patch_activations(MODEL, PROMPTS, "mlp"), "stream, heads, got 'mlp'"),

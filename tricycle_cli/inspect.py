@@ -131,9 +131,7 @@ def _patch_tables(inspectable: InspectableStack, arguments: Arguments, clean: st
     if arguments.estimate:
         effects = estimate_patches(inspectable.model, prompts)
     else:
-        effects = {
-            kind: patch_activations(inspectable.model, prompts, kind, arguments.batch_size) for kind in KINDS
-        }
+        effects = {kind: patch_activations(inspectable.model, prompts, kind, arguments.batch_size) for kind in KINDS}
     return [
         Table("residual stream after each layer", effects["stream"], _token_texts(inspectable, ids)),
         Table("heads", effects["heads"], _head_texts(effects["heads"])),
@@ -143,9 +141,7 @@ def _patch_tables(inspectable: InspectableStack, arguments: Arguments, clean: st
 def _score_tables(inspectable: InspectableStack) -> list[Table]:
     """Return the scores of all heads."""
     scores = score_heads(inspectable.model, start=inspectable.start_token)
-    return [
-        Table(name.replace("_", " "), values, _head_texts(values)) for name, values in scores._asdict().items()
-    ]
+    return [Table(name.replace("_", " "), values, _head_texts(values)) for name, values in scores._asdict().items()]
 
 
 def _head_texts(values: np.ndarray) -> list[str]:

@@ -164,10 +164,8 @@ def _to_float64(array: Array) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- the output layer
-def _output_direction(
-    model: GPT, stream: Array, token: int, other: int | None
-) -> tuple[float, np.ndarray, float]:
-    """Return the logit (difference) after `stream` (C,), its gradient (C,) at the fixed scale of the norm, and its bias.
+def _output_direction(model: GPT, stream: Array, token: int, other: int | None) -> tuple[float, np.ndarray, float]:
+    """Return the logit (difference) after `stream` (C,), its gradient (C,) at a fixed scale of the norm, and its bias.
 
     The logit is the dot product of stream and gradient, plus the bias.
     """
@@ -186,7 +184,7 @@ def _output_direction(
         value = float(logit.array)
         logit.backward()
         bias = float(logit_of(Tensor(0 * normalized, requires_grad=False)).array)
-    unembedding = _to_float64(x.grad.array[0])
+    unembedding = _to_float64(gradient_of(x)[0])
     if norm.bias is not None:
         bias += float(_to_float64(norm.bias.array) @ unembedding)
     return value, _through_norm(norm, _to_float64(stream), unembedding), bias
@@ -199,6 +197,11 @@ def _through_norm(norm: LayerNorm, stream: np.ndarray, direction: np.ndarray) ->
         return direction * gain / np.sqrt(np.mean(stream**2) + norm.eps)
     scaled = direction * gain / np.sqrt(stream.var() + norm.eps)
     return scaled - scaled.mean()
+
+
+def gradient_of(x: Tensor) -> Array:
+    """Return the gradient of a Tensor after `backward`; zeros if the result does not depend on it."""
+    return x.xp.zeros_like(x.array) if x.grad is None else x.grad.array
 
 
 @contextmanager

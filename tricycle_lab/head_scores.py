@@ -34,9 +34,7 @@ class HeadScores(NamedTuple):
     duplicate_token: np.ndarray
 
 
-def score_heads(
-    model: GPT, n_tokens: int = 0, n_texts: int = 4, seed: int = 0, start: int | None = None
-) -> HeadScores:
+def score_heads(model: GPT, n_tokens: int = 0, n_texts: int = 4, seed: int = 0, start: int | None = None) -> HeadScores:
     """Compute the scores of all heads of a decoder, (L, H), on random tokens that are repeated once.
 
     Args:

@@ -1,4 +1,4 @@
-"""Activation patching: which activations of a clean prompt restore its answer when they replace those of another prompt.
+"""Activation patching: the effect on the answer if activations of a clean prompt replace those of a corrupted prompt.
 
 Exact patching runs the model on the corrupted prompt once for each activation, with several of them in a batch.
 Attribution patching estimates all effects to first order, with two forward passes and one backward pass.
@@ -21,7 +21,7 @@ from tricycle.devices import Array, to_cpu
 from tricycle.models import GPT
 from tricycle.ops import check_positive
 from tricycle.tensor import Tensor
-from tricycle_lab.attribution import check_decoder, check_tokens, frozen
+from tricycle_lab.attribution import check_decoder, check_tokens, frozen, gradient_of
 from tricycle_lab.probe import Probe
 
 KINDS = ("stream", "heads")  # of activations: the residual stream after a block (B, T, C), or head results (B, T, H, E)
@@ -103,12 +103,11 @@ def estimate_patches(model: GPT, prompts: Prompts) -> dict[str, np.ndarray]:
         start = float(metric.array[0])
         metric.backward()
     difference = _difference("estimate_patches", start, end)
-    products = {site: (clean[site] - corrupted[site]) * offsets[site].grad.array for site in sites}
-    effects = {kind: [] for kind in KINDS}
-    for (kind, layer), product in products.items():
-        summed = product.sum(axis=-1)[0]  # (T,) or (T, H)
-        effects[kind].append(to_cpu(summed if kind == "stream" else summed.sum(axis=0)).astype(np.float64))
-    return {kind: np.stack(rows) / difference for kind, rows in effects.items()}
+    effects: dict[str, list[np.ndarray]] = {kind: [] for kind in KINDS}
+    for site in sites:
+        effect = ((clean[site] - corrupted[site]) * gradient_of(offsets[site]))[0].sum(axis=-1)  # (T,) or (T, H)
+        effects[site[0]].append(to_cpu(effect if site[0] == "stream" else effect.sum(axis=0)))
+    return {kind: np.stack(rows).astype(np.float64) / difference for kind, rows in effects.items()}
 
 
 def _check(caller: str, model: Any, prompts: Prompts) -> None:
@@ -153,14 +152,16 @@ def _record(activations: dict[Site, Array], site: Site, out: Tensor) -> Tensor:
     return out
 
 
-def _record_with_gradient(activations: dict[Site, Array], offsets: dict[Site, Tensor], site: Site, out: Tensor) -> Tensor:
+def _record_with_gradient(
+    activations: dict[Site, Array], offsets: dict[Site, Tensor], site: Site, out: Tensor
+) -> Tensor:
     """Store an activation and a leaf of zeros that is added to it; the leaf gets the gradient of the activation."""
     offsets[site] = Tensor(out.xp.zeros_like(out.array))
     return _record(activations, site, out) + offsets[site]
 
 
 def _patch(clean: Array, site: Site, batch: Sequence[tuple[Site, int]], out: Tensor) -> Array:
-    """Return an activation (B, T, ...) with the clean one (1, T, ...) in the cell of each run that patches this site."""
+    """Return an activation (B, T, ...), with the clean one (1, T, ...) in the cell of each run that patches it."""
     columns = out.shape[1:2] if site[0] == "stream" else (1, out.shape[2])
     mask = np.zeros((len(batch), *columns, 1), bool)
     for run, (other, column) in enumerate(batch):
