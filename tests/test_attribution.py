@@ -63,7 +63,7 @@ def test_heads_of_an_adapted_projection() -> None:
     before = attribute_logit(model, TOKENS, 3)
     update = LowRankUpdate(8, 8, [LoRATarget("o_proj", 0, 8, 2, 1.0)], 0.0, np.random.default_rng(0))
     for parameter in update.parameters():
-        parameter.array[...] = 0.3
+        parameter.array[...] = np.random.default_rng(1).standard_normal(parameter.shape)
     adapter = Adapter(model, {"blocks.0.attention.projection": update}, LoRAConfig(rank=2)).attach()
     adapted = attribute_logit(model, TOKENS, 3)
     assert abs(adapted.heads - before.heads)[0].max() > 1e-3

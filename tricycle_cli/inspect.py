@@ -77,8 +77,8 @@ def main(args: Sequence[str] | None = None) -> None:
     for table in tables:
         _print_strongest(table, arguments.top)
     if arguments.out is not None:
-        grids, labels = ({table.title: table[i] for table in tables} for i in (1, 2))
-        plot_grids(grids, arguments.out, labels, inspectable.title)
+        labels = {table.title: table.columns for table in tables}
+        plot_grids({table.title: table.values for table in tables}, arguments.out, labels, inspectable.title)
         print(arguments.out)
 
 

@@ -169,7 +169,8 @@ def _output_direction(model: GPT, stream: Array, token: int, other: int | None) 
 
     The logit is the dot product of stream and gradient, plus the bias.
     """
-    head, norm = copy(model), model.norm
+    norm: Any = model.norm
+    head = copy(model)
     head.norm = None
     with model.evaluating():
         normalized = norm(Tensor(stream[None], requires_grad=False)).array

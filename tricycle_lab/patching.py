@@ -72,12 +72,13 @@ def patch_activations(model: GPT, prompts: Prompts, kind: str = "stream", batch_
         record = {site: partial(_record, activations, site) for site in sites}
         clean = _metric(model, [prompts.clean], prompts.answers, record)
         corrupted = _metric(model, [prompts.corrupted], prompts.answers, {})
+        start, end = float(corrupted.array[0]), float(clean.array[0])
+        difference = _difference("patch_activations", start, end)
         for first in range(0, len(cells), batch_size):
             batch = cells[first : first + batch_size]
             changes = {site: partial(_patch, activations[site], site, batch) for site, _ in batch}
             metrics += to_cpu(_metric(model, [prompts.corrupted] * len(batch), prompts.answers, changes).array).tolist()
-    start, end = float(corrupted.array[0]), float(clean.array[0])
-    return (np.reshape(metrics, (len(sites), n_columns)) - start) / _difference("patch_activations", start, end)
+    return (np.reshape(metrics, (len(sites), n_columns)) - start) / difference
 
 
 def estimate_patches(model: GPT, prompts: Prompts) -> dict[str, np.ndarray]:
