@@ -58,6 +58,7 @@ class Table(NamedTuple):
     title: str
     values: np.ndarray  # (layers, columns)
     columns: Sequence[str]
+    column_name: str = "head"
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -105,10 +106,6 @@ def _answer_token(inspectable: InspectableStack, answer: str) -> int:
     return ids[0]
 
 
-def _token_texts(inspectable: InspectableStack, ids: Sequence[int]) -> list[str]:
-    return [inspectable.token_text(token) for token in ids]
-
-
 # -------------------------------------------------------------------- what is computed
 def _attribution_tables(inspectable: InspectableStack, arguments: Arguments) -> list[Table]:
     """Print the logit and the contributions of no layer; return those of heads, and of MLPs and biases."""
@@ -119,7 +116,7 @@ def _attribution_tables(inspectable: InspectableStack, arguments: Arguments) -> 
     others = np.stack([result.mlps, result.attention_biases], axis=1)
     return [
         Table("heads", result.heads, _head_texts(result.heads)),
-        Table("MLPs and attention biases", others, ["MLP", "attention bias"]),
+        Table("MLPs and attention biases", others, ["MLP", "attention bias"], "part"),
     ]
 
 
@@ -132,8 +129,9 @@ def _patch_tables(inspectable: InspectableStack, arguments: Arguments, clean: st
         effects = estimate_patches(inspectable.model, prompts)
     else:
         effects = {kind: patch_activations(inspectable.model, prompts, kind, arguments.batch_size) for kind in KINDS}
+    tokens = [inspectable.token_text(token) for token in ids]
     return [
-        Table("residual stream after each layer", effects["stream"], _token_texts(inspectable, ids)),
+        Table("residual stream after each layer", effects["stream"], tokens, "position"),
         Table("heads", effects["heads"], _head_texts(effects["heads"])),
     ]
 
@@ -152,7 +150,7 @@ def _print_strongest(table: Table, n: int) -> None:
     """Print the n entries of a table with the largest absolute values."""
     n_layers, n_columns = table.values.shape
     print(f"\n{table.title} ({n_layers} layers x {n_columns})")
-    print("    value  layer  column")
+    print(f"    value  layer  {table.column_name}")
     for index in np.argsort(-np.abs(table.values), axis=None, kind="stable")[:n]:
         layer, column = divmod(int(index), n_columns)
         text = table.columns[column]
