@@ -53,7 +53,8 @@ def test_logit_is_that_of_the_model(folder):
     (token,) = loaded.tokeniser.encode_plain(" dogs")
     expected = attribute_logit(loaded.model, ids, int(token))
     out = good(inspect(folder, "--attribute", "the quick", "--answers", " dogs"))
-    assert out.startswith(f"logit {expected.logit:.4f} = embedding {expected.embedding:.4f} + bias ")
+    assert out.startswith(f"logit {expected.logit:.4f}, the sum of all parts {expected.total:.4f}\n")
+    assert f"\nembedding {expected.embedding:.4f}, " in out
     strongest = np.abs(expected.heads).max()
     assert f"{strongest:.4f}" in out
 

@@ -108,11 +108,12 @@ def _answer_token(inspectable: InspectableStack, answer: str) -> int:
 
 # -------------------------------------------------------------------- what is computed
 def _attribution_tables(inspectable: InspectableStack, arguments: Arguments) -> list[Table]:
-    """Print the logit and the contributions of no layer; return those of heads, and of MLPs and biases."""
+    """Print the logit and the contributions outside of layers; return those of heads, and of MLPs and biases."""
     ids = inspectable.encode_input(arguments.attribute or "")
     result = attribute_logit(inspectable.model, ids, *(_answer_token(inspectable, x) for x in arguments.answers))
     name = "logit" if len(arguments.answers) == 1 else "logit difference"
-    print(f"{name} {result.logit:.4f} = embedding {result.embedding:.4f} + bias {result.bias:.4f} + layers:")
+    print(f"{name} {result.logit:.4f}, the sum of all parts {result.total:.4f}")
+    print(f"embedding {result.embedding:.4f}, biases of the last norm and the head {result.bias:.4f}")
     others = np.stack([result.mlps, result.attention_biases], axis=1)
     return [
         Table("heads", result.heads, _head_texts(result.heads)),
