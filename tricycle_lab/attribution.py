@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle.blocks import MultiHeadSelfAttention
-from tricycle.devices import Array, to_cpu
+from tricycle.devices import Array, array_module, to_cpu
 from tricycle.layers import Layer, LayerNorm, RMSNorm
 from tricycle.models import GPT
 from tricycle.tensor import Tensor
@@ -149,9 +149,10 @@ def _project_heads(attention: MultiHeadSelfAttention, heads: Array) -> np.ndarra
     The layer itself projects one row for each head, so quantized weights and adapters are included.
     """
     n_heads, size = heads.shape
-    xp = Tensor(heads, requires_grad=False).xp
+    xp = array_module(heads)
     rows = xp.zeros((n_heads + 1, n_heads, size), heads.dtype)
-    rows[range(n_heads), range(n_heads)] = heads
+    each = xp.arange(n_heads)
+    rows[each, each] = heads
     with attention.evaluating():
         projected = attention.projection(Tensor(rows.reshape(n_heads + 1, -1), requires_grad=False))
     result = _to_float64(projected.array)
