@@ -52,6 +52,7 @@ CASES = {
     "tricycle generate runs/a --no-st": ["--no-stop"],
     "tricycle chat --json": ["--json-schema"],
     "tricycle generate runs/a --reg": ["--regex"],
+    "tricycle inspect smollm2 --est": ["--estimate"],
     "tricycle --print-completion ": list(SHELLS),
     "tricycle nonsense --preset la": [],
 }

@@ -24,6 +24,7 @@ from tricycle_lab.plot import (
     plot_attention,
     plot_curves,
     plot_distributions,
+    plot_grids,
     plot_losses,
     write_attention_page,
 )
@@ -196,6 +197,19 @@ def test_attention_with_tokens_of_any_kind(tmp_path, drawn):
     assert [label.get_text() for label in drawn[0].get_yticklabels()] == labels[3:]  # queries: the last two tokens
 
 
+def test_grids_are_drawn_with_symmetric_colors(tmp_path, drawn):
+    values = np.random.default_rng(0).standard_normal((4, 3))
+    grids = {"heads": values, "MLPs": np.zeros((4, 1)), "$x_1$": values}
+    plot_grids(grids, tmp_path / "grids.png", {"heads": ["a", " b", "\n$"]}, "a title")
+    check_png(tmp_path / "grids.png")
+    assert [axes.get_title() for axes in drawn[:3]] == list(grids)
+    (image,) = drawn[0].images
+    np.testing.assert_array_equal(image.get_array(), values)
+    assert image.get_clim() == (-abs(values).max(), abs(values).max())
+    assert drawn[1].images[0].get_clim() == (-1, 1)
+    assert [text.get_text() for text in drawn[0].get_xticklabels()] == ["a", "·b", "↵\\$"]
+
+
 def test_distributions_count_every_finite_element(tmp_path, drawn, rng):
     arrays = {f"layer {i}": rng.standard_normal((3, 50)).astype(np.float32) for i in range(5)}
     arrays["layer 1"][0, :7] = -np.inf
@@ -351,6 +365,9 @@ BAD = {
     "a batch of texts": (plot_attention, [{"one": np.ones((2, 2, 3, 3))}, PATH], "expected one"),
     "not finite": (plot_attention, [{"one": np.full((2, 3, 3), np.nan)}, PATH], "expected one to"),
     "too few tokens": (plot_attention, [{"one": causal(1, 3)}, PATH, "", "ab"], "expected 3"),
+    "no grid": (plot_grids, [{}, PATH], "at least one grid"),
+    "grid without layers": (plot_grids, [{"one": np.zeros(3)}, PATH], r"\(layers, columns\), got \(3,\)"),
+    "wrong labels": (plot_grids, [{"one": np.zeros((2, 3))}, PATH, {"one": ["a"]}], r"\(layers, 1\), got \(2, 3\)"),
     "no array": (plot_distributions, [{}, PATH], "at least one array"),
     "nothing finite": (plot_distributions, [{"one": np.full((2, 3), -np.inf)}, PATH], r"finite.*\(2, 3\)"),
     "no line": (plot_curves, [{"left": {}}, PATH, "x", "y"], "at least one line"),

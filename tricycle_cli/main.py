@@ -19,6 +19,7 @@ COMMANDS = {
     "evaluate": "compute a model's loss on texts, in bits per byte",
     "export": "export a model in Hugging Face format or as a GGUF file",
     "look": "inspect a model, or compare runs, in the browser",
+    "inspect": "attribute a logit, patch activations or score heads of a model",
     "bench": "compare a custom softmax with the built-in ones",
     "machine": "report hardware, libraries and kernel providers",
 }

@@ -25,6 +25,7 @@ from tricycle_lab.probe import excess_kurtosis
 # A palette for color-blind readers (Okabe and Ito 2008). Further lines have other line styles.
 COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000".split()
 LINESTYLES = ("-", "--", ":", "-.")
+MAX_GRID_LABELS = 64  # of the columns of a grid; more would overlap
 ATTENTION_PAGE = Path(__file__).with_name("attention_page.html")
 
 
@@ -198,6 +199,36 @@ def plot_attention(
     figure.supylabel("query", fontsize=9)
     figure.suptitle(title, fontsize=11)
     figure.colorbar(image, ax=grid, label="attention weight", shrink=0.8 if len(arrays) > 1 else 1, aspect=30)
+    save_figure(figure, path)
+
+
+def plot_grids(
+    grids: Mapping[str, np.ndarray], path: Path, labels: Mapping[str, Sequence[str]] | None = None, title: str = ""
+) -> None:
+    """Plot values of layers as a PNG with a heat map per grid, (L, N) by title; ValueError for another shape.
+
+    Positive values are red, negative ones blue. Each map has its own scale, symmetric around 0.
+
+    Args:
+        grids: by title, (layers, columns).
+        labels: by the title of a grid, the texts of its columns, such as tokens; by default their indices.
+    """
+    if not grids:
+        raise ValueError("plot_grids: expected at least one grid")
+    figure, panels = new_panels(len(grids), 2, (5.2, 4.2), (0.4, 0.5))
+    for axes, (name, grid) in zip(panels, grids.items()):
+        texts = (labels or {}).get(name)
+        if grid.ndim != 2 or not grid.size or (texts is not None and len(texts) != grid.shape[1]):
+            expected = "(layers, columns)" if texts is None else f"(layers, {len(texts)})"
+            raise ValueError(f"plot_grids: expected {name} to be of shape {expected}, got {grid.shape}")
+        limit = float(np.nanmax(np.abs(grid), initial=0)) or 1
+        image = axes.imshow(grid, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", origin="lower")
+        if texts is not None and len(texts) <= MAX_GRID_LABELS:
+            axes.set_xticks(range(len(texts)), map(_token_label, texts), rotation=90, family="monospace", fontsize=7)
+        axes.set_title(name, fontsize=10)
+        axes.set_ylabel("layer")
+        figure.colorbar(image, ax=axes)
+    figure.suptitle(title, fontsize=11)
     save_figure(figure, path)
 
 

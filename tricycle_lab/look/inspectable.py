@@ -92,12 +92,18 @@ class InspectableModel:
         if self.kind == "encoder":  # its tokenizer adds tokens at both ends, such as BERT's [CLS] and [SEP]
             ids = [int(token) for token in self.tokeniser.encode(text)]
         else:
-            start: int | None = None
-            with suppress(ValueError):  # the tokenizer has no token for the start of a text
-                start = self.tokeniser.start_of_text
-            ids = plain if start is None else [int(start), *plain]
+            start = self.start_token
+            ids = plain if start is None else [start, *plain]
         self.check_ids(ids)
         return ids
+
+    @property
+    def start_token(self) -> int | None:
+        """The id that begins every text of a decoder; None if the tokenizer has none."""
+        with suppress(ValueError):
+            start = self.tokeniser.start_of_text
+            return None if start is None else int(start)
+        return None
 
     def replace_token(self, ids: Sequence[int], position: int, replacement: str | int) -> list[int]:
         """Return the tokens with one replaced by a token id, or by the tokens of a text; ValueError if invalid."""

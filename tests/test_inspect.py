@@ -1,0 +1,78 @@
+"""`tricycle inspect` prints tables and writes a PNG."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from programs import good, run_here
+from tiny_models import write_folder
+
+from tricycle_cli.inspect import main
+from tricycle_cli.models import load_model
+from tricycle_lab.attribution import attribute_logit
+
+ANSWERS = ("--answers", " the", " dogs")
+PATCH = ("--patch", "the quick brown fox", "the seven brown fox", *ANSWERS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    pytest.importorskip("jinja2")
+    return write_folder(tmp_path_factory.mktemp("inspect") / "tiny", context_window=100)
+
+
+def inspect(folder, *words):
+    return run_here(main, "tricycle inspect", (folder, *words), folder.parent)
+
+
+@pytest.mark.parametrize(
+    ("words", "titles"),
+    [
+        (("--heads",), ["induction", "previous token", "duplicate token"]),
+        (PATCH, ["residual stream after each layer", "heads"]),
+        ((*PATCH, "--estimate"), ["residual stream after each layer", "heads"]),
+        (("--attribute", "the quick", *ANSWERS), ["heads", "MLPs and attention biases"]),
+    ],
+)
+def test_tables_are_printed_and_drawn(folder, words, titles):
+    out = good(inspect(folder, *words, "--top", "3", "--out", "grid.png"))
+    assert re.findall(r"^(.+) \(2 layers x \d+\)$", out, re.MULTILINE) == titles
+    values = [float(value) for value in re.findall(r"^ +(-?[\d.]+) +\d  ", out, re.MULTILINE)]
+    assert len(values) == 3 * len(titles)
+    for first in range(0, len(values), 3):
+        assert sorted(map(abs, values[first : first + 3]), reverse=True) == list(map(abs, values[first : first + 3]))
+    assert (folder.parent / "grid.png").read_bytes().startswith(b"\x89PNG")
+    assert out.endswith("grid.png\n")
+
+
+def test_logit_is_that_of_the_model(folder):
+    loaded = load_model(str(folder))
+    ids = [int(token) for token in loaded.tokeniser.encode_plain("the quick")]
+    (token,) = loaded.tokeniser.encode_plain(" dogs")
+    expected = attribute_logit(loaded.model, ids, int(token))
+    out = good(inspect(folder, "--attribute", "the quick", "--answers", " dogs"))
+    assert out.startswith(f"logit {expected.logit:.4f}, the sum of all parts {expected.total:.4f}\n")
+    assert f"\nembedding {expected.embedding:.4f}, " in out
+    strongest = np.abs(expected.heads).max()
+    assert f"{strongest:.4f}" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "one of --attribute, --patch and --heads, got none"),
+        (("--heads", "--attribute", "a"), "got 2"),
+        (("--attribute", "the"), "expected 1 or 2 answers with these flags, got 0"),
+        (PATCH[:-1], "expected 2 answers"),
+        (("--heads", "--estimate"), "--estimate with --patch only"),
+        (("--heads", "--top", "0"), "--top"),
+        (("--attribute", "the", "--answers", "zqzq"), "answers of one token each"),
+        (("--patch", "the quick", "the quick brown", *ANSWERS), "same number of tokens"),
+        (("--patch", "the", "the", *ANSWERS), "logits of the answers differ"),
+    ],
+)
+def test_wrong_flags_fail_with_one_line(folder, words, message):
+    done = inspect(folder, *words)
+    assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1

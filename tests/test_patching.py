@@ -1,0 +1,122 @@
+"""Activation patching equals a loop with a Probe, and attribution patching its first-order approximation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tables import bad_input
+from test_models import FAMILIES, GEMMA, LLAMA, PARALLEL, TINY, lively
+
+from tricycle.models import GPT
+from tricycle.tensor import no_grad
+from tricycle_lab.patching import Prompts, estimate_patches, patch_activations
+from tricycle_lab.probe import Probe
+
+CLEAN = [3, 1, 4, 1, 5, 9, 2]
+CORRUPTED = [3, 1, 7, 1, 5, 8, 2]
+PROMPTS = Prompts(CLEAN, CORRUPTED, (6, 10))
+CONFIGS = {"gpt2": TINY, "llama": LLAMA, "gemma 2": GEMMA, "parallel": PARALLEL, "mistral": FAMILIES["mistral"]}
+
+
+def metric(model: GPT, tokens: list[int]) -> float:
+    with no_grad():
+        logits = model(np.array([tokens])).array[0, -1].astype(float)
+    return logits[6] - logits[10]
+
+
+def patch_one(model: GPT, name: str, **selection) -> float:
+    """Patch one activation with a Probe and an array."""
+    with Probe(model, name) as probe, no_grad():
+        recorded = {}
+        keep = lambda out: recorded.setdefault("clean", out)
+        with probe.replace(name, keep, heads=range(model.config.n_heads) if "heads" in selection else None):
+            model(np.array([CLEAN]))
+        with probe.replace(name, recorded["clean"].array, **selection):
+            patched = metric(model, CORRUPTED)
+    start = metric(model, CORRUPTED)
+    return (patched - start) / (metric(model, CLEAN) - start)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 100])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_grids_equal_those_of_a_loop(name: str, batch_size: int) -> None:
+    model = lively(CONFIGS[name]).eval()
+    stream = patch_activations(model, PROMPTS, "stream", batch_size)
+    expected = [[patch_one(model, f"blocks.{i}", positions=t) for t in range(len(CLEAN))] for i in range(2)]
+    np.testing.assert_allclose(stream, expected, rtol=1e-4, atol=1e-4)
+    heads = patch_activations(model, PROMPTS, "heads", batch_size)
+    n_heads = model.config.n_heads
+    expected = [[patch_one(model, f"blocks.{i}.attention", heads=h) for h in range(n_heads)] for i in range(2)]
+    np.testing.assert_allclose(heads, expected, rtol=1e-4, atol=1e-4)
+    assert np.ptp(heads) > 0.01 < np.ptp(stream)
+
+
+def test_patching_everything_gives_1_and_nothing_gives_0() -> None:
+    """After the last block, the last position is all that the logits depend on; earlier positions have no effect."""
+    model = lively(TINY).eval()
+    last = patch_activations(model, PROMPTS)[-1]
+    np.testing.assert_allclose(last, [0, 0, 0, 0, 0, 0, 1], atol=1e-5)
+    one = lively(replace(TINY, n_layers=1)).eval()
+    only_last = Prompts(CLEAN, [*CLEAN[:-1], 8], (6, 10))
+    np.testing.assert_allclose(patch_activations(one, only_last)[0], [0, 0, 0, 0, 0, 0, 1], atol=1e-5)
+    # The first positions are equal in both prompts: clean activations change nothing there.
+    np.testing.assert_allclose(patch_activations(model, only_last)[:, :-1], 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_estimates_are_exact_for_small_changes(name: str) -> None:
+    """The embeddings of the exchanged tokens are almost equal; float64 leaves no rounding error."""
+    model = lively(CONFIGS[name]).eval()
+    for parameter in model.parameters():
+        parameter.array = parameter.array.astype(np.float64)
+    table = model.token_embedding.weights.array
+    generator = np.random.default_rng(0)
+    for clean, corrupted in ((4, 7), (9, 8)):
+        table[corrupted] = table[clean] + 1e-5 * generator.standard_normal(table.shape[1])
+    estimates = estimate_patches(model, PROMPTS)
+    for kind, estimate in estimates.items():
+        exact = patch_activations(model, PROMPTS, kind)
+        assert estimate.shape == exact.shape
+        np.testing.assert_allclose(estimate, exact, rtol=1e-2, atol=1e-3)
+        assert abs(exact).max() > 0.01
+
+
+def test_estimates_correlate_with_exact_effects() -> None:
+    model = GPT(replace(TINY, n_layers=4, embedding_dim=32, n_heads=4)).eval()
+    for parameter in model.parameters():
+        parameter.array[...] *= 4 if parameter.ndim > 1 else 1
+    estimates = estimate_patches(model, PROMPTS)
+    for kind, estimate in estimates.items():
+        exact = patch_activations(model, PROMPTS, kind)
+        assert np.corrcoef(estimate.ravel(), exact.ravel())[0, 1] > 0.8
+
+
+def test_model_is_unchanged() -> None:
+    model = lively(replace(TINY, dropout=0.5))
+    first = estimate_patches(model, PROMPTS), patch_activations(model, PROMPTS)
+    again = estimate_patches(model, PROMPTS), patch_activations(model, PROMPTS)
+    np.testing.assert_array_equal(first[0]["heads"], again[0]["heads"])
+    np.testing.assert_array_equal(first[1], again[1])
+    assert model.training
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert not any("forward" in vars(layer) for layer in model.layers())
+
+
+MODEL = GPT(TINY)
+test_invalid_arguments = bad_input(
+    {
+        "lengths": (lambda: patch_activations(MODEL, Prompts(CLEAN, CLEAN[1:], (1, 2))), "same number.*7 and 6"),
+        "same prompts": (
+            lambda: patch_activations(MODEL, Prompts(CLEAN, CLEAN, (1, 2))),
+            "logits of the answers differ",
+        ),
+        "same answers": (lambda: estimate_patches(MODEL, Prompts(CLEAN, CORRUPTED, (1, 1))), "answers differ"),
+        "one answer": (lambda: estimate_patches(MODEL, Prompts(CLEAN, CORRUPTED, (1,))), "two answers, got 1"),
+        "kind": (lambda: patch_activations(MODEL, PROMPTS, "mlp"), "stream, heads, got 'mlp'"),
+        "id": (lambda: patch_activations(MODEL, Prompts(CLEAN, CORRUPTED, (1, 11))), "ids from 0 to 10"),
+        "batch": (lambda: patch_activations(MODEL, PROMPTS, batch_size=0), "batch_size"),
+        "no model": (lambda: patch_activations(None, PROMPTS), "decoder.*NoneType"),
+    }
+)

@@ -1,0 +1,223 @@
+"""Direct logit attribution: the logit of a token as the sum of what each part of a decoder adds to the residual stream.
+
+The last norm divides the residual stream by its scale. With that scale held at its actual value, the logit is a linear
+function of the stream, and the stream is a sum of the embedding and of the results of heads and MLPs.
+
+Sources: nostalgebraist 2020 (logit lens); Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
+
+Shapes: T tokens, C channels, L layers, H heads, E channels of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle.blocks import MultiHeadSelfAttention
+from tricycle.devices import Array, array_module, to_cpu
+from tricycle.layers import Layer, LayerNorm, RMSNorm
+from tricycle.models import GPT
+from tricycle.tensor import Tensor
+from tricycle_lab.hooks import add_hook
+
+
+class LogitAttribution(NamedTuple):
+    """A logit, or the difference of two logits, and the contributions that add up to it.
+
+    Attributes:
+        logit: the value that the model computes.
+        embedding: the contribution of the token embedding and of learned positions.
+        heads: of the attention heads, (L, H).
+        attention_biases: of the biases of the attention layers' output projections, (L,).
+        mlps: of the MLPs with their biases, (L,).
+        bias: of the biases of the last norm and of the output head.
+    """
+
+    logit: float
+    embedding: float
+    heads: np.ndarray
+    attention_biases: np.ndarray
+    mlps: np.ndarray
+    bias: float
+
+    @property
+    def total(self) -> float:
+        """The sum of all contributions: the logit, except for rounding (with 8-bit weights also of activations)."""
+        parts = (self.heads, self.attention_biases, self.mlps)
+        return self.embedding + self.bias + sum(float(part.sum()) for part in parts)
+
+
+def attribute_logit(
+    model: GPT, tokens: Sequence[int], token: int, other: int | None = None, position: int = -1
+) -> LogitAttribution:
+    """Split the logit of `token` after a position of a text, minus that of `other` if given, into contributions.
+
+    Args:
+        model: a pre-norm decoder, sequential or parallel, without logit soft-capping.
+        tokens: the text, T ids.
+        token: the id whose logit is attributed.
+        other: the id whose logit is subtracted.
+        position: of the text; negative positions count from the end.
+
+    Raises:
+        ValueError: another model, no tokens, or a token or position out of range.
+    """
+    check_decoder("attribute_logit", model)
+    _check_linear("attribute_logit", model)
+    check_tokens("attribute_logit", tokens, model.config.vocab_size)
+    check_tokens("attribute_logit", [token, token if other is None else other], model.config.vocab_size)
+    if not -len(tokens) <= position < len(tokens):
+        raise ValueError(f"attribute_logit: expected a position of {len(tokens)} tokens, got {position}")
+    results = _record_results(model, tokens, position)
+    stream = results["stream"]
+    logit, direction, bias = _output_direction(model, stream, token, other)
+    heads = [
+        _project_heads(block.attention, results[f"heads.{layer}"]) @ direction
+        for layer, block in enumerate(model.blocks)
+    ]
+    return LogitAttribution(
+        logit,
+        float(_to_float64(results["embedding"]) @ direction),
+        np.stack([rows[:-1] for rows in heads]),
+        np.stack([rows[-1] for rows in heads]),
+        np.stack([_to_float64(results[f"mlp.{layer}"]) @ direction for layer in range(len(model.blocks))]),
+        bias,
+    )
+
+
+def check_decoder(caller: str, model: Any) -> None:
+    """Raise a ValueError unless the model is a `GPT` with multi-head attention in each block."""
+    if not isinstance(model, GPT):
+        raise ValueError(f"{caller}: expected a decoder (GPT), got a {type(model).__name__}")
+    for block in model.blocks:
+        if not isinstance(block.attention, MultiHeadSelfAttention):
+            got = type(block.attention).__name__
+            raise ValueError(f"{caller}: expected MultiHeadSelfAttention in all blocks, got {got}")
+
+
+def check_tokens(caller: str, tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise a ValueError unless `tokens` is a list of at least one id of the vocabulary."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(f"{caller}: expected at least one token, ids from 0 to {vocab_size - 1}, got {tokens!r}")
+
+
+def _check_linear(caller: str, model: GPT) -> None:
+    """Raise a ValueError unless logits are linear in the results of all layers once the last norm's scale is known."""
+    placement = model.config.norm_placement
+    if placement != "before" or not isinstance(model.norm, LayerNorm):
+        got = f'norm_placement="{placement}"'
+        raise ValueError(f"{caller}: expected a pre-norm model with a last norm (LayerNorm or RMSNorm), got {got}")
+    if model.config.logit_cap:
+        got = f"logit_cap={model.config.logit_cap}"
+        raise ValueError(f"{caller}: expected a model without logit soft-capping, got {got}")
+
+
+# -------------------------------------------------------------------- recording
+def _record_results(model: GPT, tokens: Sequence[int], position: int) -> dict[str, Array]:
+    """Run the model and return results at one position: "embedding", "stream", and "heads.i" and "mlp.i" of layers.
+
+    All are (C,) except "heads.i", (H, E). "stream" is the residual stream after the last block.
+    """
+    results: dict[str, Array] = {}
+
+    def keep(name: str, layer: Any, out: Tensor, *args: Any, **kwargs: Any) -> None:
+        results[name] = out.array[0, position]
+
+    def keep_input(layer: Any, out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
+        results["embedding"] = x.array[0, position]
+
+    with ExitStack() as hooks:
+        hooks.enter_context(model.evaluating())
+        hooks.callback(add_hook(model.blocks[0], "observers", keep_input))
+        hooks.callback(add_hook(model.blocks[-1], "observers", partial(keep, "stream")))
+        for i, block in enumerate(model.blocks):
+            hooks.callback(add_hook(block.attention.attention, "observers", partial(keep, f"heads.{i}")))
+            hooks.callback(add_hook(block.mlp, "observers", partial(keep, f"mlp.{i}")))
+        model.hidden_states(model.place(np.array([tokens])))
+    return results
+
+
+def _project_heads(attention: MultiHeadSelfAttention, heads: Array) -> np.ndarray:
+    """Return what each head (H, E) adds to the residual stream, and the bias of the projection as last row: (H + 1, C).
+
+    The layer itself projects one row for each head, so quantized weights and adapters are included.
+    """
+    n_heads, size = heads.shape
+    xp = array_module(heads)
+    rows = xp.zeros((n_heads + 1, n_heads, size), heads.dtype)
+    each = xp.arange(n_heads)
+    rows[each, each] = heads
+    with attention.evaluating():
+        projected = attention.projection(Tensor(rows.reshape(n_heads + 1, -1), requires_grad=False))
+    result = _to_float64(projected.array)
+    result[:-1] -= result[-1]
+    return result
+
+
+def _to_float64(array: Array) -> np.ndarray:
+    return to_cpu(array).astype(np.float64)
+
+
+# -------------------------------------------------------------------- the output layer
+def _output_direction(model: GPT, stream: Array, token: int, other: int | None) -> tuple[float, np.ndarray, float]:
+    """Return the logit (difference) after `stream` (C,), its gradient (C,) at a fixed scale of the norm, and its bias.
+
+    The logit is the dot product of stream and gradient, plus the bias.
+    """
+    norm: Any = model.norm
+    head = copy(model)
+    head.norm = None
+    with model.evaluating():
+        normalized = norm(Tensor(stream[None], requires_grad=False)).array
+
+    def logit_of(x: Tensor) -> Tensor:
+        logits = head.logits(x)
+        return logits[0, token] if other is None else logits[0, token] - logits[0, other]
+
+    with frozen(model):
+        x = Tensor(normalized)
+        logit = logit_of(x)
+        value = float(logit.array)
+        logit.backward()
+        bias = float(logit_of(Tensor(0 * normalized, requires_grad=False)).array)
+    unembedding = _to_float64(gradient_of(x)[0])
+    if norm.bias is not None:
+        bias += float(_to_float64(norm.bias.array) @ unembedding)
+    return value, _through_norm(norm, _to_float64(stream), unembedding), bias
+
+
+def _through_norm(norm: LayerNorm, stream: np.ndarray, direction: np.ndarray) -> np.ndarray:
+    """Return the gradient (C,) of `direction @ norm(x)` at `stream`, with the scale of the norm as a constant."""
+    gain = 1.0 if norm.gain is None else _to_float64(norm.gain.array) + getattr(norm, "unit_offset", False)
+    if isinstance(norm, RMSNorm):
+        return direction * gain / np.sqrt(np.mean(stream**2) + norm.eps)
+    scaled = direction * gain / np.sqrt(stream.var() + norm.eps)
+    return scaled - scaled.mean()
+
+
+def gradient_of(x: Tensor) -> Array:
+    """Return the gradient of a Tensor after `backward`; zeros if the result does not depend on it."""
+    return x.xp.zeros_like(x.array) if x.grad is None else x.grad.array
+
+
+@contextmanager
+def frozen(model: Layer) -> Iterator[None]:
+    """Compute gradients of activations alone in a context: no dropout, and no parameter requires a gradient."""
+    modes = [(layer, layer.training) for layer in model.layers()]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.eval()
+    for parameter in parameters:
+        parameter.requires_grad = False
+    try:
+        yield
+    finally:
+        for layer, training in modes:
+            layer.training = training
+        for parameter in parameters:
+            parameter.requires_grad = True
