@@ -30,7 +30,7 @@ from tricycle_accelerators.compiled.jit import (
     to_float32,
 )
 
-WIDENED_KEYS = 32  # keys or values of 16 or 8 bits that are float32 at a time
+WIDENED_KEYS = 16  # keys or values of 16 or 8 bits that are float32 at a time
 HALF_TO_SINGLE = np.float32(2.0**112)  # a float16's exponent is 112 less than a float32's with the same bits
 
 
@@ -215,14 +215,14 @@ def _widen(numbers: np.ndarray, is_bfloat16: bool, wide: np.ndarray) -> None:
 @compile_loop("void(i1[:, :, ::1], u2[:, :, ::1], f4[:, :, ::1])")
 def _dequantize(numbers: np.ndarray, scales: np.ndarray, wide: np.ndarray) -> None:
     """Convert int8 numbers (S, K, D) to float32, times the scale of their block, in bfloat16 bits (S, K, N)."""
-    n_tokens, n_heads, n_blocks = scales.shape
-    size = numbers.shape[2] // n_blocks
-    for s in range(n_tokens):
-        for k in range(n_heads):
-            for n in range(n_blocks):
-                scale = bfloat16_to_float32(scales[s, k, n])
-                for d in range(n * size, (n + 1) * size):
-                    wide[s, k, d] = np.float32(numbers[s, k, d]) * scale
+    source, floats, of_blocks = numbers.reshape(-1), wide.reshape(-1), scales.reshape(-1)
+    for i in range(len(source)):  # two loops, as LLVM checks once whether the arrays of this one overlap
+        floats[i] = np.float32(source[i])
+    size = len(source) // max(1, len(of_blocks))
+    for n in range(len(of_blocks)):
+        scale, block = bfloat16_to_float32(of_blocks[n]), floats[n * size : (n + 1) * size]
+        for i in range(size):
+            block[i] *= scale
 
 
 @overload_by_types
