@@ -50,7 +50,7 @@ def test_large_array_is_aligned_and_owns_its_memory(arena):
     assert owns_memory(array) and owns_memory(np.empty(3))
     for view in (array[1:], array.reshape(-1), array.T, array.view(np.uint32), np.empty(3)[:2]):
         assert not owns_memory(view)
-    end = address(array) + array.nbytes + 4  # of its own last cache line
+    end = address(array) + array.nbytes + 4  # of its last cache line, which no other array shares
     assert array.nbytes % 64 == 60 and arena.ranges[0].used_end == end
 
 

@@ -80,7 +80,7 @@ def test_second_derivatives_beside_the_registry(sample):
 
 
 def test_large_residual_addition():
-    """It is an operation of its own from this size on."""
+    """From this size on, it is a separate operation."""
     x = Tensor(np.linspace(1, 2, LARGE))
     (product,) = hvp(lambda x: (add_residual(x, x) ** 3).sum(), (x,), (x,))
     np.testing.assert_allclose(product.array, 48 * x.array**2)

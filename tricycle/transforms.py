@@ -311,7 +311,7 @@ def vmap(f: Function, in_axes: int | Sequence[int | None] | None = 0) -> Functio
 
 # -------------------------------------------------------------------- layers as functions of their parameters
 def functional_call(model: Any, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Return `model(*args, **kwargs)` computed with these parameters in place of its own, which do not change.
+    """Return `model(*args, **kwargs)` computed with these parameters; those of the model do not change.
 
     Args:
         model: a Layer, of which the call uses a copy with the same arrays and random generators.
