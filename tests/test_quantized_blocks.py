@@ -1,6 +1,8 @@
 """Matrices in the quantized blocks of GGUF files: products, and files that change while they are mapped."""
 
+import copy
 import os
+import pickle
 import time
 from pathlib import Path
 
@@ -96,6 +98,14 @@ def test_linear_has_gradients_for_x_and_bias():
     matrix.linear(x, weights, bias, "dense", "float32").sum().backward()
     np.testing.assert_allclose(x.grad.numpy(), np.broadcast_to(np.asarray(matrix).sum(axis=1), (4, 256)), 1e-4, 1e-3)
     np.testing.assert_allclose(bias.grad.numpy(), 4.0)
+
+
+def test_copies_do_not_use_addresses_of_the_original():
+    matrix, x = matrix_of("Q4_0", 256, 40), np.ones((1, 256), np.float32)
+    expected = quantized_matmul(x, matrix)
+    unpickled = pickle.loads(pickle.dumps(matrix))
+    assert unpickled.prepared == {} and copy.deepcopy(matrix) is matrix
+    np.testing.assert_array_equal(quantized_matmul(x, unpickled), expected)
 
 
 # -------------------------------------------------------------------- in files

@@ -11,6 +11,7 @@ import numpy as np
 import tyro
 
 from tricycle.configs.validated import OneOf
+from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import load_adapter, save_gguf_adapter
 from tricycle.pretrained.export import export_folder
@@ -107,6 +108,8 @@ def check_outputs(arguments: Arguments) -> None:
 
 def calibrate(loaded: Pretrained, path: Path, text: bytes) -> dict[str, np.ndarray]:
     """Return the result of `measure_importance` on a text; ValueError, with the path, if it is not suitable."""
+    if not isinstance(loaded.model, GPT):
+        raise ValueError(f"--calibrate: expected a decoder, got a {type(loaded.model).__name__}")
     tokens = loaded.tokeniser.encode_plain(text)
     with error_prefix(f"{path}: "):
         return measure_importance(loaded.model, tokens, loaded.tokeniser.start_of_text, progress=True)

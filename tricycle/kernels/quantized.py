@@ -172,6 +172,9 @@ class QuantizedMatrix:
         """Return the matrix itself, as it is immutable."""
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedMatrix:
+        return self
+
     def __getitem__(self, ids: Any) -> np.ndarray:
         """Return rows of an embedding table by index, as float32."""
         if self.transposed:

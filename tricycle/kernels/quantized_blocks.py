@@ -124,6 +124,10 @@ class BlockMatrix(QuantizedMatrix):
         self.dtype = np.dtype(np.uint8)
         self.size = n_rows * row_size
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without `prepared`, which may contain addresses of this process.
+        return BlockMatrix, (self.parts, self.transposed, self.exact)
+
     @property
     def format_name(self) -> str:
         """The formats of the blocks, such as "Q4_K" or "Q4_K and Q6_K"."""
