@@ -24,6 +24,7 @@ from transformers_families import (
     hf_llama_fields,
     hf_logits,
     new_hf_model,
+    phi3,
     read,
 )
 
@@ -74,6 +75,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, layer types": ("qwen2", {**LLAMA, **WINDOW, **LINEAR, "num_hidden_layers": 3, "layer_types": SLIDING}),
     "qwen3, usual heads": ("qwen3", {**LLAMA, "rms_norm_eps": 1e-2, "attention_bias": True}),
     "qwen3, llama3": ("qwen3", {**LLAMA, "head_dim": 6, "rope_parameters": default_rope(5000.0) | LLAMA3_SCALING}),
+    "llama, YaRN": ("llama", {**LLAMA, **rope("yarn", factor=8.0, original_max_position_embeddings=16)}),
+    "llama, YaRN, other factors": (
+        "llama",
+        {**LLAMA, **rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.4, truncate=False)},
+    ),
     "olmo2, all heads": ("olmo2", {**LLAMA, "num_key_value_heads": 4, "attention_bias": True, **rope()}),
     "mixtral, usual": ("mixtral", {**LLAMA, "num_local_experts": 4, "head_dim": 10}),
     "qwen3_moe, window": (
@@ -123,6 +129,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "stablelm, usual": ("stablelm", {**LLAMA, "use_qkv_bias": True, "hidden_size": 32, "hidden_act": "gelu"}),
+    "phi3, a short text that becomes long": ("phi3", phi3(40).hf_fields),
+    "phi3, usual": ("phi3", {**LLAMA, "num_key_value_heads": 4, "sliding_window": None}),
     "phi, grouped heads": (
         "phi",
         {**PHI, "num_attention_heads": 4, "num_key_value_heads": 2, **rope(partial_rotary_factor=0.7)},

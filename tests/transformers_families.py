@@ -147,6 +147,19 @@ def stablelm(parallel: bool = False) -> Family:
     return Family("stablelm", hf_fields, ModelConfig(**sizes, **layer, **biases, **rotary, tied=False))
 
 
+def phi3(original_window: int) -> Family:
+    """Return a Phi-3: fused matrices, and other frequencies in texts that are longer than the original window."""
+    divisors = {"short_factor": [1.0, 1.1, 1.5], "long_factor": [1.0, 2.0, 6.0]}
+    rope = {**default_rope(10_000.0, partial_rotary_factor=0.75), "rope_type": "longrope", **divisors, "factor": 8.0}
+    sizes = {"hidden_size": 32, ORIGINAL_WINDOW: original_window}
+    hf_fields = hf_llama_fields(**sizes, sliding_window=9, rope_parameters=rope)
+    scaling = {"rotary_scaling": "longrope", "rotary_original_window": original_window, "rotary_fraction": 0.75}
+    scaling["rotary_attention_factor"] = (1 + np.log(8) / np.log(original_window)) ** 0.5
+    scaling["rotary_divisors"] = (1.0, 1.1, 1.5, 1.0, 2.0, 6.0)
+    return Family("phi3", hf_fields, llama_config(embedding_dim=32, window=9, **scaling))
+
+
+ORIGINAL_WINDOW = "original_max_position_embeddings"
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -154,6 +167,10 @@ LLAMA3_SCALING = {
     "high_freq_factor": 5.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_slow": 0.05, "beta_fast": 0.25}
+YARN_ROTARY = {"rotary_scaling": "yarn", "rotary_factor": 4.0, "rotary_original_window": 8}
+YARN_ROTARY |= {"rotary_low_frequency": 0.05, "rotary_high_frequency": 0.25}
+YARN_ROTARY |= {"rotary_attention_factor": 1 + 0.1 * np.log(4.0)}
 LLAMA3_ROTARY = {"rotary_factor": 8.0, "rotary_low_frequency": 1.5, "rotary_high_frequency": 5.0}
 EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.25, "rms_norm_eps": 1e-2}
 EXPERTS_CONFIG = {
@@ -170,6 +187,11 @@ FAMILIES: dict[str, Family] = {
     "Llama": llama({"rope_type": "default"}),
     "Llama 3": llama(LLAMA3_SCALING, rotary_scaling="llama3", rotary_original_window=64, **LLAMA3_ROTARY),
     "Llama, linear": llama({"rope_type": "linear", "factor": 4.0}, rotary_scaling="linear", rotary_factor=4.0),
+    "Qwen2, YaRN": Family(
+        "qwen2",
+        hf_llama_fields(rope_parameters=default_rope(100.0) | YARN, use_sliding_window=False),
+        llama_config(qkv_bias=True, rotary_base=100.0, **YARN_ROTARY),
+    ),
     # a sliding window in every layer
     "Mistral": Family(
         "mistral",
@@ -234,6 +256,7 @@ FAMILIES: dict[str, Family] = {
         "gpt2", {**GPT2_SIZES, "bos_token_id": 1, "eos_token_id": 2}, ModelConfig(**TRICYCLE_SIZES, n_heads=3)
     ),
     "Phi": phi(),
+    "Phi-3": phi3(24),
     "StableLM": stablelm(),
     # no RoPE in the second layer
     "SmolLM3": Family(

@@ -18,14 +18,14 @@ import numpy as np
 from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.config_equivalence import has_bias
-from tricycle.pretrained.config_fields import ConfigFields, size_fields
+from tricycle.pretrained.config_fields import ConfigFields, rotary_scaling_fields, size_fields
 from tricycle.pretrained.export import match_family
 from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.families.bert import BERT
 from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
-from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3, rotary_scaling_fields
+from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.gguf_config import (

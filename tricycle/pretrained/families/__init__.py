@@ -22,12 +22,13 @@ from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
+from tricycle.pretrained.families.phi3 import PHI3
 from tricycle.pretrained.families.smollm3 import SMOLLM3
 from tricycle.pretrained.families.stablelm import STABLELM
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
-DENSE_FAMILIES = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, STABLELM, SMOLLM3]
+DENSE_FAMILIES = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, PHI3, STABLELM, SMOLLM3]
 ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)

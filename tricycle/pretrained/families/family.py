@@ -9,7 +9,7 @@ Shapes: H query heads, D head size; "in" and "out" are the input and output size
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ from tricycle.tensor import Tensor
 # Names of Tricycle's layers to those of Hugging Face's. Several of the latter are concatenated along the output axis of
 # one Tricycle layer. N is the number of a block, and M that of an expert.
 TensorNames = dict[str, list[str]]
+# A function of config, ours and theirs, the outputs (out, ...) of one linear layer in Tricycle's and in another order,
+# that yields views of both with equal elements.
+Layout = Callable[[Any, np.ndarray, np.ndarray], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 # Masks and tables, which older versions of transformers also saved; they are not weights.
 BUFFERS = re.compile(
@@ -58,7 +61,7 @@ class Family:
             that of `names`.
         legacy_names: regular expressions of outdated parts of names, and the parts in `names` that replace them.
         ignored: a regular expression of names, without the prefix, of tensors that Tricycle does not use.
-        interleaved_qkv: one matrix contains queries, keys and values, interleaved by head (GPT-NeoX).
+        layouts: how the checkpoint orders the outputs of a linear layer, by the last component of its name there.
         fan_in_fan_out: matrices are (in, out), as Tricycle's are (GPT-2's Conv1D).
         new_model: returns a model of a config without random initialization of its weights.
     """
@@ -71,7 +74,7 @@ class Family:
     prefixes: tuple[str, ...] = ("",)
     legacy_names: dict[str, str] = field(default_factory=dict)
     ignored: str = "(?!)"
-    interleaved_qkv: bool = False
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
     fan_in_fan_out: bool = False
     new_model: Callable[[Any], Layer] = uninitialized_gpt
 
@@ -122,9 +125,9 @@ class TensorMapping:
         role = declared_role(self.parameters[name])
         return role in ("head", "router") or (role == "matrix" and not self.family.fan_in_fan_out)
 
-    def is_interleaved(self, name: str) -> bool:
-        """Return whether the checkpoint interleaves queries, keys and values of a parameter by head."""
-        return self.family.interleaved_qkv and ".qkv." in name
+    def has_layout(self, hf_name: str) -> bool:
+        """Return whether the checkpoint orders the outputs of a linear layer, or of its tensor, in another way."""
+        return layer_kind(hf_name) in self.family.layouts
 
     def matching_views(
         self, name: str, hf_tensor: HFTensor, ours: np.ndarray, theirs: np.ndarray
@@ -132,22 +135,38 @@ class TensorMapping:
         """Yield views of parameter `ours` and tensor `theirs` with equal elements, a few rows at a time, to copy."""
         if hf_tensor.columns.stop - hf_tensor.columns.start < ours.shape[-1]:
             ours = ours[..., hf_tensor.columns]
-        if self.is_interleaved(name):
-            ours, theirs = self.views_by_head(ours, theirs)
-        elif self.is_transposed(name):
+        if self.is_transposed(name):
             ours = ours.T
         if not theirs.size:
             return
-        n_rows = max(1, CHUNK_BYTES // (theirs.itemsize * max(1, theirs.size // len(theirs))))
-        for start in range(0, len(theirs), n_rows):
-            yield ours[start : start + n_rows], theirs[start : start + n_rows]
+        for mine, their_part in self.reordered_views(hf_tensor.name, ours, theirs):
+            n_rows = max(1, CHUNK_BYTES // (theirs.itemsize * max(1, their_part.size // len(their_part))))
+            for start in range(0, len(their_part), n_rows):
+                yield mine[start : start + n_rows], their_part[start : start + n_rows]
 
-    def views_by_head(self, ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views (H, 3, D, ...) of a parameter (..., 3 H D) and of an interleaved tensor (H 3 D, ...)."""
-        n_heads = self.config.n_heads
-        theirs = theirs.reshape(n_heads, 3, -1, *theirs.shape[1:])
-        ours = ours.reshape(*ours.shape[:-1], 3, n_heads, -1)
-        return np.moveaxis(ours, (-2, -3, -1), (0, 1, 2)), theirs
+    def reordered_views(self, hf_name: str, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[Any, Any]]:
+        """Yield views with equal elements of the outputs (out, ...) of a linear layer, which may have another order."""
+        layout = self.family.layouts.get(layer_kind(hf_name))
+        yield from [(ours, theirs)] if layout is None else layout(self.config, ours, theirs)
+
+
+# -------------------------------------------------------------------- orders of outputs
+def by_head(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield views (H, 3, D, ...) of queries, keys and values (3 H D, ...), which `theirs` interleaves by head."""
+    rest = ours.shape[1:]
+    yield ours.reshape(3, config.n_heads, -1, *rest).swapaxes(0, 1), theirs.reshape(config.n_heads, 3, -1, *rest)
+
+
+def gate_first(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield both halves of a gated layer (2 F, ...), of which `theirs` has the gate first."""
+    half = len(ours) // 2
+    yield ours[half:], theirs[:half]
+    yield ours[:half], theirs[half:]
+
+
+def layer_kind(hf_name: str) -> str:
+    """Return the last component of the name of a layer, or of its weight or bias."""
+    return re.sub(r"\.(weight|bias)$", "", hf_name).rpartition(".")[2]
 
 
 def fill_numbers(template: str, numbers: Sequence[str]) -> str:
@@ -201,7 +220,8 @@ def _storage_format(mapping: TensorMapping, name: str, theirs: list[StoredTensor
     if weights == "float32" or declared_role(mapping.parameters[name]) not in QUANTIZED_ROLES:
         return "float32"
     kinds = {tensor.dtype_name for tensor in theirs}
-    have_blocks = all(tensor.read_blocks for tensor in theirs) and not mapping.is_interleaved(name)
+    reordered = any(mapping.has_layout(hf_tensor.name) for hf_tensor in mapping.hf_tensors(name))
+    have_blocks = all(tensor.read_blocks for tensor in theirs) and not reordered
     if have_blocks and keeps_blocks(weights, kinds):
         return "blocks"
     if weights == "auto":
