@@ -15,6 +15,7 @@ from transformers_families import FAMILIES as SMALL
 from transformers_families import (
     GEMMA3_ROPE,
     LLAMA3_SCALING,
+    MULTIPLIERS,
     SMOLLM2,
     VOCABULARY,
     Family,
@@ -103,6 +104,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
             "attention_bias": True,
+        },
+    ),
+    "granite, all heads": ("granite", {**LLAMA, **MULTIPLIERS, "num_key_value_heads": 4, "attention_bias": True}),
+    "granitemoe, all heads": (
+        "granitemoe",
+        {
+            **LLAMA,
+            "num_key_value_heads": 4,
+            "num_local_experts": 4,
+            "attention_bias": True,
+            "attention_multiplier": 0.3,
         },
     ),
     "gemma2, no caps": ("gemma2", {**GEMMA, **NO_CAPS, "attention_bias": True}),

@@ -180,6 +180,9 @@ EXPERTS_CONFIG = {
     "normalize_experts": False,
     "norm_eps": 1e-2,
 }
+MULTIPLIERS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.25, "attention_multiplier": 0.2}
+MULTIPLIERS |= {"logits_scaling": 8.0}
+SCALES = {"embedding_scale": 6.0, "residual_scale": 0.25, "score_scale": 0.2, "logit_scale": 0.125}
 QWEN2_LAYERS = {"num_hidden_layers": 3, "max_window_layers": 2, "use_sliding_window": True, "sliding_window": 5}
 QK_NORM = {"qk_norm": True, "qk_norm_gain": True}
 GPT2_SIZES = {"vocab_size": VOCABULARY, "n_positions": LONGEST, "n_embd": 24, "n_layer": N_LAYERS, "n_head": 3}
@@ -239,6 +242,17 @@ FAMILIES: dict[str, Family] = {
         hf_llama_fields(**EXPERTS, num_experts=6, tie_word_embeddings=False, rope_parameters=default_rope(1e4)),
         llama_config(**EXPERTS_CONFIG, **QK_NORM, qk_norm_eps=1e-2, qk_norm_per_head=False, tied=False),
     ),
+    # factors of embeddings, residuals, scores and logits
+    "Granite": Family(
+        "granite",
+        hf_llama_fields(**MULTIPLIERS, rope_parameters=default_rope(1e4), mlp_bias=True),
+        llama_config(**SCALES, mlp_bias=True),
+    ),
+    "Granite-MoE": Family(
+        "granitemoe",
+        hf_llama_fields(**MULTIPLIERS, **EXPERTS, num_local_experts=6, rope_parameters=default_rope(1e4)),
+        llama_config(**EXPERTS_CONFIG | SCALES | {"normalize_experts": True}),
+    ),
     # norms before and after, soft-caps of scores and logits, and a window in every other layer
     "Gemma 2": Family(
         "gemma2",
@@ -295,6 +309,8 @@ def read(hf_model: Any, part: str = "data") -> Any:
 def checkpoint_arrays(hf_model: Any, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return a model's tensors as arrays by their names in checkpoints, which have one tensor for each expert."""
     split: dict[str, np.ndarray] = {}
+    if hf_model.config.model_type in STACKED:
+        return {stacked_name(name): tensor.numpy() for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         array = tensor.numpy()
         layer, _, kind = name.rpartition(".experts.")
@@ -305,6 +321,17 @@ def checkpoint_arrays(hf_model: Any, tensors: dict[str, Any]) -> dict[str, np.nd
         split |= {} if parts else {name: array}
     names = {name: mixtral_name(name) if hf_model.config.model_type == "mixtral" else name for name in split}
     return {names[name]: array for name, array in split.items()}
+
+
+STACKED = ("granitemoe", "gpt_oss")  # whose checkpoints have one tensor of all experts
+
+
+def stacked_name(name: str) -> str:
+    """Return the name of a tensor in checkpoints of Granite-MoE, from that of its parameter."""
+    parts = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+    for part, theirs in (parts | {"router.weight": "router.layer.weight"}).items():
+        name = name.replace(f"block_sparse_moe.{part}", f"block_sparse_moe.{theirs}")
+    return name
 
 
 def mixtral_name(name: str) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from tricycle.configs.size import min_n_weights
@@ -14,9 +15,10 @@ from tricycle.kernels.quantized_blocks import BLOCK_FORMATS
 from tricycle.layers import Layer
 from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.bert import BERT, ROBERTA
-from tricycle.pretrained.families.family import Family, keeps_blocks, load_weights
+from tricycle.pretrained.families.family import Family, canonicalize_names, keeps_blocks, load_weights
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
+from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
@@ -25,11 +27,28 @@ from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
 from tricycle.pretrained.families.smollm3 import SMOLLM3
 from tricycle.pretrained.families.stablelm import STABLELM
+from tricycle.pretrained.families.stacks import unstack
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
-DENSE_FAMILIES = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, PHI3, STABLELM, SMOLLM3]
-ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, BERT, ROBERTA]
+DENSE_FAMILIES = [
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    OLMO2,
+    GPT2,
+    NEOX,
+    OPT,
+    GEMMA2,
+    GEMMA3,
+    PHI,
+    PHI3,
+    STABLELM,
+    SMOLLM3,
+    GRANITE,
+]
+ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)
 
@@ -47,6 +66,8 @@ def build_model(source: StoredModel, weights: str = "float32") -> Layer:
     """
     with error_prefix(f"{source.path}: "):
         family = find_family(source)
+        if family.stacks:
+            source = replace(source, tensors=unstack(family.stacks, canonicalize_names(family, source.tensors)))
         config = read_config(family, source)
         _check_memory(config, source, weights)
         model = family.new_model(config)

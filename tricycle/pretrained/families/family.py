@@ -21,6 +21,7 @@ from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.pretrained.config_fields import ConfigFields
+from tricycle.pretrained.families.stacks import Stacks
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, join_blocks, release_pages
 from tricycle.tensor import Tensor
 
@@ -62,6 +63,7 @@ class Family:
         legacy_names: regular expressions of outdated parts of names, and the parts in `names` that replace them.
         ignored: a regular expression of names, without the prefix, of tensors that Tricycle does not use.
         layouts: how the checkpoint orders the outputs of a linear layer, by the last component of its name there.
+        stacks: tensors with the matrices of all experts.
         fan_in_fan_out: matrices are (in, out), as Tricycle's are (GPT-2's Conv1D).
         new_model: returns a model of a config without random initialization of its weights.
     """
@@ -75,6 +77,7 @@ class Family:
     legacy_names: dict[str, str] = field(default_factory=dict)
     ignored: str = "(?!)"
     layouts: Mapping[str, Layout] = field(default_factory=dict)
+    stacks: Stacks = field(default_factory=dict)
     fan_in_fan_out: bool = False
     new_model: Callable[[Any], Layer] = uninitialized_gpt
 
