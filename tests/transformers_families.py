@@ -253,6 +253,20 @@ FAMILIES: dict[str, Family] = {
         hf_llama_fields(**MULTIPLIERS, **EXPERTS, num_local_experts=6, rope_parameters=default_rope(1e4)),
         llama_config(**EXPERTS_CONFIG | SCALES | {"normalize_experts": True}),
     ),
+    # attention sinks, a window in every other layer, biases of the router and the experts
+    "gpt-oss": Family(
+        "gpt_oss",
+        hf_llama_fields(
+            **EXPERTS, num_local_experts=4, head_dim=8, sliding_window=5, rope_parameters=default_rope(100.0) | YARN
+        ),
+        llama_config(
+            **EXPERTS_CONFIG | {"normalize_experts": True, "router_bias": True, "n_experts": 4},
+            **YARN_ROTARY | {"rotary_base": 100.0},
+            **{"activation": "clamped_swiglu", "softmax": "sink", "window": 5, "full_layers": (1,), "head_size": 8},
+            gated=False,  # by the activation
+            bias=True,
+        ),
+    ),
     # norms before and after, soft-caps of scores and logits, and a window in every other layer
     "Gemma 2": Family(
         "gemma2",

@@ -31,7 +31,7 @@ class ModelConfig(ValidatedConfig):
     """The architecture of a decoder-only transformer. The defaults are GPT-2's (124M parameters)."""
 
     is_decoder = True  # False for `configs.encoder.EncoderConfig`
-    is_gated = property(lambda self: self.gated or self.activation == "swiglu")  # whether the MLP is gated
+    is_gated = property(lambda self: self.gated or "swiglu" in self.activation)  # whether the MLP is gated
     vocab_size: int = 50_257  # number of tokens in the vocabulary
     context_window: int = 1024  # the maximum number of tokens of a sequence
     embedding_dim: int = 768  # width of the residual stream

@@ -32,7 +32,9 @@ _ACTIVATION_OF_NAME = {name: activation for activation, names in ACTIVATION_NAME
 
 
 def activation_name(activation: str) -> str:
-    """Return transformers' name of a Tricycle activation ("swiglu": that of its gate, silu); KeyError if unknown."""
+    """Return transformers' name of a Tricycle activation ("swiglu": that of its gate, silu); ValueError if unknown."""
+    if activation not in {*ACTIVATION_NAMES, "swiglu"}:
+        raise ValueError(f"activation={activation!r} has no name in transformers")
     return ACTIVATION_NAMES["swish" if activation == "swiglu" else activation][0]
 
 

@@ -18,6 +18,7 @@ from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.family import Family, canonicalize_names, keeps_blocks, load_weights
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
+from tricycle.pretrained.families.gpt_oss import GPT_OSS
 from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
@@ -48,7 +49,7 @@ DENSE_FAMILIES = [
     SMOLLM3,
     GRANITE,
 ]
-ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, BERT, ROBERTA]
+ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)
 
@@ -90,8 +91,9 @@ def read_config(family: Family, source: StoredModel) -> Any:
         ValueError: a field is invalid or not supported, or the config needs more weights than the files contain.
     """
     fields = ConfigFields(source.fields)
-    if fields.get("quantization_config") is not None:
-        raise ValueError("expected weights of 16 or 32 bits, got quantization_config")
+    method = fields.section("quantization_config").get("quant_method", "quantization_config")
+    if fields.get("quantization_config") is not None and not (family.stacks and method == "mxfp4"):
+        raise ValueError(f"expected weights of 16 or 32 bits, got {method}")
     for place in ("num_hidden_layers", "n_layer"):
         n_layers = ConfigFields(fields.section("text_config")).get(place, fields.get(place, 1))
         if isinstance(n_layers, int) and n_layers > len(source.tensors):

@@ -110,8 +110,9 @@ class TensorMapping:
         numbers = re.findall(NUMBER, layer)
         letters = iter("NM")
         template = re.sub(NUMBER, lambda number: next(letters, number[0]), layer)
-        ending = "bias" if kind == "bias" else "weight"
-        names = [f"{fill_numbers(theirs, numbers)}.{ending}" for theirs in self.family.names[template]]
+        own = self.family.names.get(f"{template}.{kind}")  # of a parameter that no layer contains
+        ending = "" if own else ".bias" if kind == "bias" else ".weight"
+        names = [fill_numbers(theirs, numbers) + ending for theirs in own or self.family.names[template]]
         sizes = [parameter.shape[-1] // len(names)] * len(names)  # on the parameter's last axis
         if len(names) == 3 and ".qkv." in name:
             heads = (self.config.n_heads, self.config.key_heads, self.config.key_heads)
@@ -165,6 +166,13 @@ def gate_first(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tu
     half = len(ours) // 2
     yield ours[half:], theirs[:half]
     yield ours[:half], theirs[half:]
+
+
+def gate_interleaved(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield both halves of a gated layer (2 F, ...), of which `theirs` has each gate before its other output."""
+    half = len(ours) // 2
+    yield ours[half:], theirs[0::2]
+    yield ours[:half], theirs[1::2]
 
 
 def layer_kind(hf_name: str) -> str:
