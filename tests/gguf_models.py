@@ -15,7 +15,7 @@ from transformers_families import FAMILIES, HF_SIZES, LLAMA3_SCALING, new_hf_mod
 
 RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 ARCHITECTURES = {name: RENAMED.get(family.model_type, family.model_type) for name, family in FAMILIES.items()}
-NOT_READ = ("mistral", "opt", "stablelm", "smollm3", "phi3", "granitemoe", "gpt_oss")
+NOT_READ = ("mistral", "opt", "stablelm", "smollm3", "phi3", "granitemoe", "gpt_oss", "cohere", "falcon", "gptj")
 ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in NOT_READ and "YaRN" not in name}
 # What a file cannot say: llama.cpp knows it by heart.
 KNOWN = {

@@ -15,10 +15,13 @@ from tricycle.kernels.quantized_blocks import BLOCK_FORMATS
 from tricycle.layers import Layer
 from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.bert import BERT, ROBERTA
+from tricycle.pretrained.families.cohere import COHERE
+from tricycle.pretrained.families.falcon import FALCON, FALCON_TWO_NORMS
 from tricycle.pretrained.families.family import Family, canonicalize_names, keeps_blocks, load_weights
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.gpt_oss import GPT_OSS
+from tricycle.pretrained.families.gptj import GPTJ
 from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
@@ -32,24 +35,13 @@ from tricycle.pretrained.families.stacks import unstack
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
-DENSE_FAMILIES = [
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    OLMO2,
-    GPT2,
-    NEOX,
-    OPT,
-    GEMMA2,
-    GEMMA3,
-    PHI,
-    PHI3,
-    STABLELM,
-    SMOLLM3,
-    GRANITE,
+# The last of several families with one model_type reads it, and all of them are candidates for export.
+ALL_FAMILIES: list[Family] = [
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, PHI3, STABLELM, SMOLLM3, GRANITE),
+    *(COHERE, FALCON_TWO_NORMS, FALCON, GPTJ),
+    *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS),
+    *(BERT, ROBERTA),
 ]
-ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)
 
