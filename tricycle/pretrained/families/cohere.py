@@ -60,4 +60,6 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 LAYOUTS = {"q_proj": adjacent_pairs, "k_proj": adjacent_pairs}
-COHERE = Family(("cohere",), "CohereForCausalLM", to_config, to_fields, LLAMA_NAMES, PREFIXES, layouts=LAYOUTS)
+COHERE = Family(
+    ("cohere",), "CohereForCausalLM", to_config, to_fields, LLAMA_NAMES, PREFIXES, layouts=LAYOUTS, models="Command R"
+)

@@ -114,6 +114,7 @@ FALCON = Family(
     ("transformer.", ""),
     {r"\.ln_attn\.": ".input_layernorm.", r"\.ln_mlp\.": ".post_attention_layernorm."},
     layouts={"query_key_value": by_group},
+    models="Falcon",
 )
 # For export: two parallel norms have other names, which FALCON reads as outdated names.
 FALCON_TWO_NORMS = replace(FALCON, to_fields=two_norm_fields, names={**NAMES, **PARALLEL_NORMS}, legacy_names={})

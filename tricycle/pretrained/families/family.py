@@ -66,6 +66,7 @@ class Family:
         stacks: tensors with the matrices of all experts.
         fan_in_fan_out: matrices are (in, out), as Tricycle's are (GPT-2's Conv1D).
         new_model: returns a model of a config without random initialization of its weights.
+        models: names of the models, for the table in docs/pretrained.md.
     """
 
     model_types: tuple[str, ...]
@@ -80,6 +81,7 @@ class Family:
     stacks: Stacks = field(default_factory=dict)
     fan_in_fan_out: bool = False
     new_model: Callable[[Any], Layer] = uninitialized_gpt
+    models: str = ""
 
 
 class HFTensor(NamedTuple):

@@ -69,4 +69,6 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 LAYOUTS = {"q_proj": adjacent_pairs, "k_proj": adjacent_pairs}
-GPTJ = Family(("gptj",), "GPTJForCausalLM", to_config, to_fields, NAMES, ("transformer.", ""), layouts=LAYOUTS)
+GPTJ = Family(
+    ("gptj",), "GPTJForCausalLM", to_config, to_fields, NAMES, ("transformer.", ""), layouts=LAYOUTS, models="GPT-J"
+)
