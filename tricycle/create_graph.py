@@ -102,7 +102,7 @@ def unfused(*names: str) -> Callable[[Unfused], Unfused]:
 
 
 def gradients_through(result: Tensor, node: Tensor, grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients of the args of a node, with `result`, computed from the same args, in its place."""
+    """Return the gradients of a node's args by differentiating `result`, the same value computed from the same args."""
     args = list(dict.fromkeys(node.args))  # an arg that occurs twice gets its gradient once
     found = dict(zip(args, gradients([result], [grad], args)))
     return [found.pop(arg, None) for arg in node.args]

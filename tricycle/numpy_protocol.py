@@ -94,6 +94,7 @@ class UfuncMethod:
     """
 
     def __get__(self, instance: Tensor | None, owner: type[Tensor]) -> Callable[..., Any] | None:
+        """Return `_call_ufunc` when read from the class, as NumPy does, and None from an instance."""
         return _call_ufunc if instance is None else None
 
 

@@ -76,7 +76,7 @@ class Constraint:
         bits = np.zeros(-(-n_vocab // 32), np.int32)
         if not self.error:
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            self._check()
+            self._store_error()
         mask = np.unpackbits(bits.view(np.uint8), count=n_vocab, bitorder="little").astype(bool)
         mask[self._end_tokens] = False
         mask[list(stop_tokens)] = bool(self.error) or self._matcher.is_accepting()
@@ -92,9 +92,9 @@ class Constraint:
             n = 0
         self._consumed = generated
         if generated[n:] and not self.error and not self._matcher.consume_tokens(generated[n:]):
-            self._check()
+            self._store_error()
 
-    def _check(self) -> None:
+    def _store_error(self) -> None:
         if self._matcher.is_error():
             self.error = _one_line(self._matcher.get_error())
 
@@ -158,7 +158,7 @@ class GrammarCompiler:
 
 
 def check_grammar(grammar: str, seconds: int = MAX_COMPILE_SECONDS) -> None:
-    """Compile a grammar in a child process, whose time and memory are limited.
+    """Compile a grammar in a child process with limits of time and memory; ValueError if invalid or over a limit.
 
     Args:
         grammar: as llguidance's `grammar_from_...` functions return it.

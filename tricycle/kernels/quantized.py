@@ -176,7 +176,7 @@ class QuantizedMatrix:
         return self
 
     def __getitem__(self, ids: Any) -> np.ndarray:
-        """Return rows of an embedding table by index, as float32."""
+        """Return stored rows by index as float32, as an embedding table does; TypeError if `transposed`."""
         if self.transposed:
             raise TypeError(
                 f"quantized weights: expected an embedding table to look up rows, got a layer's matrix {self!r}"
@@ -191,7 +191,7 @@ class QuantizedMatrix:
         return floats
 
     def row_ranges(self) -> list[slice]:
-        """Return the ranges of rows from which slices for `dequantize_rows` may be taken."""
+        """Return [slice(0, n_rows)]: the ranges of stored rows within which a slice for `dequantize_rows` must be."""
         return [slice(0, len(self.values))]
 
     def row_chunks(self, n_threads: int = 1) -> Iterator[slice]:

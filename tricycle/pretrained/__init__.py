@@ -91,7 +91,7 @@ def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pret
 
 
 def _find_path(path_or_name: str) -> Path:
-    """Return the folder or file of a model; download a model of huggingface.co.
+    """Return an existing path, or that of "smollm2" or a (downloaded) huggingface.co model; else FileNotFoundError.
 
     Raises:
         FileNotFoundError: the path does not exist, and is not a name.
@@ -114,6 +114,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _load_source(source: StoredModel, weights: str) -> Pretrained:
+    """Return a stored model with tokenizer and settings; ValueError if the tokenizer exceeds its vocabulary."""
     with error_prefix(f"{source.path}: "):
         tokeniser = _load_tokeniser(source)
         settings = GenerationSettings.from_fields(source.generation, source.fields)

@@ -202,7 +202,7 @@ def preload() -> None:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a value whose types the sandbox knows, so that it has no other methods."""
+    """Copy a value as dicts, lists (also for tuples), str, numbers, bool and None; ValueError for other types."""
     if isinstance(value, dict):
         return {_to_plain(key): _to_plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -235,7 +235,7 @@ def _generation_fields(
 
 # -------------------------------------------------------------------- tokenizer
 def _tokenizer_document(tokeniser: Any) -> tuple[str | None, str]:
-    """Return the text of tokenizer.json, and a model_type to avoid, or "".
+    """Return tokenizer.json's text and the model_type to avoid: "qwen2", or "" if it splits as Qwen or is None.
 
     For models of type qwen2, `transformers` 5 ignores the pre-tokenizer of the document and uses Qwen's.
     """

@@ -114,7 +114,7 @@ class ModelMetadata:
         return self.positive_int("expert_count") if self.get("expert_count") else 0
 
     def expert_width_key(self) -> str:
-        """Return the key of the hidden width of each expert."""
+        """Return the key of an expert's hidden width: expert_feed_forward_length if set, else feed_forward_length."""
         key = "expert_feed_forward_length"
         return "feed_forward_length" if self.get(key) is None else key
 
@@ -158,7 +158,7 @@ class ModelMetadata:
 
 # -------------------------------------------------------------------- RoPE scaling
 def _rope_scaling(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the field rope_scaling, or no field without scaling."""
+    """Return {"rope_scaling": ...} from metadata and divisors, or {} without scaling; ValueError if unsupported."""
     kind = metadata.get("rope.scaling.type")
     factor = metadata.positive_float("rope.scaling.factor", metadata.positive_float("rope.scale_linear", 1.0))
     if kind not in (None, "none", "linear"):
@@ -321,6 +321,7 @@ def _olmoe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Llama, or of Mixtral, Qwen 2 or Mistral, whose files may have this architecture."""
     if metadata.n_experts():
         return _mixtral(metadata, divisors)
     biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}

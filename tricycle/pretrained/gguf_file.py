@@ -166,6 +166,7 @@ class _ChangeCheck:
         return found.st_size, found.st_mtime_ns
 
     def __call__(self) -> None:
+        """Raise OSError if the file has changed, by size and time; look at most once in some seconds."""
         now = time.monotonic()
         if now >= self.next_time:
             if self._read_state() != self.state:
@@ -219,13 +220,13 @@ class _HeaderReader:
         return ValueError(f"{self.path}: {why}")
 
     def _check_n_names(self, n: int, min_bytes: int, what: str) -> None:
-        """Check a number of keys or tensors against the size of the file and the largest known models."""
+        """Raise ValueError if n keys or tensors of `min_bytes` bytes exceed the rest of the file, or n _MAX_NAMES."""
         self._check_room(n, min_bytes, what)
         if n > _MAX_NAMES:
             raise self._error(f"expected at most {_MAX_NAMES} {what}, got {n}")
 
     def _check_room(self, n: int, min_bytes: int, what: str) -> None:
-        """Check that n items of at least `min_bytes` bytes each fit into the rest of the file."""
+        """Raise ValueError unless n items of at least `min_bytes` bytes each fit into the rest of the file."""
         if n > (self.size - self.position) // min_bytes:
             raise self._error(f"cut off or damaged: {n} {what} at byte {self.position} of {self.size}")
 

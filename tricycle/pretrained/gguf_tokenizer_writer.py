@@ -60,6 +60,7 @@ def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Metadata:
 
 
 def _check_added_tokens(document: Metadata) -> None:
+    """Raise ValueError for an added token with lstrip, rstrip or single_word, which GGUF cannot represent."""
     for token in document.get("added_tokens", []):
         if any(token.get(name) for name in ("lstrip", "rstrip", "single_word")):
             raise ValueError(f"expected tokens without lstrip, rstrip and single_word, got {token.get('content')!r}")
@@ -91,7 +92,7 @@ def _steps_before_merging(document: Metadata) -> list[tuple[str, Any]]:
 
 
 def _flatten_steps(parts: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield type and option of each step."""
+    """Yield (type, option) of each normalizer or pre-tokenizer, also those in sequences; skip None."""
     for part in parts:
         if part is None:
             continue
@@ -236,7 +237,7 @@ def _wordpiece_text(text: str, kind: int) -> str:
 
 # -------------------------------------------------------------------- tokens
 def _tokens(document: Metadata, n_rows: int) -> list[tuple[str, int]]:
-    """Return the text and type of the token of each row."""
+    """Return (text, type) of each row's token; unused tokens fill `n_rows`; ValueError for too many tokens."""
     tokens: dict[int, tuple[str, int]] = {i: (token, NORMAL) for token, i in document["model"]["vocab"].items()}
     for token in document.get("added_tokens", []):
         tokens[token["id"]] = (token["content"], CONTROL if token.get("special") else USER_DEFINED)
@@ -260,6 +261,7 @@ def _merges(document: Metadata) -> list[tuple[str, str]]:
 
 # -------------------------------------------------------------------- special tokens and chat templates
 def _special_tokens(tokeniser: PretrainedTokeniser) -> Metadata:
+    """Return the ids of special tokens, and whether texts get BOS and EOS; ValueError if they get other tokens."""
     bos, eos = tokeniser.bos, tokeniser.eos
     if bos is None and eos is None:
         why = "because llama.cpp ends every text with a token"

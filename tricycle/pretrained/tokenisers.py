@@ -247,7 +247,7 @@ class PretrainedTokeniser:
         return parts
 
     def _mark_special_names(self, messages: Messages, variables: dict[str, Any]) -> tuple[Marks, list[Any]]:
-        """Choose two marks, and put them around the names of special tokens in messages."""
+        """Return two unused marks, and copies of the messages with these around the names of special tokens."""
         marks = _unused_characters(self.chat_template, messages, variables)
         names = sorted((str(self.backend.id_to_token(token)) for token in self.special_ids), key=len, reverse=True)
         return marks, [_add_marks(message, names, marks) for message in messages]
@@ -401,7 +401,7 @@ def _convert_library_errors(what: str) -> Iterator[None]:
 
 
 def _load_backend(document: str) -> Any:
-    """Build a `tokenizers.Tokenizer` without truncation and padding.
+    """Build a `tokenizers.Tokenizer` without truncation and padding; ValueError if invalid or it may inflate texts.
 
     Raises:
         ImportError, ValueError: as of `PretrainedTokeniser`.
@@ -466,7 +466,7 @@ def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser
 
 
 def _add_configured_tokens(document: dict[str, Any], special: dict[str, str], config: dict[str, Any]) -> str:
-    """Return the text of a tokenizer.json with the added tokens of tokenizer_config.json."""
+    """Return a tokenizer.json's text with the added tokens of tokenizer_config.json; ValueError if their ids differ."""
     backend = _load_backend(json.dumps(document))
     import tokenizers
 

@@ -96,7 +96,7 @@ class TextEncoder(BlockStack):
 
 
 def _checked(mask: Any, tokens: Tensor) -> Array | None:
-    """Return the mask as an array on the device of the tokens.
+    """Return the mask on the tokens' device, None for None; ValueError unless booleans of the tokens' shape.
 
     Raises:
         ValueError: the mask has another dtype than bool, or another shape than the tokens.
