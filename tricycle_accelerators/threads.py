@@ -139,7 +139,7 @@ def set_blas_threads(library: Any, number: int) -> None:
 
 
 def _limit_blas_threads(of_each_thread: bool) -> list[tuple[Any, int]]:
-    """Set some of the libraries to one thread.
+    """Set one thread in BLAS libraries that count per thread (OpenMP), or in the others; return (library, former).
 
     Args:
         of_each_thread: those where every thread has a number of its own, as OpenMP does it; else those where the
@@ -300,7 +300,7 @@ _started: list[_Helper] = []
 
 
 def _helpers() -> list[_Helper]:
-    """Return as many as there are threads beside the caller's, and start those that are needed for the first time.
+    """Return the worker threads beside the caller's, n_threads() - 1, and start those that are missing.
 
     The caller holds `pool_lock`.
     """

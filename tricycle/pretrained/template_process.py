@@ -111,7 +111,7 @@ class UntrustedTemplate:
         return process
 
     def _request(self, process: subprocess.Popen[bytes], message: Any) -> str:
-        """Send a message and return the reply; end the child if there is no valid reply."""
+        """Return the child's reply to a message; raise ValueError if it refuses, or if it fails (and is then ended)."""
         requests, replies = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
         alarm = None if hasattr(signal, "setitimer") else threading.Timer(self._seconds, process.kill)
         try:

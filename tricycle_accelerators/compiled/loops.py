@@ -106,7 +106,7 @@ def rotate(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -
 
 @numba.njit(inline="always")
 def _gelu(x: np.float32) -> np.float32:
-    """By tanh: (1 + tanh(u / 2)) / 2 is 1 / (1 + e^-u)."""
+    """Compute the tanh approximation of GELU of a float32 as x / (1 + e^-u), u = x (LINEAR + CUBIC x^2)."""
     return multiply_by_sigmoid(x, x * (LINEAR + CUBIC * x * x))
 
 

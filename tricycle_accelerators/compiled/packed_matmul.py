@@ -37,7 +37,7 @@ MOST_ROWS = 12 if N_REGISTERS == 32 else 6  # of a tile: its sums, a row of a pa
 def _tile(
     context: Any, n_rows: Any, rows: Any, row_size: Any, panel: Any, n_terms: Any, bias: Any, out: Any, out_size: Any
 ) -> Any:
-    """Write some rows (K,) times a panel (K, PANEL), plus a bias (PANEL,).
+    """Write `n_rows` rows (K,) times a panel (K, PANEL) plus a bias (PANEL,) to `out` (Numba intrinsic).
 
     Args:
         n_rows: 1 to MOST_ROWS.

@@ -119,7 +119,7 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def _rows(x: np.ndarray) -> np.ndarray:
-    """As (N, C), each row in one piece."""
+    """Return x (..., C) as contiguous rows (N, C), copied if x is not contiguous."""
     return np.ascontiguousarray(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -157,7 +157,7 @@ def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarr
 
 
 def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    """Large arrays go through memory once, by all threads."""
+    """Return a binary ufunc of arrays of one shape, in `out` if given, computed in chunks by threads."""
     result = buffers.empty(a.shape, np.result_type(a, b)) if out is None else out
     flat_a, flat_b, flat = (array.reshape(-1) for array in (a, b, result))
     threads.parallel_for(

@@ -34,7 +34,7 @@ class KernelUsage(NamedTuple):
 
 
 def _installed(pattern: str) -> Path | None:
-    """Return the path of a file of an installed NVIDIA package."""
+    """Return the first file of an nvidia-cuda-* package whose path matches a regular expression, or None."""
     for distribution in metadata.distributions():
         if (distribution.metadata["Name"] or "").lower().startswith("nvidia-cuda-"):
             for file in distribution.files or ():

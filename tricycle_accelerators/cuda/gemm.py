@@ -357,7 +357,7 @@ def _with_layout(x: Array) -> tuple[Array, MatrixLayout]:
 
 
 def _multiply(product: MatmulSpec, a: Array, b: Array, bias: Array | None, out: Array) -> bool:
-    """Compute a product by cuBLASLt; return whether cuBLASLt supports it."""
+    """Write a product (plus bias) into `out` by cuBLASLt, planned once; return False if it is not supported."""
     import cupy
 
     device, stream = a.device.id, cupy.cuda.get_current_stream().ptr

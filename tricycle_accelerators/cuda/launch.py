@@ -62,7 +62,7 @@ def _width(name: str) -> str:
 
 
 def _reads(name: str) -> tuple[tuple[str, str], ...]:
-    """Return the template arguments of norm backward: elements per load, and loads per thread."""
+    """Return the norm backward's template arguments for a type: (elements per load, loads per thread) pairs."""
     return ("1", "4"), *((_width(name), str(times)) for times in (1, 2, 3, 4))
 
 
