@@ -59,7 +59,7 @@ def parse_known(kind: type[T], args: Sequence[str]) -> tuple[T, list[str]]:
 
 
 def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
-    """Parse words by tyro, with aliases of old flags; for --help, or with an error in one line, print it and exit."""
+    """Parse words by tyro, resolving old flags; print help, or an error in one line, and exit."""
     import tyro
 
     options["config"] = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)

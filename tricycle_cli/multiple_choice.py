@@ -80,7 +80,7 @@ def _parse_item(value: Any) -> Item:
 
 
 def score_items(model: GPT, tokeniser: Tokeniser, items: list[Item], batch_size: int | None = None) -> list[ItemScore]:
-    """Score the choices of each item after its prompt and a space; see `iter_likelihoods` for the batch size.
+    """Return an ItemScore per item: its choices' log-likelihoods after the prompt, and the two answers they choose.
 
     Raises:
         ValueError: a choice that is longer than the context window.

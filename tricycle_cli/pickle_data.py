@@ -128,12 +128,14 @@ class _Reader(pickle._Unpickler):
         return GlobalName(full_name)
 
     def record_call(self) -> None:
+        """Replace a function and its arguments on the stack by a `RecordedCall`, without calling it."""
         args, function = self.stack.pop(), self.stack.pop()
         if type(function) is not GlobalName or type(args) is not tuple:
             raise UnsupportedPickleError(f"it would call a {type(function).__name__}, which no model needs")
         self.append(RecordedCall(function.name, args))
 
     def record_state(self) -> None:
+        """Take a state from the stack and store it in the `RecordedCall` below, which must have none yet."""
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is not RecordedCall or target.state is not None:
             name = getattr(target, "name", type(target).__name__)

@@ -79,6 +79,7 @@ def load_pickled_model(path: str | os.PathLike[str]) -> GPT:
 
 
 def _resolve_name(module: str, name: str) -> str | None:
+    """Return the present full name of an allowed class or function of NumPy or Tricycle; None for others."""
     module = _MOVED_MODULES.get(module, module.replace("numpy.core.", "numpy._core."))
     full = f"{module}.{name}"
     full = _MOVED.get(full, full)
@@ -140,7 +141,7 @@ def _weights(state: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _array(call: Any) -> np.ndarray:
-    """Return a view of an array's bytes in the file.
+    """Return a recorded array as a view of its bytes in the file; UnsupportedPickleError if it is no such array.
 
     Raises:
         UnsupportedPickleError: not a numeric array, or one whose bytes do not match its shape.

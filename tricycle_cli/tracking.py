@@ -129,7 +129,7 @@ class _Worker:
             self._fail("it does not respond")
 
     def wait(self, seconds: float) -> None:
-        """Wait until the tracker has finished."""
+        """Wait up to `seconds` until the tracker has finished; after that count it as failed and print a line."""
         if not self._has_failed:
             self.thread.join(seconds)
         if self.thread.is_alive() and not self._has_failed:
@@ -145,14 +145,14 @@ class _Worker:
         """Pass the messages to the tracker, until the end or the first failure."""
         try:
             self.tracker.start(self.run_settings, self.is_new)
-            self._keep()
+            self._save_position()
             self.tracking.print_line(f"tracking with {self.name}: {self.tracker.where}")
             self.ready.set()
             while not self._has_failed:
                 action, content = self._messages.get()
                 if action == "finish":
                     self.tracker.finish(content)
-                    self._keep()
+                    self._save_position()
                     return
                 if action == "synchronize":
                     self._rewind(content)
@@ -183,9 +183,9 @@ class _Worker:
             self.position = position
         self.tracker.flush()
         if self.tracker.keeps:
-            self._keep()
+            self._save_position()
 
-    def _keep(self) -> None:
+    def _save_position(self) -> None:
         self.tracking.save_position(self.name, self.tracker.id, self.position)
 
 
