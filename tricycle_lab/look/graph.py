@@ -166,6 +166,7 @@ def _operation_name(tensor: Tensor) -> str:
 def _describe_node(
     tensor: Tensor, input_name: str | None, indices: Mapping[int, int], result: Tensor
 ) -> dict[str, Any]:
+    """Return JSON data of a Tensor of the graph: its name, kind, shape, value, formula, and indices of its args."""
     leaf_kind = "input" if tensor.requires_grad else "constant"
     kind = "result" if tensor is result else "op" if tensor.args else leaf_kind
     other_name = _operation_name(tensor) if tensor.args else getattr(tensor, "role", None) or leaf_kind

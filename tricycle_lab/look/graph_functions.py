@@ -132,6 +132,7 @@ def _evaluate_formula(node: ast.AST, **inputs: Any) -> Any:
 
 
 def _evaluate(node: ast.AST | None, inputs: Mapping[str, Any]) -> Any:
+    """Return the value of a node of a checked formula: an array, a number, a tuple, or a slice."""
     if isinstance(node, ast.Name):
         return inputs[node.id]
     if isinstance(node, ast.BinOp):
