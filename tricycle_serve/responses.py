@@ -246,6 +246,7 @@ class TextCompletionResponse(CompletionResponse):
         return [self.choice(delta.sequence_index, {"text": delta.text}, delta.logprobs, delta.finish_reason)]
 
     def _echoed_prompt(self, index: int) -> str:
+        """Return the prompt before the text of a sequence; "" if it is not echoed."""
         return self.prefixes[index // self.request.n] if self.prefixes else ""
 
     def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
