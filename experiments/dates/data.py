@@ -54,6 +54,7 @@ class Language(NamedTuple):
 
 
 def _languages() -> dict[str, Language]:
+    """Return {name: Language} of languages.toml, in which forms of numbers are added to lists."""
     tables = tomllib.loads(Path(__file__).with_name("languages.toml").read_text(encoding="utf-8"))
     numbers = tables.pop("numbers")["forms"]
     listed = lambda value: value.split() if isinstance(value, str) else value + numbers
