@@ -58,6 +58,7 @@ def check_builds_graph() -> None:
 
 
 def _add(sums: dict[Tensor, Tensor], nodes: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Add the gradients of nodes that require one to `sums`, cast to the node's dtype; TypeError if complex."""
     for node, grad in zip(nodes, grads, strict=True):
         if grad is None or not node.requires_grad:
             continue

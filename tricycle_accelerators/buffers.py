@@ -165,6 +165,7 @@ class _Arena:
             self.watcher.start()
 
     def release_when_idle(self) -> None:
+        """Block until nothing was taken for IDLE_SECONDS, then give all free memory back to the system."""
         n_seen = None
         while n_seen != self.n_taken:
             n_seen = self.n_taken

@@ -257,6 +257,7 @@ class _Helper:
         self.thread.start()
 
     def _run(self) -> None:
+        """Run the work of each `begin`, without end; store an exception in `error`."""
         _thread_state.in_worker = True
         _limit_blas_threads(of_each_thread=True)
         while True:
@@ -270,6 +271,7 @@ class _Helper:
             self.done.release()
 
     def begin(self, work: Callable[[], None]) -> None:
+        """Start to run `work` in the helper's thread, and return at once."""
         self.work = work
         self.finished = False
         self.done.acquire(blocking=False)

@@ -298,6 +298,7 @@ class FinetuneTask(Task):
         self.held_out = HeldOutRows.from_dataset(rows, n_held, loaded.tokeniser)
 
     def _new_state(self, config: GPTConfig, adapter: Adapter | None, base: str) -> TuningState:
+        """Return the initial training state, the model in training mode; `beta` is 0 without DPO."""
         arguments, model = self.arguments, self.loaded.model
         model.recompute = checkpoint_activations if config.recompute else None
         model.train()

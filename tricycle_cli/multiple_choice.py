@@ -62,6 +62,7 @@ def read_items(path: Path) -> list[Item]:
 
 
 def _parse_item(value: Any) -> Item:
+    """Return an Item of a JSON value, with the answer as an index; ValueError if invalid."""
     fields = value if isinstance(value, dict) else {}
     prompt, choices, answer = (fields.get(name) for name in ("prompt", "choices", "answer"))
     are_texts = isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)

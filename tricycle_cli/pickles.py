@@ -109,6 +109,7 @@ def _state_of(call: RecordedCall) -> dict[str, Any]:
 
 
 def _config_of(config: Any) -> GPTConfig:
+    """Return a GPTConfig of a pickled config, missing fields by default; UnsupportedPickleError if none."""
     kind: Any = _class_of(config)
     if not issubclass(kind, ModelConfig):
         raise UnsupportedPickleError("expected a config class of Tricycle in the model, got another")
@@ -165,6 +166,7 @@ def _array(call: Any) -> np.ndarray:
 
 
 def _dtype(call: Any) -> np.dtype:
+    """Return the dtype of a recorded call; UnsupportedPickleError for another than weights may have."""
     match call:
         case RecordedCall(name=name, args=(letters, *_), state=(_, "<" | ">" as byte_order, None, None, None, *_)):
             if name == _DTYPE and isinstance(letters, str) and letters in _DTYPES:

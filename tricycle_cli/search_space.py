@@ -110,6 +110,7 @@ def _range(word: str, text: str, kind: Any) -> Range | Categorical:
 
 
 def _choices(word: str, text: str, kind: Any) -> Categorical:
+    """Return a Categorical of values separated by commas; ValueError for equal or invalid values."""
     values = [_value(word, choice.strip(), kind) for choice in text.split(",")]
     if len(set(values)) < len(values):
         raise ValueError(f"--over {word}: expected different values, got a value twice")

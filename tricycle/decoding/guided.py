@@ -86,6 +86,7 @@ class Constraint:
         return mask
 
     def _consume(self, generated: list[int]) -> None:
+        """Advance the matcher by the new tokens, from the start if earlier ones differ; store its error."""
         n = len(self._consumed)
         if generated[:n] != self._consumed:
             self._matcher, self.error = self._initial.deep_copy(), ""
@@ -95,6 +96,7 @@ class Constraint:
             self._store_error()
 
     def _store_error(self) -> None:
+        """Store the matcher's message in `error` if it has failed."""
         if self._matcher.is_error():
             self.error = _one_line(self._matcher.get_error())
 
@@ -140,6 +142,7 @@ class GrammarCompiler:
         return self._compile(self._llguidance.LLMatcher.grammar_from_lark(grammar))
 
     def _compile(self, grammar: str) -> Constraint:
+        """Return a new Constraint of a grammar, from a cache if compiled before; ValueError if invalid."""
         with self._lock:
             known = self._compiled.get(grammar)
         if known is None:

@@ -107,6 +107,7 @@ def _find_path(path_or_name: str) -> Path:
 
 
 def _is_gguf(path: Path) -> bool:
+    """Return whether a file begins with GGUF's magic bytes or has its suffix; False if there is none."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -163,6 +164,7 @@ def _find_checkpoint(path: Path) -> Path | None:
 
 
 def _load_checkpoint(path: Path, weights: str) -> Pretrained:
+    """Load Tricycle's own checkpoint for generation, quantized if `weights` names a dtype."""
     from tricycle.checkpoint import load_checkpoint  # imported here, because that module imports this package
 
     checkpoint = load_checkpoint(path)

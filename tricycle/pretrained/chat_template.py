@@ -104,6 +104,7 @@ class Budget:
         _check_limit(measure_size(items) + len(items) * len(str(separator)), MAX_VALUE_CHARACTERS, "characters")
 
     def _check_format(self, text: str, values: list[Any]) -> None:
+        """Raise ValueError if a formatted text could be too long or has a variable width."""
         if _VARIABLE_WIDTH.search(text):
             raise ValueError("it formats to a width that is not allowed in templates")
         n_fields = text.count("%") + text.count("{")

@@ -398,6 +398,7 @@ def _gemma3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _gpt2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of GPT-2's config.json for GGUF metadata; ignore `divisors`."""
     return {
         "model_type": "gpt2",
         "n_embd": metadata.positive_int("embedding_length"),
@@ -447,6 +448,7 @@ def _phi2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of BERT's config.json for GGUF metadata; ignore `divisors`."""
     sizes = {"vocab_size": "token_embd", "type_vocab_size": "token_types", "max_position_embeddings": "position_embd"}
     shapes = {name: metadata.shape(tensor)[0] for name, tensor in sizes.items()}
     return _sizes(metadata, "layer") | {"model_type": "bert", "hidden_act": "gelu", **shapes}

@@ -217,6 +217,7 @@ class _HeaderReader:
 
     # ---------------------------------------------------------------- values
     def _error(self, why: str) -> ValueError:
+        """Return (not raise) a ValueError whose message begins with the path."""
         return ValueError(f"{self.path}: {why}")
 
     def _check_n_names(self, n: int, min_bytes: int, what: str) -> None:
@@ -231,12 +232,14 @@ class _HeaderReader:
             raise self._error(f"cut off or damaged: {n} {what} at byte {self.position} of {self.size}")
 
     def _unpack(self, layout: struct.Struct, what: str) -> tuple[Any, ...]:
+        """Return the values of a struct, and advance the position; ValueError if the file ends."""
         self._check_room(1, layout.size, f"value for {what}")
         values = layout.unpack_from(self.content, self.position)
         self.position += layout.size
         return values
 
     def _read_string(self, what: str) -> str:
+        """Return a string stored after its length, and advance; ValueError if it is damaged."""
         (length,) = self._unpack(_COUNT, what)
         self._check_room(length, 1, f"bytes of {what}")
         raw = self.content[self.position : self.position + length]
@@ -256,6 +259,7 @@ class _HeaderReader:
         return self._read_scalars(key, type_number, 1)[0]
 
     def _read_array(self, key: str) -> list[Any]:
+        """Return an array's strings or numbers, and advance; ValueError if nested or too large."""
         (type_number,) = self._unpack(_TYPE, key)
         (n,) = self._unpack(_COUNT, key)
         if type_number == _ARRAY:
@@ -266,6 +270,7 @@ class _HeaderReader:
         return self._read_strings(key, n) if type_number == _STRING else self._read_scalars(key, type_number, n)
 
     def _read_scalars(self, key: str, type_number: int, n: int) -> list[Any]:
+        """Return n numbers of a GGUF type, and advance; ValueError for an unknown type."""
         code = _SCALARS.get(type_number, "-")
         if code == "-":
             raise self._error(f"{key} is of the unknown type {type_number}")
@@ -296,6 +301,7 @@ class _HeaderReader:
 
     # ---------------------------------------------------------------- tensors
     def _read_tensor_infos(self, n_tensors: int, alignment: int) -> dict[str, GGUFTensorInfo]:
+        """Return infos by name, starts from the file's beginning; ValueError if damaged."""
         self._check_n_names(n_tensors, 2 * _COUNT.size + 2 * _TYPE.size, "tensors")
         infos = [self._read_tensor_info(alignment) for _ in range(n_tensors)]
         data_start = -(-self.position // alignment) * alignment

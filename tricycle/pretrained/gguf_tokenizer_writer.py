@@ -68,6 +68,7 @@ def _check_added_tokens(document: Metadata) -> None:
 
 # -------------------------------------------------------------------- byte-level BPE
 def _byte_level_bpe(document: Metadata, n_rows: int) -> Metadata:
+    """Return the metadata of a byte-level BPE document, filled up to `n_rows` tokens."""
     pre_tokenizer = _pre_tokenizer_name(document)
     _check_merges(document, pre_tokenizer)
     return {
@@ -153,7 +154,7 @@ def _sentencepiece(document: Metadata, n_rows: int) -> Metadata:
 
 
 def _sentencepiece_token(text: str, kind: int, document: Metadata, ranks: dict[str, int]) -> tuple[str, int]:
-    """Return a token with its type in a SentencePiece vocabulary."""
+    """Return (text, type): BYTE, UNKNOWN, NORMAL for spaces that merges form, else `kind`."""
     if _BYTE.fullmatch(text):
         return text, BYTE
     if text == document["model"].get("unk_token"):
@@ -230,6 +231,7 @@ def _wordpiece(document: Metadata, tokeniser: PretrainedTokeniser, n_rows: int) 
 
 
 def _wordpiece_text(text: str, kind: int) -> str:
+    """Return a token without "##", or with a space mark before it; special ones as they are."""
     if kind in (CONTROL, UNUSED):
         return text
     return text.removeprefix("##") if text.startswith("##") else SPACE_CHARACTER + text
@@ -247,6 +249,7 @@ def _tokens(document: Metadata, n_rows: int) -> list[tuple[str, int]]:
 
 
 def _token_lists(tokens: list[tuple[str, int]]) -> Metadata:
+    """Return the metadata of (text, type) tokens: one list of texts and one of types."""
     return {
         "tokenizer.ggml.tokens": [text for text, _ in tokens],
         "tokenizer.ggml.token_type": [kind for _, kind in tokens],
@@ -286,6 +289,7 @@ def _special_tokens(tokeniser: PretrainedTokeniser) -> Metadata:
 
 
 def _chat_templates(templates: dict[str, str]) -> Metadata:
+    """Return the metadata of templates by name, with a list of those other than "default"."""
     others = [name for name in templates if name != "default"]
     metadata: Metadata = {f"tokenizer.chat_template.{name}": templates[name] for name in others}
     if others:

@@ -157,6 +157,7 @@ def _end_child(process: subprocess.Popen[bytes], owner: int) -> None:
 
 # -------------------------------------------------------------------- messages
 def _send(pipe: BinaryIO, content: bytes) -> None:
+    """Write content to a pipe after a header with its length, and flush."""
     pipe.write(HEADER.pack(len(content)) + content)
     pipe.flush()
 

@@ -544,6 +544,7 @@ def _read_gpt2_files(folder: Path, config: dict[str, Any], special: dict[str, st
 
 
 def _read_text(path: Path) -> str:
+    """Return a UTF-8 text file with Unix line ends; ValueError if it is not UTF-8."""
     try:
         return read_file(path, MAX_FILE_BYTES).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:

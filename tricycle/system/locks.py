@@ -175,6 +175,7 @@ def _write_holder(handle: int) -> None:
 
 
 def _read_text(path: Path) -> str:
+    """Return the text of a file, "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -85,6 +85,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dict; ValueError if a key occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("a name occurs twice")

@@ -292,6 +292,7 @@ def _emit_dot(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> Any:
 
 
 def _sum(builder: Any, vector: Any) -> Any:
+    """Emit the sum of a vector's floats in any order, and return it."""
     name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
     kind = ir.FunctionType(FLOAT, [FLOAT, vector.type])
     function = cgutils.get_or_insert_function(builder.module, kind, name)

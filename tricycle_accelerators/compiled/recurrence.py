@@ -40,12 +40,14 @@ class _Panels:
 
     @property
     def T(self) -> _Panels:
+        """The panels of the transposed matrix, created once."""
         with self.lock:
             if self.transposed is None:
                 self.transposed = _Panels(self.matrix.T)
             return self.transposed
 
     def packed(self) -> np.ndarray:
+        """Return the matrix packed for `multiply_packed`, packed at the first call."""
         with self.lock:
             if self.panels is None:
                 self.panels = load_loops("packed_matmul").pack_panels(self.matrix)

@@ -66,6 +66,7 @@ def _headers() -> Path | None:
 # Cache: valid for the life of the process: a loaded library.
 @cache
 def _nvrtc() -> ctypes.CDLL:
+    """Load NVRTC and its built-ins; ImportError if they are not available."""
     if unavailable_reason():
         raise ImportError(unavailable_reason())
     builtins = _installed(_BUILTINS)

@@ -170,6 +170,7 @@ class NotSupportedError(RuntimeError):
 
 
 def _call(name: str, *arguments: Any) -> None:
+    """Call a function of cuBLASLt; raise NotSupportedError or RuntimeError by its status."""
     status = getattr(load_cublaslt(), name)(*arguments)
     if status:
         error = NotSupportedError if status in (7, 8, 15) else RuntimeError

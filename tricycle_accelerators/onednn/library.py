@@ -182,6 +182,7 @@ PACKED: tuple[int, ...] = ()  # in place of strides: as oneDNN likes it best
 
 
 def _descriptor(layout: Layout) -> c_void_p:
+    """Return a new memory descriptor of a layout, which the caller must destroy."""
     shape, strides, size = layout
     numbers = c_int64 * len(shape)
     if strides == PACKED:
@@ -405,6 +406,7 @@ class PackedMatrix:
     def _arguments(
         self, x: np.ndarray, out: np.ndarray
     ) -> tuple[tuple[int, ...], tuple[Layout, ...], tuple[np.ndarray, ...]]:
+        """Return places, layouts and arrays of x, weights, out and any factors."""
         places: tuple[int, ...] = (SOURCE, WEIGHTS, RESULT)
         layouts = (_layout(x), self.layout, _layout(out))
         arrays = (x, self.memory, out)

@@ -283,6 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
         return parts[2] if has_token and self.headers.get("Host") in hosts else None
 
     def _reject(self, status: int, message: str) -> None:
+        """Send an error as JSON, and close the connection afterwards."""
         self.close_connection = True  # the rest of the request is not read
         self._send(status, json.dumps({"error": message}).encode("utf-8"), "application/json")
 

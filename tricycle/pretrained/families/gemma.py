@@ -102,6 +102,7 @@ def _periodic_layer_types(n_layers: int, period: int) -> list[str]:
 
 
 def _sliding_window(fields: ConfigFields, types: list[str]) -> int | None:
+    """Return the window, None without one; raise an error if layers need one."""
     window = fields.optional_positive_int("sliding_window", DEFAULT_WINDOW)
     if window is None and "sliding_attention" in types:
         raise field_error("sliding_window", "a positive integer, because layers have sliding_attention", None)
