@@ -69,7 +69,7 @@ def _add(sums: dict[Tensor, Tensor], nodes: Sequence[Tensor], grads: Sequence[Te
 
 
 def _apply_rule(node: Tensor, grad: Tensor) -> Sequence[Tensor | None]:
-    """Return the gradients of the args of a node, as Tensors with a graph."""
+    """Return the gradients of a node's args as Tensors with a graph; NotImplementedError without a rule."""
     backward: Any = node._backward
     name = f"{backward.__module__}.{backward.__qualname__.partition('.<locals>')[0]}"
     if name not in RULES:

@@ -202,7 +202,7 @@ def _pair_order(labels: tuple[str, ...], out: str, sizes: tuple[tuple[str, int],
 
 
 def _diagonal(array: Array, labels: str, sizes: dict[str, int]) -> tuple[Array, str]:
-    """Take the diagonal of repeated indices, and remove axes of length 1 that broadcast."""
+    """Return (array, labels) with the diagonal of repeated labels, without axes of length 1 that broadcast."""
     for letter in dict.fromkeys(labels):
         while labels.count(letter) > 1:
             i = labels.index(letter)
@@ -235,7 +235,7 @@ def _align(array: Array, labels: str, out: str) -> Array:
 
 
 def _multiply(first: tuple[Array, str], second: tuple[Array, str], kept: set[str]) -> tuple[Array, str]:
-    """Multiply two terms, and sum over the letters that no other term needs.
+    """Multiply two terms, and sum over labels that are not in `kept`; return (product, its labels).
 
     There are four groups of letters: batch (in both, kept), rows (in the first), columns (in the second) and
     inner (in both, summed). With inner letters this is one matmul, otherwise an elementwise product.

@@ -86,7 +86,7 @@ def reset_n_threads() -> None:
 
 
 def _count_threads() -> tuple[int, bool]:
-    """Return how many threads share the work now, and whether that will stay so."""
+    """Return (number of threads to share work now, whether that will stay so): by variables, BLAS or 1."""
     asked_for = requested_threads()
     if asked_for is not None:
         return asked_for, True
@@ -157,6 +157,7 @@ def _limit_blas_threads(of_each_thread: bool) -> list[tuple[Any, int]]:
 
 
 def _restore_blas_threads(usual: list[tuple[Any, int]]) -> None:
+    """Set the thread numbers of the (library, number) pairs, and clear the list."""
     for library, number in usual:
         set_blas_threads(library, number)
     usual.clear()
@@ -331,7 +332,7 @@ def start_serving(serve: Callable[[int], None], stop: Callable[[bool], None]) ->
 
 
 def _stop_serving_helpers() -> None:
-    """Stop the workers that serve a mailbox, so that all workers are idle."""
+    """Stop workers that serve a mailbox, so that all are idle; raise the first of their errors."""
     if _stop_serving is None or all(helper.finished for helper in _started):
         return
     _stop_serving(True)

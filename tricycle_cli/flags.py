@@ -80,7 +80,7 @@ def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
 
 
 def _print_help(print_tyros: Callable[[], Any], show_all: bool) -> NoReturn:
-    """Print the help in groups, and exit."""
+    """Print the grouped help, `print_tyros`'s text in another form, and exit with status 0."""
     from tricycle_cli.help_text import WIDE, format_help
 
     columns, text = os.environ.get("COLUMNS"), io.StringIO()

@@ -120,7 +120,7 @@ def _config_of(config: Any) -> GPTConfig:
 
 # -------------------------------------------------------------------- weights
 def _weights(state: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each parameter once, with the name that `Layer.named_parameters` gives it."""
+    """Yield (name, array) of each parameter once, named as by `Layer.named_parameters`; an error if nested too deep."""
     seen: set[int] = set()
 
     def walk(values: Any, prefix: str, depth: int) -> Iterator[tuple[str, np.ndarray]]:

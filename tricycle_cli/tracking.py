@@ -142,7 +142,7 @@ class _Worker:
 
     # -------------------------------------------------------------------- in the tracker's thread
     def _work(self) -> None:
-        """Pass the messages to the tracker, until the end or the first failure."""
+        """Pass the messages to the tracker, until "finish" or the first failure, which is printed."""
         try:
             self.tracker.start(self.run_settings, self.is_new)
             self._save_position()
@@ -164,7 +164,7 @@ class _Worker:
             self.ready.set()
 
     def _rewind(self, lines: Sequence[Line]) -> None:
-        """Rewind the tracker to the last step of the run."""
+        """Rewind a tracker that can do so to the last step of `lines`, and set the position."""
         if self.tracker.rewinds and self.position != START:
             last = max((line["step"] for line in lines), default=0)
             step = min(last, self.position[0])
@@ -172,7 +172,7 @@ class _Worker:
             self.position = (step, -1)
 
     def _log(self, lines: Sequence[Line]) -> None:
-        """Log the lines that the tracker does not have."""
+        """Log the lines after the position, without values that the tracker has, and advance the position."""
         for line in lines:
             step, position = line["step"], _position(line)
             if position <= self.position:

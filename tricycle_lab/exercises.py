@@ -163,7 +163,7 @@ def _check_gradient(answer: Any, name: str, shape: tuple[int, ...]) -> np.ndarra
 
 
 def _describe_error(answer: np.ndarray, twice: np.ndarray, right: np.ndarray) -> str:
-    """Describe how an answer of the correct shape differs from the correct gradient."""
+    """Say how a wrong answer differs from `right`: 0, independent of grad (as `twice`), scaled, or its worst value."""
     if not answer.any():
         return "it is 0 everywhere"
     if _close(answer, twice):

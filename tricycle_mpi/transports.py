@@ -168,7 +168,7 @@ def select_gpu_transport(ranks: ProcessGroup, gradients: Any, cuda: Any) -> Host
 
 
 def _problem_of_nccl(ranks: ProcessGroup, cuda: Any) -> str:
-    """Return the reason why NCCL cannot be used, the same on all ranks; "" if it can."""
+    """Return why NCCL cannot be used, "" if it can; all ranks must call it, and get the same answer."""
     has_it = bool(getattr(getattr(cuda, "nccl", None), "available", False))
     bus = cuda.Device().pci_bus_id
     everybody = ranks.all_gather((has_it, socket.gethostname(), bus))

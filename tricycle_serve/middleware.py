@@ -58,7 +58,7 @@ class AccessMiddleware:
         self._api_key_digest = None if api_key is None else _digest(api_key.encode("utf-8"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reject a request with an error response, or pass it to the application."""
+        """Reject a request by an error response, answer a preflight, or pass it on; add security headers."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

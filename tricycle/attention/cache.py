@@ -108,7 +108,7 @@ class KeyValueCache:
         self._pinned = position
 
     def can_truncate(self, length: int) -> bool:
-        """Return whether `truncate(length)` is possible: the window is still stored, and no token shift is used."""
+        """Return whether `truncate(length)` is possible: to 0 or all; else without token shift, window still stored."""
         is_stored = self._first <= max(0, length - (self.window or 0) + 1)
         return length in (0, self.length) or (is_stored and not self.last)
 

@@ -122,7 +122,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, Constraint] = OrderedDict()
 
     def from_json_schema(self, schema: dict[str, Any]) -> Constraint:
-        """Return the constraint to JSON text that is valid under a schema."""
+        """Return the constraint to JSON text that is valid under a schema; ValueError if unsupported."""
         text = json.dumps(schema)
         _check_size(text)
         try:

@@ -129,7 +129,7 @@ def _load_source(source: StoredModel, weights: str) -> Pretrained:
 
 
 def _load_tokeniser(source: StoredModel) -> Any:
-    """Load the tokenizer of a source; return None if it has none."""
+    """Return a source's tokenizer, None if it has none; an error for a tokenizer.model alone."""
     if isinstance(source, GGUFModel):
         metadata = source.metadata or {}
         return tokeniser_from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None

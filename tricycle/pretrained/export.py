@@ -220,7 +220,7 @@ def _special_token_ids(tokeniser: Any) -> dict[str, Any]:
 def _generation_fields(
     settings: GenerationSettings | None, special: dict[str, Any], tokeniser: Any, vocab_size: int
 ) -> dict[str, Any]:
-    """Return the fields of generation_config.json, which suppress ids without a token."""
+    """Return the fields of generation_config.json; few ids without a token are suppressed."""
     fields = {name: value for name, value in special.items() if value is not None}
     if settings is not None:
         defaults = asdict(GenerationSettings())

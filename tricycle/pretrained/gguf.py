@@ -115,7 +115,7 @@ class TensorConversion:
         return tensors
 
     def convert(self, name: str, info: GGUFTensorInfo) -> list[tuple[str, StoredTensor]]:
-        """Return the names and tensors of transformers that one tensor of the file contains."""
+        """Return [(name, tensor)] of transformers that one tensor of the file gives; ValueError if unknown."""
         layer, _, suffix = name.rpartition(".")
         match = _BLOCK.match(name)
         template = f"blk.N.{layer[match.end() :]}" if match else layer

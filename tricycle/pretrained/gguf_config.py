@@ -62,7 +62,7 @@ class ModelMetadata:
         return ValueError(f"{self.path}: {why}")
 
     def _get(self, key: str, default: Any) -> tuple[str, Any]:
-        """Return the key with its prefix, and the value."""
+        """Return the key with its prefix, and the value or `default`; ValueError if required and missing."""
         full_key = f"{self.architecture}.{key}"
         value = self._metadata.get(full_key, default)
         if value is _REQUIRED:
@@ -232,7 +232,7 @@ def _fit_bounds(divisors: np.ndarray, frequencies: np.ndarray, factor: float) ->
 def _fit_bounds_of_one_pair(
     divisors: np.ndarray, frequencies: np.ndarray, factor: float
 ) -> list[tuple[float, float, float]]:
-    """Return one of many solutions if at most one pair is interpolated, as in small heads.
+    """Return [(window, low, high)], one of many solutions, if at most one pair is interpolated.
 
     The lower bound is between the fastest pair with the full factor and the interpolated pair, and the upper bound
     between the interpolated pair and the slowest pair with the divisor 1.

@@ -121,7 +121,7 @@ class GGUFFile:
         return blocks
 
     def _read_bytes(self, info: GGUFTensorInfo) -> np.ndarray:
-        """Return the stored bytes of a tensor, (..., bytes per row), as a view of the file."""
+        """Return a tensor's bytes, (..., bytes per row), as a view of the file; ValueError if it was cut off."""
         try:
             # Each tensor is mapped separately, so that its pages can be released after the conversion of its values.
             mapped = np.memmap(self.path, np.uint8, "r", info.start, (info.n_rows, info.row_bytes))
@@ -250,7 +250,7 @@ class _HeaderReader:
             raise self._error(f"damaged: {what} at byte {self.position - length} is not UTF-8") from None
 
     def _read_value(self, key: str) -> Any:
-        """Read the value of a key, whose name is used in messages only."""
+        """Return a string, list or number, and advance the position; `key` is only for messages."""
         (type_number,) = self._unpack(_TYPE, key)
         if type_number == _STRING:
             return self._read_string(key)

@@ -78,7 +78,7 @@ def rope_divisors(config: ModelConfig) -> np.ndarray | None:
 
 # -------------------------------------------------------------------- reading what would be written
 def _as_family(architecture: str) -> Family:
-    """Return the family of an architecture, whose fields are those that a GGUF file of the config has."""
+    """Return a copy of the family whose fields are only those that a GGUF file of the architecture can hold."""
     family = METADATA_WRITERS[architecture][0]
     return replace(
         family, model_types=(architecture,), to_fields=partial(_read_back, architecture), to_config=_to_config

@@ -111,7 +111,7 @@ def _flatten_steps(parts: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_merges(document: Metadata, pre_tokenizer: str) -> None:
-    """Raise ValueError if llama.cpp would divide pieces into other tokens."""
+    """Raise ValueError unless it is a BPE of which llama.cpp would make the same tokens."""
     model = document["model"]
     options = [name for name in _BPE_OPTIONS if model.get(name)]
     if model.get("type") != "BPE" or options:

@@ -97,7 +97,7 @@ class UntrustedTemplate:
             return self._request(self._process, plain)
 
     def _start_child(self) -> subprocess.Popen[bytes]:
-        """Start a child process, and compile the template in it."""
+        """Start a child process, compile the template in it, and return the process."""
         process = subprocess.Popen(
             [sys.executable, "-I", __file__],
             stdin=subprocess.PIPE,
@@ -163,7 +163,7 @@ def _send(pipe: BinaryIO, content: bytes) -> None:
 
 
 def _receive(pipe: BinaryIO, max_bytes: int | None = None) -> bytes | None:
-    """Return the next message, or None if the other side has ended.
+    """Return the next message, None if the other side has ended; ValueError if longer than `max_bytes`.
 
     Raises:
         ValueError: the message has more than `max_bytes` bytes.

@@ -194,7 +194,7 @@ class PretrainedTokeniser:
 
     @property
     def _template(self) -> Template | None:
-        """The compiled chat template. Cache: valid while `chat_templates` has the same source."""
+        """The chat template, compiled again if its source has changed; None without one."""
         source = self.chat_template
         if source is None:
             return None
@@ -253,7 +253,7 @@ class PretrainedTokeniser:
         return marks, [_add_marks(message, names, marks) for message in messages]
 
     def _encode_marked(self, text: str, marks: Marks, is_continuation: bool = False) -> list[int]:
-        """Encode a text; names of special tokens between marks are encoded as text.
+        """Return the ids of a text; between marks, names of special tokens are text.
 
         Args:
             is_continuation: whether the text follows another one.
@@ -347,7 +347,7 @@ def _to_unicode(text: str | bytes) -> str:
 
 
 def _unused_characters(*values: Any) -> Marks:
-    """Return two private-use characters that occur in none of the values.
+    """Return two private-use characters that occur in none of the values; ValueError if there are none.
 
     Raises:
         ValueError: fewer than two do not occur.
@@ -489,7 +489,7 @@ def _add_configured_tokens(document: dict[str, Any], special: dict[str, str], co
 
 
 def _added_token_entries(config: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the entries of added_tokens_decoder in tokenizer_config.json by id."""
+    """Return {id: entry} of a config's added_tokens_decoder; ValueError for invalid entries."""
     entries = config.get("added_tokens_decoder") or {}
     is_valid = isinstance(entries, dict) and all(
         isinstance(entry, dict) and isinstance(entry.get("content"), str) and entry["content"] and key.isdecimal()
@@ -524,7 +524,7 @@ def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]
 
 
 def _read_gpt2_files(folder: Path, config: dict[str, Any], special: dict[str, str]) -> dict[str, Any]:
-    """Convert vocab.json and merges.txt of GPT-2 to a tokenizer.json."""
+    """Return a tokenizer.json document of GPT-2's vocab.json and merges.txt; ValueError if invalid."""
     vocab = read_json_object(folder / "vocab.json", *JSON_LIMITS)
     if not all(type(token) is int for token in vocab.values()):
         raise ValueError(f"{folder / 'vocab.json'}: expected an id for each token, got {reprlib.repr(vocab)}")

@@ -78,7 +78,7 @@ class TextEncoder(BlockStack):
         return x if self.norm is None else self.norm(x)
 
     def _embed(self, tokens: Tensor, token_type_ids: Operand | None) -> Tensor:
-        """Return the sum of token, position and type embeddings, (B, T, C)."""
+        """Return the (normalized) sum of token, position and type embeddings (B, T, C); types are 0 if None."""
         x = self.token_embedding(tokens)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale

@@ -213,7 +213,7 @@ class BlockSoftmax(RowSoftmax):
         return out, backward
 
     def _checked(self, scales: Array | None, n_keys: int, last: int) -> Array | None:
-        """Validate the scales of a layer, and expand them to one for each position.
+        """Return the scales expanded to one per position, None without any; ValueError if they do not fit.
 
         Args:
             last: the number of positions up to the last query.

@@ -78,7 +78,7 @@ class FolderLock:
                 step()
 
     def _try_lock(self) -> bool:
-        """Try to get the lock, and return whether this succeeded."""
+        """Try to get the lock, also from a holder that has ended, and return whether this succeeded."""
         handle, is_new = self._open()
         try:
             locked = lock_file(handle)

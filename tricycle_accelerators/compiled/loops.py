@@ -196,7 +196,7 @@ def decode_attention(
 
 @compile_loop("void(u2[:, :, ::1], b1, f4[:, :, ::1])")
 def _widen(numbers: np.ndarray, is_bfloat16: bool, wide: np.ndarray) -> None:
-    """Convert the bits of finite bfloat16 or float16 numbers to float32."""
+    """Write finite bfloat16 or float16 numbers, given as bits, to `wide` as float32."""
     source = numbers.reshape(-1)
     floats = wide.reshape(-1)
     bits = floats.view(np.uint32)

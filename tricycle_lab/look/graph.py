@@ -139,7 +139,7 @@ def build_graph(
 
 
 def _collect_tensors(result: Tensor, title: str) -> list[Tensor]:
-    """Return all Tensors of a graph, constants included, each after its inputs."""
+    """Return all Tensors of a graph, each after its inputs; ValueError for more than MAX_NODES."""
     order: list[Tensor] = []
     seen: set[int] = set()
     stack: list[tuple[Tensor, bool]] = [(result, False)]

@@ -176,7 +176,7 @@ def load_module(path: Path) -> Any:
 
 
 def _argument_names(function: Callable[..., Any], spec: str) -> list[str]:
-    """Return the names of the arguments without a default value."""
+    """Return the names of arguments without a default; ValueError if the function has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
