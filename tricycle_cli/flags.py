@@ -66,7 +66,8 @@ def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
     args = _resolve_aliases(kind, args)
     has_rare_flags = "config" in getattr(kind, "__dataclass_fields__", ())
     if {"-h", "--help", *["--help-all"] * has_rare_flags} & set(args):
-        _print_help(lambda: tyro.cli(kind, args=["--help"], **options), "--help-all" in args)
+        show_help = lambda: tyro.cli(kind, args=["--help"], prog=_command(), **options)
+        _print_help(show_help, "--help-all" in args, options.get("description", ""))
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -79,7 +80,7 @@ def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
         fail(str(error), status=2)
 
 
-def _print_help(print_tyros: Callable[[], Any], show_all: bool) -> NoReturn:
+def _print_help(print_tyros: Callable[[], Any], show_all: bool, description: str) -> NoReturn:
     """Print the grouped help, `print_tyros`'s text in another form, and exit with status 0."""
     from tricycle_cli.help_text import WIDE, format_help
 
@@ -88,7 +89,7 @@ def _print_help(print_tyros: Callable[[], Any], show_all: bool) -> NoReturn:
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         print_tyros()
     os.environ["COLUMNS"] = columns or ""
-    print(format_help(text.getvalue(), show_all), end="")
+    print(format_help(text.getvalue(), show_all, description), end="")
     raise SystemExit(0)
 
 
@@ -189,6 +190,14 @@ def _tune_host() -> None:
 def _program() -> str:
     *folders, name = sys.argv[0].replace("\\", "/").split("/")
     return folders[-1] if folders and name == "__main__.py" else name
+
+
+def _command() -> str:
+    """Return the command that started this program, without its arguments, such as "python -m experiments.names"."""
+    spec = sys.modules["__main__"].__spec__
+    if spec is None or not sys.argv[0].endswith(".py"):
+        return _program()
+    return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def _one_line(box: str) -> str:
