@@ -170,7 +170,7 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 # -------------------------------------------------------------------- reductions
 def _axes(op: str, x: Tensor, axis: Axis) -> tuple[int, ...]:
-    """Return the axes given by `axis` as non-negative integers."""
+    """Return `axis` (an integer, several, or None for all) as integers >= 0; ValueError if out of range or repeated."""
     axes = range(x.ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
     for a in axes:
         if not -x.ndim <= operator.index(a) < x.ndim:
@@ -210,7 +210,7 @@ def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
-    """Compute `max` or `min`; the gradient is divided evenly among equal extremes."""
+    """Compute `max` or `min`, by `name`, over axes; the gradient is divided evenly among equal extremes."""
     x = as_tensor(x)
     axes, array = _axes(name, x, axis), x.array
     if 0 in [array.shape[a] for a in axes]:

@@ -93,7 +93,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def check_outputs(arguments: Arguments) -> None:
-    """Raise an exception unless a new output is requested, and an adapter only together with --adapter."""
+    """Raise ValueError for no output or flags that do not fit together, FileExistsError if a file to write exists."""
     files = [arguments.gguf, arguments.gguf_adapter]
     if arguments.folder is None and files == [None, None]:
         raise ValueError("expected an output folder, --gguf or --gguf-adapter, got none")

@@ -59,6 +59,7 @@ def parse_known(kind: type[T], args: Sequence[str]) -> tuple[T, list[str]]:
 
 
 def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
+    """Parse words by tyro, resolving old flags; print help, or an error in one line, and exit."""
     import tyro
 
     options["config"] = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
@@ -80,7 +81,7 @@ def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
 
 
 def _print_help(print_tyros: Callable[[], Any], show_all: bool, description: str) -> NoReturn:
-    """Print the help in groups, and exit."""
+    """Print the grouped help, `print_tyros`'s text in another form, and exit with status 0."""
     from tricycle_cli.help_text import WIDE, format_help
 
     columns, text = os.environ.get("COLUMNS"), io.StringIO()

@@ -77,7 +77,7 @@ class DecodingFlags:
     """generate only text that this regular expression matches as a whole"""
 
     def constrain(self, sampling: PenalizedSamplingParams, tokeniser: Tokeniser) -> PenalizedSamplingParams:
-        """Return the parameters with the constraint of a given flag, if any.
+        """Return the parameters with the constraint of --json-schema or --regex, else unchanged; ValueError if bad.
 
         Raises:
             ImportError: llguidance is not installed.

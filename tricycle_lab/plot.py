@@ -368,7 +368,7 @@ def write_attention_page(
 
 
 def _check_weights(caller: str, weights: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """Check attention weights, and return them in host memory.
+    """Return attention weights in host memory; ValueError if none, not finite or not (heads, queries, keys).
 
     Raises:
         ValueError: no layer, or an array that is not finite or not (heads, queries, keys).

@@ -92,6 +92,7 @@ def use_log_x_axis(axes: Any) -> None:
 def _plot_trials(
     axes: Any, xs: Sequence[Any], done: Sequence[TrialResult], early_xs: Sequence[Any], early: Sequence[TrialResult]
 ) -> None:
+    """Plot results of finished trials, last estimates of early ones as open circles, and the best in colour."""
     axes.plot(xs, [trial.bits_per_byte for trial in done], "o", color=COLOURS[0], markersize=5, label="trial")
     if early:
         ys = [trial.last_estimate for trial in early]

@@ -68,6 +68,7 @@ class _Texts:
                 next_logits(model, [text[:-1]], [caches])
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
+        """Process one token of each text, extending the caches; return the logits (N, n_vocab) after it."""
         return next_logits(self.model, tokens[:, None].tolist(), self.caches)[:, : self.n_vocab]
 
     def select(self, rows: np.ndarray) -> None:

@@ -74,6 +74,7 @@ def differing_fields(config: ModelConfig, other: ModelConfig, tolerance: float =
 
 
 def _are_equal(value: Any, other: Any, tolerance: float) -> bool:
+    """Return whether two values are equal; a float may differ by the relative tolerance."""
     if isinstance(value, float) and isinstance(other, (int, float)) and math.isclose(value, other, rel_tol=tolerance):
         return True
     return bool(value == other)

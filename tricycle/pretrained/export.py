@@ -220,7 +220,7 @@ def _special_token_ids(tokeniser: Any) -> dict[str, Any]:
 def _generation_fields(
     settings: GenerationSettings | None, special: dict[str, Any], tokeniser: Any, vocab_size: int
 ) -> dict[str, Any]:
-    """Return the fields of generation_config.json, which suppress ids without a token."""
+    """Return the fields of generation_config.json; few ids without a token are suppressed."""
     fields = {name: value for name, value in special.items() if value is not None}
     if settings is not None:
         defaults = asdict(GenerationSettings())
@@ -235,7 +235,7 @@ def _generation_fields(
 
 # -------------------------------------------------------------------- tokenizer
 def _tokenizer_document(tokeniser: Any) -> tuple[str | None, str]:
-    """Return the text of tokenizer.json, and a model_type to avoid, or "".
+    """Return tokenizer.json's text and the model_type to avoid: "qwen2", or "" if it splits as Qwen or is None.
 
     For models of type qwen2, `transformers` 5 ignores the pre-tokenizer of the document and uses Qwen's.
     """

@@ -139,7 +139,7 @@ def build_graph(
 
 
 def _collect_tensors(result: Tensor, title: str) -> list[Tensor]:
-    """Return all Tensors of a graph, constants included, each after its inputs."""
+    """Return all Tensors of a graph, each after its inputs; ValueError for more than MAX_NODES."""
     order: list[Tensor] = []
     seen: set[int] = set()
     stack: list[tuple[Tensor, bool]] = [(result, False)]
@@ -166,6 +166,7 @@ def _operation_name(tensor: Tensor) -> str:
 def _describe_node(
     tensor: Tensor, input_name: str | None, indices: Mapping[int, int], result: Tensor
 ) -> dict[str, Any]:
+    """Return JSON data of a Tensor of the graph: its name, kind, shape, value, formula, and indices of its args."""
     leaf_kind = "input" if tensor.requires_grad else "constant"
     kind = "result" if tensor is result else "op" if tensor.args else leaf_kind
     other_name = _operation_name(tensor) if tensor.args else getattr(tensor, "role", None) or leaf_kind
