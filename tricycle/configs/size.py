@@ -17,4 +17,5 @@ def min_n_weights(config: ModelConfig) -> int:
     positions = (config.context_window + config.position_offset) * width if config.positions == "learned" else 0
     types = getattr(config, "token_types", 0) * width  # an encoder's
     tokens = config.vocab_size * (config.embedding_size or width)
-    return tokens + positions + types + config.n_layers * (attention + mlp)
+    decoder = getattr(config, "n_decoder_layers", 0) * (2 * attention + mlp)  # an encoder-decoder's
+    return tokens + positions + types + config.n_layers * (attention + mlp) + decoder

@@ -24,11 +24,12 @@ from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.smollm3 import SMOLLM3
 from tricycle.pretrained.families.stablelm import STABLELM
+from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
 DENSE_FAMILIES = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, STABLELM, SMOLLM3]
-ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, BERT, ROBERTA]
+ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, BERT, ROBERTA, T5, T5_GATED]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)
 
@@ -58,7 +59,8 @@ def find_family(source: StoredModel) -> Family:
     model_type = source.fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise field_error("model_type", f"one of {', '.join(FAMILIES)}", model_type)
-    return FAMILIES[model_type]
+    families = [family for family in ALL_FAMILIES if model_type in family.model_types]
+    return next((family for family in families if family.applies_to(source.fields)), families[0])
 
 
 def read_config(family: Family, source: StoredModel) -> Any:

@@ -1,0 +1,120 @@
+"""Encoder-decoders against transformers: logits, gradients, decoding, beams, folders, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers_families import difference, randomize_weights
+
+from tricycle.loss import CrossEntropy
+from tricycle.pretrained import load
+from tricycle.pretrained.export import export_folder
+from tricycle.sequences.seq2seq import EncoderDecoderTransformer
+from tricycle.tensor import no_grad
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+AGREED = 3e-6
+VOCABULARY = 67
+T5: dict[str, Any] = {"d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4, "layer_norm_epsilon": 1e-3}
+T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "pad_token_id": None}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "T5": ("t5", T5),
+    "T5 1.1": (
+        "t5",
+        {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 3, "d_kv": 8},
+    ),
+}
+SOURCE = np.random.default_rng(1).integers(3, VOCABULARY, (3, 17))
+LENGTHS = np.array([17, 9, 12])
+TARGET = np.random.default_rng(2).integers(3, VOCABULARY, (3, 14))
+
+
+def new_hf_model(name: str, **changes: Any) -> Any:
+    """Return a model of transformers with random weights, in which each part affects the logits."""
+    model_type, fields = CASES[name]
+    torch.manual_seed(3)
+    tokens = {"vocab_size": VOCABULARY, "decoder_start_token_id": 1, "eos_token_id": 2}
+    config = transformers.AutoConfig.for_model(model_type, **{**tokens, **fields, **changes})
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").float().eval()
+    if config.model_type == "t5" and not config.scale_decoder_outputs:  # whose files have an output layer
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+    randomize_weights(model)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "relative_attention_bias" in key:
+                parameter.normal_()
+    return model
+
+
+@pytest.fixture(params=CASES)
+def pair(request: Any, tmp_path: Path) -> tuple[EncoderDecoderTransformer, Any]:
+    """Return a model that was read from files, and that of transformers."""
+    hf_model = new_hf_model(request.param)
+    hf_model.save_pretrained(tmp_path)
+    return load(tmp_path).model, hf_model
+
+
+def hf_logits(hf_model: Any, source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> Any:
+    mask = torch.from_numpy((np.arange(source.shape[1]) < lengths[:, None]).astype(np.int64))
+    return hf_model(
+        input_ids=torch.from_numpy(source), attention_mask=mask, decoder_input_ids=torch.from_numpy(target)
+    ).logits
+
+
+def rms_norm(layer: Any, x: Any) -> Any:
+    """The norm of T5 in the precision of x: transformers rounds the variance to float32."""
+    return layer.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + layer.variance_epsilon)
+
+
+def test_logits_and_gradients_agree(
+    pair: tuple[EncoderDecoderTransformer, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, hf_model = pair
+    inputs = SOURCE, TARGET[:, :-1], LENGTHS
+    assert difference(model(*inputs).array, hf_logits(hf_model, *inputs).detach().numpy()) < AGREED
+    monkeypatch.setattr(transformers.models.t5.modeling_t5.T5LayerNorm, "forward", rms_norm)
+    hf_model.double()  # the gradients of scores without a scale differ by 5e-6 in float32
+    for parameter in model.parameters():
+        parameter.array = parameter.array.astype(np.float64)
+    CrossEntropy()(TARGET[:, 1:], model(*inputs)).backward()
+    labels = torch.from_numpy(TARGET[:, 1:].copy()).flatten()
+    torch.nn.functional.cross_entropy(hf_logits(hf_model, *inputs).flatten(0, 1), labels).backward()
+    with torch.no_grad():
+        for parameter in hf_model.parameters():
+            parameter.copy_(parameter.grad)
+    hf_model.float().save_pretrained(tmp_path / "gradients")
+    grads = load(tmp_path / "gradients").model.state_dict()
+    worst = {
+        name: difference(parameter.grad.array, grads[name])
+        for name, parameter in model.named_parameters()
+        if name != "logit_bias"  # not a parameter in transformers
+    }
+    assert max(worst.values()) < 1e-6, worst
+
+
+def test_cached_and_uncached_decoding_agree(pair: tuple[EncoderDecoderTransformer, Any]) -> None:
+    model, _ = pair
+    with no_grad():
+        whole = model(SOURCE, TARGET, LENGTHS).array
+        state = model.start_decoding(SOURCE, LENGTHS, capacity=TARGET.shape[1])
+        parts = [model.decode(TARGET[:, a:b], state).array for a, b in ((0, 4), (4, 5), (5, 6), (6, 14))]
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_is_exported_and_read_again(pair: tuple[EncoderDecoderTransformer, Any], tmp_path: Path) -> None:
+    model, hf_model = pair
+    kind = export_folder(model, None, tmp_path / "exported")
+    assert kind == hf_model.config.model_type
+    again = load(tmp_path / "exported").model
+    assert again.config == model.config
+    for name, array in model.state_dict().items():
+        np.testing.assert_array_equal(again.state_dict()[name], array)
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
+    expected = hf_logits(hf_model, SOURCE, TARGET, LENGTHS).detach().numpy()
+    assert difference(hf_logits(theirs, SOURCE, TARGET, LENGTHS).detach().numpy(), expected) < AGREED
