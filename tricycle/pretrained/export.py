@@ -299,7 +299,7 @@ def model_card(title: str, model: Any, model_type: str, card: Mapping[str, Any])
         "context window": f"{config.context_window:,} tokens",
         **card,
     }
-    kinds = {TextEncoder: ("AutoModel", "feature-extraction")}
+    kinds: dict[type, tuple[str, str]] = {TextEncoder: ("AutoModel", "feature-extraction")}
     kinds[EncoderDecoderTransformer] = ("AutoModelForSeq2SeqLM", "text2text-generation")
     auto_class, pipeline = kinds.get(type(model), ("AutoModelForCausalLM", "text-generation"))
     table = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items())

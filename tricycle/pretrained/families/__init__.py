@@ -13,6 +13,7 @@ from tricycle.kernels.quantized import DTYPE_NAMES
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS
 from tricycle.layers import Layer
 from tricycle.pretrained.config_fields import ConfigFields, field_error
+from tricycle.pretrained.families.bart import BART, MARIAN
 from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.family import Family, keeps_blocks, load_weights
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
@@ -29,7 +30,7 @@ from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_pr
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
 DENSE_FAMILIES = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, STABLELM, SMOLLM3]
-ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, BERT, ROBERTA, T5, T5_GATED]
+ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, BERT, ROBERTA, T5, T5_GATED, BART, MARIAN]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)
 

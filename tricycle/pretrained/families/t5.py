@@ -82,7 +82,7 @@ def to_config(fields: ConfigFields) -> EncoderDecoderConfig:
 
 
 def to_fields(config: EncoderDecoderConfig) -> dict[str, Any]:
-    """Convert an `EncoderDecoderConfig` to the fields of a T5 config.json, without model_type; ValueError for biases."""
+    """Convert an `EncoderDecoderConfig` to fields of a T5 config.json, without model_type; ValueError for biases."""
     if any(has_bias(config, part) for part in ("qkv", "output", "mlp")):
         raise field_error("bias", "False", True)
     name = "gelu" if config.is_gated and config.activation == "gelu" else activation_name(config.activation)
