@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from transformers_families import difference, randomize_weights
 
+from tricycle.decoding.encoder_decoder import TargetSettings, generate_target
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.loss import CrossEntropy
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
@@ -134,3 +136,46 @@ def test_a_model_is_exported_and_read_again(pair: tuple[EncoderDecoderTransforme
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
     expected = hf_logits(hf_model, SOURCE, TARGET, LENGTHS).detach().numpy()
     assert difference(hf_logits(theirs, SOURCE, TARGET, LENGTHS).detach().numpy(), expected) < AGREED
+
+
+# -------------------------------------------------------------------- generation
+def hf_target(hf_model: Any, n: int, **settings: Any) -> list[int]:
+    """Return the tokens that transformers generates for the first source."""
+    hf_model.generation_config.update(**{"max_length": None, "forced_bos_token_id": None, **settings})
+    source = torch.from_numpy(SOURCE[:1])
+    # its cache of T5 fails when the decoder has more blocks than the encoder
+    options = {"attention_mask": source * 0 + 1, "max_new_tokens": n, "do_sample": False, "use_cache": False}
+    return hf_model.generate(source, **options)[0, 1:].tolist()
+
+
+def target(model: EncoderDecoderTransformer, n: int, stop: int, **settings: Any) -> list[int]:
+    sampling = PenalizedSamplingParams(temperature=0, stop_tokens=[stop])
+    return list(generate_target(model, SOURCE[0].tolist(), n, sampling, TargetSettings.from_fields(settings, {})))
+
+
+def test_64_greedy_tokens_agree(pair: tuple[EncoderDecoderTransformer, Any]) -> None:
+    model, hf_model = pair
+    settings = {"no_repeat_ngram_size": 2, "bad_words_ids": [[2]]}  # varied texts without an end
+    expected = hf_target(hf_model, 64, num_beams=1, **settings)
+    assert len(expected) == 64 and len(set(expected)) > 7
+    assert target(model, 64, 2, **settings) == expected
+
+
+BEAMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "short": {"length_penalty": 0.0, "early_stopping": True},
+    "summary": {"length_penalty": 2.0, "no_repeat_ngram_size": 3, "min_length": 9, "forced_eos_token_id": 2},
+    "forced": {"forced_bos_token_id": 5, "suppress_tokens": [7, 8], "early_stopping": True},
+}
+
+
+@pytest.mark.parametrize("settings", BEAMS.values(), ids=BEAMS)
+def test_beams_agree(pair: tuple[EncoderDecoderTransformer, Any], settings: dict[str, Any]) -> None:
+    model, hf_model = pair
+    logits = hf_logits(hf_model, SOURCE[:1], TARGET[:1, :5], LENGTHS[:1]).detach().numpy()
+    for end in (2, *np.argsort(-logits[0, -1])[:4].tolist()):  # so that texts end at different lengths
+        hf_model.generation_config.eos_token_id = end
+        given = {**settings, "num_beams": 4}
+        if "forced_eos_token_id" in given:
+            given["forced_eos_token_id"] = end
+        assert target(model, 20, end, **given) == hf_target(hf_model, 20, **given)
