@@ -26,6 +26,7 @@ import tricycle.sequences.convolution as convolution
 import tricycle.sequences.recurrent as recurrent
 from tricycle import extra_ops, linalg, ops, softmaxes
 from tricycle.activations import ExactGeLU, ReLUSquared
+from tricycle.sequences.relative_positions import RelativePositionSoftmax, position_buckets
 from tricycle.tensor import Tensor, to_tensor
 
 Draw = Callable[[st.SearchStrategy], Any]
@@ -538,6 +539,17 @@ def _sink_softmax(draw):
     sinks = normal(draw, *x.shape[:-2]) * draw(st.sampled_from([1, 5]))
 
     return Sample(softmaxes.SinkSoftmax(), (x, sinks), sink_softmax, accepts_float16=False)
+
+
+@register("RelativePositionSoftmax")
+def _relative_position_softmax(draw):
+    op = RelativePositionSoftmax(4, 4, bidirectional=draw(st.booleans()))
+    n_heads, n_queries, more = draw(SMALL), draw(SMALL), draw(st.integers(0, 3))
+    n_keys = n_queries + (0 if op.bidirectional else more)
+    x, table = normal(draw, draw(SMALL), n_heads, n_queries, n_keys), normal(draw, 4, n_heads)
+    ids = position_buckets(op, n_queries, n_keys)
+    expected = lambda xp, x, table: softmax(xp, x + xp.moveaxis(table[ids], 2, 0))
+    return Sample(op, (x, table), expected, accepts_float16=False)
 
 
 @register("BlockSoftmax")

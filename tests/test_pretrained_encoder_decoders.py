@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from programs import run_here
 from transformers_families import difference, randomize_weights
 
+from tricycle.configs import ModelConfig
+from tricycle.decoding.beam_search import generate_beam_search
 from tricycle.decoding.encoder_decoder import TargetSettings, generate_target
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.families import build_model
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.tensor import no_grad
+from tricycle_cli import generate as generate_program
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.numpy")
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 AGREED = 3e-6
@@ -179,3 +188,122 @@ def test_beams_agree(pair: tuple[EncoderDecoderTransformer, Any], settings: dict
         if "forced_eos_token_id" in given:
             given["forced_eos_token_id"] = end
         assert target(model, 20, end, **given) == hf_target(hf_model, 20, **given)
+
+
+# -------------------------------------------------------------------- command line and refusals
+PIECES = ["<pad>", "</s>", "<unk>", *"▁abcdefghijklmnopqrstuvwxyz.", "▁the", "▁sea", "er", "in", "▁a"]
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of unigrams, as T5's."""
+    end = {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}}
+    template = {"single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}]}
+    spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": i, "content": PIECES[i], "special": True, "normalized": False}
+            | {"lstrip": False, "rstrip": False, "single_word": False}
+            for i in range(3)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": spaces,
+        "post_processor": {"type": "TemplateProcessing", "pair": [], "special_tokens": end, **template},
+        "decoder": spaces,
+        "model": {
+            "type": "Unigram",
+            "unk_id": 2,
+            "vocab": [[piece, -float(i + 1) / max(1, len(piece))] for i, piece in enumerate(PIECES)],
+            "byte_fallback": False,
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(document), encoding="utf-8")
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def generate_text(*arguments: Any) -> str:
+    done = run_here(generate_program.main, "generate", arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["T5 1.1", "Marian"])
+def test_the_command_line_prints_the_text_of_transformers(name: str, tmp_path: Path) -> None:
+    hf_model = new_hf_model(name, eos_token_id=1, decoder_start_token_id=0, vocab_size=len(PIECES))
+    hf_model.generation_config.update(num_beams=3, early_stopping=True, max_length=12, eos_token_id=1)
+    hf_model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = torch.tensor([tokenizer("the sea in a sea.")["input_ids"]])
+    for flags, beams in (([], 3), (["--beams", "1"], 1), (["--beams", "2"], 2)):
+        expected = hf_model.generate(ids, attention_mask=ids * 0 + 1, use_cache=False, num_beams=beams)
+        text = tokenizer.decode(expected[0], skip_special_tokens=True)
+        assert len(text) > 3
+        assert generate_text(tmp_path, "the sea in a sea.", *flags) == text + "\n"
+
+
+def test_beams_of_a_decoder(tmp_path: Path) -> None:
+    model = GPT(ModelConfig(vocab_size=len(PIECES), context_window=32, embedding_dim=16, n_heads=2, n_layers=1))
+    export_folder(model, None, tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    tokeniser = load(tmp_path / "model").tokeniser
+    ids = tokeniser.encode("the sea")
+    found = generate_beam_search(model, [ids], 8, 3, stop_tokens=1)[0]
+    text = generate_text(tmp_path / "model", "the sea", "--beams", "3", "--length", "8")
+    assert text.startswith("the sea") and len(text) > len("the sea\n")
+    assert text == "the sea" + tokeniser.stream(ids).push([i for i in found if i != 1]) + "\n"
+
+
+CONFIGS: dict[str, dict[str, Any]] = {"t5": T5, "bart": BART, "marian": BART}
+REFUSED = {
+    "t5 encoder": ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder"),
+    "t5 activation": ("t5", {"feed_forward_proj": "gated-elu"}, "feed_forward_proj"),
+    "t5 buckets": ("t5", {"relative_attention_num_buckets": 2}, "relative_buckets"),
+    "t5 distance": ("t5", {"relative_attention_max_distance": 3}, "relative_distance"),
+    "t5 layers": ("t5", {"num_decoder_layers": 10**9}, "parameters"),
+    "bart norms": ("bart", {"normalize_before": True}, "normalize_before"),
+    "bart heads": ("bart", {"decoder_attention_heads": 2}, "decoder_attention_heads"),
+    "bart head": ("bart", {"tie_word_embeddings": False}, "tie_word_embeddings"),
+    "marian vocabularies": ("marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embeddings"),
+    "marian target": ("marian", {"decoder_vocab_size": 9}, "decoder_vocab_size"),
+    "marian start": ("marian", {"decoder_start_token_id": 99}, "start_token"),
+}
+
+
+@pytest.mark.parametrize(("model_type", "fields", "name"), REFUSED.values(), ids=REFUSED)
+def test_unsupported_fields_are_refused(model_type: str, fields: dict[str, Any], name: str) -> None:
+    tokens = {"vocab_size": VOCABULARY, "decoder_start_token_id": 1}
+    tensors = {str(i): StoredTensor((4, 4), "F32", lambda: np.zeros((4, 4))) for i in range(9)}
+    source = StoredModel(Path("m"), {"model_type": model_type, **tokens, **CONFIGS[model_type], **fields}, tensors)
+    with pytest.raises(ValueError, match=name):
+        build_model(source)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"num_beams": 0}, "num_beams"),
+        ({"bad_words_ids": [[1, 2]]}, "bad_words_ids"),
+        ({"min_length": "a"}, "min_length"),
+    ],
+)
+def test_wrong_generation_settings_are_refused(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        TargetSettings.from_fields(fields, {})
+
+
+def test_copies_of_tensors_and_a_missing_bias_are_accepted(tmp_path: Path) -> None:
+    """Older files have copies of the embedding, or lack the bias of the logits or the name of the shared table."""
+    hf_model = new_hf_model("BART")
+    hf_model.final_logits_bias.zero_()
+    hf_model.save_pretrained(tmp_path)
+    expected = load(tmp_path).model(SOURCE, TARGET, LENGTHS).array
+    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    del tensors["final_logits_bias"]
+    tensors["model.encoder.embed_tokens.weight"] = tensors.pop("model.shared.weight")
+    safetensors.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    np.testing.assert_array_equal(load(tmp_path).model(SOURCE, TARGET, LENGTHS).array, expected)

@@ -11,27 +11,30 @@ from tricycle.pretrained.config_fields import ConfigFields, activation_name, fie
 from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.t5 import uninitialized_encoder_decoder
 
-BLOCK_NAMES = {
+BLOCK_NAMES: TensorNames = {
     "attention.qkv": [f"self_attn.{part}_proj" for part in "qkv"],
     "attention.projection": ["self_attn.out_proj"],
     "attention_norm": ["self_attn_layer_norm"],
     "mlp.up": ["fc1"],
     "mlp.projection": ["fc2"],
     "mlp_norm": ["final_layer_norm"],
-}
-CROSS_NAMES = {
-    "cross.query": ["encoder_attn.q_proj"],
+    "cross.query": ["encoder_attn.q_proj"],  # cross-attention is in the decoder only
     "cross.key": ["encoder_attn.k_proj"],
     "cross.value": ["encoder_attn.v_proj"],
     "cross.projection": ["encoder_attn.out_proj"],
     "cross_norm": ["encoder_attn_layer_norm"],
 }
-NAMES: TensorNames = {"encoder.embedding": ["model.shared"], "": ["final_logits_bias$"]}
-for _side, _names in {"encoder": BLOCK_NAMES, "decoder": BLOCK_NAMES | CROSS_NAMES}.items():
-    NAMES[f"{_side}.positions"] = [f"model.{_side}.embed_positions"]
-    NAMES[f"{_side}.embedding_norm"] = [f"model.{_side}.layernorm_embedding"]
-    for _ours, _theirs in _names.items():
-        NAMES[f"{_side}.blocks.N.{_ours}"] = [f"model.{_side}.layers.N.{name}" for name in _theirs]
+NAMES: TensorNames = {
+    "encoder.embedding": ["model.shared"],
+    "": ["final_logits_bias$"],  # the only parameter of the model itself
+    **{f"{side}.positions": [f"model.{side}.embed_positions"] for side in ("encoder", "decoder")},
+    **{f"{side}.embedding_norm": [f"model.{side}.layernorm_embedding"] for side in ("encoder", "decoder")},
+    **{
+        f"{side}.blocks.N.{ours}": [f"model.{side}.layers.N.{name}" for name in theirs]
+        for side in ("encoder", "decoder")
+        for ours, theirs in BLOCK_NAMES.items()
+    },
+}
 POSITION_OFFSET = 2  # rows of the position embedding that are not used
 COPIES = r"model\.(encoder|decoder)\.(embed_tokens\.weight|version)$"
 

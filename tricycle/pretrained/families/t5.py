@@ -12,27 +12,38 @@ from tricycle.pretrained.config_fields import ACTIVATION_NAMES, ConfigFields, ac
 from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 
+BLOCK_NAMES: TensorNames = {
+    "attention": ["0.SelfAttention.relative_attention_bias"],
+    "attention.qkv": [f"0.SelfAttention.{part}" for part in "qkv"],
+    "attention.projection": ["0.SelfAttention.o"],
+    "attention_norm": ["0.layer_norm"],
+    "cross.query": ["1.EncDecAttention.q"],  # in the decoder only
+    "cross.key": ["1.EncDecAttention.k"],
+    "cross.value": ["1.EncDecAttention.v"],
+    "cross.projection": ["1.EncDecAttention.o"],
+    "cross_norm": ["1.layer_norm"],
+    "mlp.up": ["2.DenseReluDense.wi"],
+    "mlp.projection": ["2.DenseReluDense.wo"],
+    "mlp_norm": ["2.layer_norm"],
+}
+ENCODER_NAMES = {
+    ours: [name.replace("2.", "1.", 1) for name in theirs]
+    for ours, theirs in BLOCK_NAMES.items()
+    if not ours.startswith("cross")
+}
 NAMES: TensorNames = {
     "encoder.embedding": ["shared"],
-    "encoder.blocks.N.attention": ["encoder.block.N.layer.0.SelfAttention.relative_attention_bias"],
-    "encoder.blocks.N.attention.qkv": [f"encoder.block.N.layer.0.SelfAttention.{part}" for part in "qkv"],
-    "encoder.blocks.N.attention.projection": ["encoder.block.N.layer.0.SelfAttention.o"],
-    "encoder.blocks.N.attention_norm": ["encoder.block.N.layer.0.layer_norm"],
-    "encoder.blocks.N.mlp.up": ["encoder.block.N.layer.1.DenseReluDense.wi"],
-    "encoder.blocks.N.mlp.projection": ["encoder.block.N.layer.1.DenseReluDense.wo"],
-    "encoder.blocks.N.mlp_norm": ["encoder.block.N.layer.1.layer_norm"],
+    **{
+        f"encoder.blocks.N.{ours}": [f"encoder.block.N.layer.{n}" for n in names]
+        for ours, names in ENCODER_NAMES.items()
+    },
+    **{
+        f"decoder.blocks.N.{ours}": [f"decoder.block.N.layer.{n}" for n in names] for ours, names in BLOCK_NAMES.items()
+    },
     "encoder.norm": ["encoder.final_layer_norm"],
-    "decoder.blocks.N.cross.query": ["decoder.block.N.layer.1.EncDecAttention.q"],
-    "decoder.blocks.N.cross.key": ["decoder.block.N.layer.1.EncDecAttention.k"],
-    "decoder.blocks.N.cross.value": ["decoder.block.N.layer.1.EncDecAttention.v"],
-    "decoder.blocks.N.cross.projection": ["decoder.block.N.layer.1.EncDecAttention.o"],
-    "decoder.blocks.N.cross_norm": ["decoder.block.N.layer.1.layer_norm"],
+    "decoder.norm": ["decoder.final_layer_norm"],
     "head": ["lm_head"],
 }
-for _ours, _theirs in list(NAMES.items())[1:9]:  # the decoder's MLP has number 2, as cross-attention has number 1
-    NAMES[_ours.replace("encoder.", "decoder.")] = [
-        name.replace("encoder.", "decoder.").replace("layer.1.", "layer.2.") for name in _theirs
-    ]
 # T5 has no table of positions, so its texts are limited by memory only.
 CONTEXT_WINDOW = 2**15
 # Copies of the table "shared" that older versions of transformers saved, and one that no computation uses.
