@@ -27,6 +27,7 @@ import tricycle.sequences.recurrent as recurrent
 from tricycle import extra_ops, linalg, ops, softmaxes
 from tricycle.activations import ExactGeLU, ReLUSquared
 from tricycle.sequences.relative_positions import RelativePositionSoftmax, position_buckets
+from tricycle.state_spaces.scan import StateSpaceScan
 from tricycle.tensor import Tensor, to_tensor
 
 Draw = Callable[[st.SearchStrategy], Any]
@@ -550,6 +551,23 @@ def _relative_position_softmax(draw):
     ids = position_buckets(op, n_queries, n_keys)
     expected = lambda xp, x, table: softmax(xp, x + xp.moveaxis(table[ids], 2, 0))
     return Sample(op, (x, table), expected, accepts_float16=False)
+
+
+@register("StateSpaceScan")
+def _state_space_scan(draw):
+    n_items, n_tokens, groups, shared, size, state = (draw(SMALL) for _ in range(6))
+    v = normal(draw, n_items, n_tokens, groups * shared, size)
+    k, q = (normal(draw, n_items, n_tokens, groups, state) for _ in range(2))
+
+    def expected(xp: Any, v: Any, decays: Any, k: Any, q: Any) -> Any:
+        """Attention with weights that decay between key and query."""
+        k, q = (xp.repeat(x, shared, 2) for x in (k, q))
+        sums = xp.cumsum(decays, 1)
+        within = np.tri(n_tokens)[None, :, :, None] * xp.exp(sums[:, :, None] - sums[:, None])
+        scores = (q[:, :, None] * k[:, None]).sum(-1) * within  # (B, T, S, H)
+        return (scores[..., None] * v[:, None]).sum(2)
+
+    return Sample(StateSpaceScan(draw(SMALL)), (v, normal(draw, *v.shape[:3]), k, q), expected, accepts_float16=False)
 
 
 @register("BlockSoftmax")

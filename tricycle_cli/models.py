@@ -146,7 +146,7 @@ def load_model(
     weights: str = "float32",
     adapter: Path | None = None,
     loaded: Pretrained | None = None,
-    kinds: tuple[type, ...] = (GPT,),
+    kinds: tuple[Any, ...] = (GPT,),
 ) -> Pretrained:
     """Load a decoder, or change `loaded` in place: set the tokenizer, attach the adapter, set softmax and device.
 

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 from tricycle import kernels
 from tricycle.attention import KeyValueCache
 from tricycle.attention.cache import takes_ragged
-from tricycle.configs.validated import ValidatedConfig
+from tricycle.configs.validated import Rule, ValidatedConfig
 from tricycle.decoding.beam_search import BeamTexts
 from tricycle.decoding.guided import Constraint
 from tricycle.decoding.penalties import PenalizedSamplingParams
@@ -63,6 +63,13 @@ class ConditionedDecoder(Layer):
         return self.model.logits(x)
 
 
+TARGET_RULES: list[Rule] = [
+    ("num_beams", lambda n: n >= 1, "1 or more"),
+    ("first_token last_token", lambda token: token >= -1, "the id of a token, or -1"),
+    ("min_length max_length no_repeat_ngram_size", lambda n: n >= 0, "0 or more"),
+]
+
+
 @dataclass(frozen=True)
 class TargetSettings(ValidatedConfig):
     """The settings of a generation_config.json that only encoder-decoders use here; defaults are transformers'.
@@ -88,9 +95,7 @@ class TargetSettings(ValidatedConfig):
     suppress_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        at_least = lambda least: lambda value: value >= least
-        self._check([("num_beams", at_least(1), "1 or more"), ("first_token last_token", at_least(-1), "an id")])
-        self._check([("min_length max_length no_repeat_ngram_size", at_least(0), "0 or more")])
+        self._check(TARGET_RULES)
 
     @classmethod
     def from_fields(cls, generation: dict[str, Any], config: dict[str, Any]) -> Self:
