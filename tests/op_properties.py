@@ -125,6 +125,7 @@ UNARY: dict[str, tuple[Callable, list[float], Callable]] = {
     "sin": (extra_ops.sin, [-30, 0, 30], lambda xp, x: xp.sin(x)),
     "cos": (extra_ops.cos, [-30, 0, 30], lambda xp, x: xp.cos(x)),
     "absolute": (extra_ops.absolute, [-1e3, 1e3], lambda xp, x: abs(x)),
+    "softplus": (extra_ops.softplus, [-30, 0, 30], lambda xp, x: xp.log(1 + xp.exp(x))),
     "tanh": (ops.tanh, [-30, 0, 30], lambda xp, x: xp.tanh(x)),
     "sigmoid": (ops.sigmoid, [-30, 0, 30], lambda xp, x: sigmoid(xp, x)),
     "negative": (extra_ops.negative, [-1e3, 0, 1e3], lambda xp, x: -x),
@@ -555,19 +556,20 @@ def _relative_position_softmax(draw):
 
 @register("StateSpaceScan")
 def _state_space_scan(draw):
-    n_items, n_tokens, groups, shared, size, state = (draw(SMALL) for _ in range(6))
+    n_items, n_tokens = draw(SMALL), draw(SMALL)
+    groups, shared, size, state, chunk_size = (draw(SOME) for _ in range(5))
     v = normal(draw, n_items, n_tokens, groups * shared, size)
     k, q = (normal(draw, n_items, n_tokens, groups, state) for _ in range(2))
 
     def expected(xp: Any, v: Any, decays: Any, k: Any, q: Any) -> Any:
         """Attention with weights that decay between key and query."""
-        k, q = (xp.repeat(x, shared, 2) for x in (k, q))
+        k, q = (x[:, :, np.arange(groups).repeat(shared)] for x in (k, q))
         sums = xp.cumsum(decays, 1)
-        within = np.tri(n_tokens)[None, :, :, None] * xp.exp(sums[:, :, None] - sums[:, None])
+        within = xp.asarray(np.tri(n_tokens))[None, :, :, None] * xp.exp(sums[:, :, None] - sums[:, None])
         scores = (q[:, :, None] * k[:, None]).sum(-1) * within  # (B, T, S, H)
         return (scores[..., None] * v[:, None]).sum(2)
 
-    return Sample(StateSpaceScan(draw(SMALL)), (v, normal(draw, *v.shape[:3]), k, q), expected, accepts_float16=False)
+    return Sample(StateSpaceScan(chunk_size), (v, normal(draw, *v.shape[:3]), k, q), expected, accepts_float16=False)
 
 
 @register("BlockSoftmax")

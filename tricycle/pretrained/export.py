@@ -18,6 +18,7 @@ import numpy as np
 from tricycle.bpe import END_OF_TEXT
 from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.encoder_decoder import EncoderDecoderConfig
+from tricycle.configs.mamba import MambaConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense
 from tricycle.layers import Layer
@@ -27,6 +28,7 @@ from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families import ALL_FAMILIES
 from tricycle.pretrained.families.bert import uninitialized_encoder
 from tricycle.pretrained.families.family import Family, TensorMapping, to_hf_tensors, uninitialized_gpt
+from tricycle.pretrained.families.mamba2 import uninitialized_mamba
 from tricycle.pretrained.families.t5 import uninitialized_encoder_decoder
 from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.hf_folder import CONFIG, GENERATION, WEIGHTS
@@ -43,7 +45,11 @@ TENSOR_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # A family may require these although the model lacks them: they are written as biases of 0 and gains of 1.
 NEUTRAL_FIELDS = ("bias", "qkv_bias", "output_bias", "mlp_bias", "head_bias", "qk_norm_gain")
 # Constructors of models whose configs are not a GPT's.
-MODELS: dict[type, Any] = {EncoderConfig: uninitialized_encoder, EncoderDecoderConfig: uninitialized_encoder_decoder}
+MODELS: dict[type, Any] = {
+    EncoderConfig: uninitialized_encoder,
+    EncoderDecoderConfig: uninitialized_encoder_decoder,
+    MambaConfig: uninitialized_mamba,
+}
 MAX_SUPPRESSED = 10_000  # ids without a token in generation_config.json
 
 

@@ -52,6 +52,9 @@ class StateSpaceScan(Op):
         """
         tensors = as_tensors(v, decays, k, q)
         arrays = [as_floating(tensor.array) for tensor in tensors]
+        _check_shapes(*arrays)
+        dtype = array_module(arrays[0]).result_type(*arrays)
+        arrays = [array.astype(dtype, copy=False) for array in arrays]
         out, _, states = self._scan(*arrays, keep_states=grad_enabled_for(*tensors))
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array]:
@@ -67,7 +70,6 @@ class StateSpaceScan(Op):
         self, v: Array, decays: Array, k: Array, q: Array, state: Array | None = None, keep_states: bool = False
     ) -> tuple[Array, Array, list[Array]]:
         """Return y, the last state, and with `keep_states` the states (B, G, R, N, P) before all chunks."""
-        _check_shapes(v, decays, k, q)
         xp, (n_items, n_tokens, n_heads, size) = array_module(v), v.shape
         shape = n_items, k.shape[2], n_heads // k.shape[2], k.shape[3], size
         s = xp.zeros(shape, v.dtype) if state is None else state.reshape(shape)
@@ -144,7 +146,7 @@ def _chunk(v: Array, decays: Array, k: Array, q: Array) -> _Chunk:
 def _by_head(x: Array, n_groups: int) -> Array:
     """Reshape (B, Q, H, P) to (B, G, R, Q, P)."""
     x = x.swapaxes(1, 2)
-    return x.reshape(len(x), n_groups, -1, *x.shape[2:])
+    return x.reshape(len(x), n_groups, x.shape[1] // n_groups, *x.shape[2:])
 
 
 def _by_token(x: Array, n_heads: int) -> Array:

@@ -50,6 +50,7 @@ FORMULAS = {
     "absolute": "z = |x|;  dx = g sign x",
     "tanh": "z = tanh x;  dx = g (1 - z²)",
     "sigmoid": "z = sigmoid(x);  dx = g z (1 - z)",
+    "softplus": "z = ln(1 + e^x);  dx = g sigmoid(x)",
     "sum": "z = Σ x;  every summed element gets g",
     "mean": "z = Σ x / n;  every element gets g / n",
     "max": "z = max x;  the largest element gets g",

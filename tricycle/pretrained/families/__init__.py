@@ -19,6 +19,7 @@ from tricycle.pretrained.families.family import Family, keeps_blocks, load_weigh
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from tricycle.pretrained.families.mamba2 import MAMBA2
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.opt import OPT
@@ -30,7 +31,19 @@ from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_pr
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
 DENSE_FAMILIES = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, STABLELM, SMOLLM3]
-ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, BERT, ROBERTA, T5, T5_GATED, BART, MARIAN]
+ALL_FAMILIES: list[Family] = [
+    *DENSE_FAMILIES,
+    MIXTRAL,
+    QWEN3_MOE,
+    OLMOE,
+    BERT,
+    ROBERTA,
+    T5,
+    T5_GATED,
+    BART,
+    MARIAN,
+    MAMBA2,
+]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)
 

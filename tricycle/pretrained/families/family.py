@@ -24,9 +24,9 @@ from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, join_blocks, release_pages
 from tricycle.tensor import Tensor
 
-# Names of Tricycle's layers to those of Hugging Face's. Several of the latter are concatenated along the output axis of
-# one Tricycle layer. N is the number of a block, and M that of an expert. A tensor's name is followed by .weight or
-# .bias, unless it ends in "$".
+# Names of Tricycle's layers or parameters to those of Hugging Face's. Several of the latter are concatenated along the
+# output axis of one Tricycle layer. N is the number of a block, and M that of an expert. A tensor's name is followed by
+# .weight or .bias, unless it ends in "$".
 TensorNames = dict[str, list[str]]
 
 # Masks and tables, which older versions of transformers also saved; they are not weights.
@@ -110,7 +110,8 @@ class TensorMapping:
         letters = iter("NM")
         template = re.sub(NUMBER, lambda number: next(letters, number[0]), layer)
         ending = "bias" if kind == "bias" else "weight"
-        filled = [fill_numbers(theirs, numbers) for theirs in self.family.names[template]]
+        by_parameter = self.family.names.get(f"{template}.{kind}".lstrip("."))
+        filled = [fill_numbers(theirs, numbers) for theirs in by_parameter or self.family.names[template]]
         names = [theirs[:-1] if theirs.endswith("$") else f"{theirs}.{ending}" for theirs in filled]
         sizes = [parameter.shape[-1] // len(names)] * len(names)  # on the parameter's last axis
         if len(names) == 3 and ".qkv." in name:
