@@ -45,7 +45,8 @@ class MambaMixer(Layer):
         shape = config.conv_size, 1, config.conv_width
         self.conv_weights = Parameter(generator.uniform(-bound, bound, shape).astype(np.float32), "scale")
         self.conv_bias = Parameter(np.zeros(config.conv_size, np.float32), "bias") if config.conv_bias else None
-        steps = np.exp(generator.uniform(*np.log(STEP_SIZES), n_heads))
+        low, high = np.log(STEP_SIZES)
+        steps = np.exp(generator.uniform(low, high, n_heads))
         self.step_bias = Parameter(np.log(np.expm1(steps)).astype(np.float32), "bias")  # softplus gives the step size
         self.log_rates = Parameter(np.log(np.arange(1, n_heads + 1, dtype=np.float32)), "scale")
         self.skip = Parameter(np.ones(n_heads, np.float32), "gain")

@@ -55,7 +55,7 @@ class StateSpaceScan(Op):
         _check_shapes(*arrays)
         dtype = array_module(arrays[0]).result_type(*arrays)
         arrays = [array.astype(dtype, copy=False) for array in arrays]
-        out, _, states = self._scan(*arrays, keep_states=grad_enabled_for(*tensors))
+        out, _, states = self._scan(*arrays, None, grad_enabled_for(*tensors))
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array]:
             return self._gradients(grad, arrays, states)
@@ -67,7 +67,7 @@ class StateSpaceScan(Op):
         return self._scan(v, decays, k, q, state)[:2]
 
     def _scan(
-        self, v: Array, decays: Array, k: Array, q: Array, state: Array | None = None, keep_states: bool = False
+        self, v: Array, decays: Array, k: Array, q: Array, state: Array | None, keep_states: bool = False
     ) -> tuple[Array, Array, list[Array]]:
         """Return y, the last state, and with `keep_states` the states (B, G, R, N, P) before all chunks."""
         xp, (n_items, n_tokens, n_heads, size) = array_module(v), v.shape

@@ -45,7 +45,7 @@ def to_config(fields: ConfigFields) -> MambaConfig:
     limits = fields.get("time_step_limit", NO_LIMITS[0])
     if limits not in NO_LIMITS:
         raise field_error("time_step_limit", "[0.0, Infinity], the only supported value", limits)
-    sizes = {ours: fields.positive_int(name, default) for ours, (name, default) in SIZES.items()}
+    sizes: dict[str, Any] = {ours: fields.positive_int(name, default) for ours, (name, default) in SIZES.items()}
     inner, expanded = sizes["n_heads"] * sizes["head_size"], fields.positive_int("expand", 2) * sizes["embedding_dim"]
     if expanded != inner:
         raise field_error(
