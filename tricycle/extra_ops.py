@@ -37,6 +37,7 @@ log = unary_op("log", lambda xp, x: xp.log(x), lambda xp, g, x, y: g / x)
 sqrt = unary_op("sqrt", lambda xp, x: xp.sqrt(x), lambda xp, g, x, y: g / (2 * y))
 sin = unary_op("sin", lambda xp, x: xp.sin(x), lambda xp, g, x, y: g * xp.cos(x))
 cos = unary_op("cos", lambda xp, x: xp.cos(x), lambda xp, g, x, y: -g * xp.sin(x))
+softplus = unary_op("softplus", lambda xp, x: xp.logaddexp(x, 0), lambda xp, g, x, y: g * xp.exp(x - y))
 absolute = unary_op("absolute", lambda xp, x: xp.abs(x), lambda xp, g, x, y: g * xp.sign(x))
 
 

@@ -24,8 +24,9 @@ from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, join_blocks, release_pages
 from tricycle.tensor import Tensor
 
-# Names of Tricycle's layers to those of Hugging Face's. Several of the latter are concatenated along the output axis of
-# one Tricycle layer. N is the number of a block, and M that of an expert.
+# Names of Tricycle's layers or parameters to those of Hugging Face's. Several of the latter are concatenated along the
+# output axis of one Tricycle layer. N is the number of a block, and M that of an expert. A tensor's name is followed by
+# .weight or .bias, unless it ends in "$".
 TensorNames = dict[str, list[str]]
 
 # Masks and tables, which older versions of transformers also saved; they are not weights.
@@ -61,6 +62,8 @@ class Family:
         interleaved_qkv: one matrix contains queries, keys and values, interleaved by head (GPT-NeoX).
         fan_in_fan_out: matrices are (in, out), as Tricycle's are (GPT-2's Conv1D).
         new_model: returns a model of a config without random initialization of its weights.
+        fallbacks: names of tensors that may be missing, and the names of the tensors that they equal, or "" for zeros.
+        applies_to: whether the fields of a config.json belong to this family, among several of the same model_type.
     """
 
     model_types: tuple[str, ...]
@@ -74,6 +77,8 @@ class Family:
     interleaved_qkv: bool = False
     fan_in_fan_out: bool = False
     new_model: Callable[[Any], Layer] = uninitialized_gpt
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    applies_to: Callable[[dict[str, Any]], bool] = lambda fields: True
 
 
 class HFTensor(NamedTuple):
@@ -105,7 +110,9 @@ class TensorMapping:
         letters = iter("NM")
         template = re.sub(NUMBER, lambda number: next(letters, number[0]), layer)
         ending = "bias" if kind == "bias" else "weight"
-        names = [f"{fill_numbers(theirs, numbers)}.{ending}" for theirs in self.family.names[template]]
+        by_parameter = self.family.names.get(f"{template}.{kind}".lstrip("."))
+        filled = [fill_numbers(theirs, numbers) for theirs in by_parameter or self.family.names[template]]
+        names = [theirs[:-1] if theirs.endswith("$") else f"{theirs}.{ending}" for theirs in filled]
         sizes = [parameter.shape[-1] // len(names)] * len(names)  # on the parameter's last axis
         if len(names) == 3 and ".qkv." in name:
             heads = (self.config.n_heads, self.config.key_heads, self.config.key_heads)
@@ -176,6 +183,7 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
     mapping = TensorMapping(family, model)
     tensors = canonicalize_names(family, source.tensors)
     expected = {name: mapping.hf_tensors(name) for name in mapping.parameters}
+    tensors = _add_fallbacks(family, tensors, expected)
     _check_tensors(expected, {name: tensor for name, tensor in tensors.items() if not re.match(family.ignored, name)})
     _check_tied_head(mapping, tensors)
     for name, hf_tensors in sorted(expected.items(), key=lambda item: -mapping.parameters[item[0]].size):
@@ -194,6 +202,21 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
         else:
             parameter.array = _read_quantized(mapping, name, hf_tensors, theirs, kind)
         parameter.requires_grad = kind == "float32"
+
+
+def _add_fallbacks(
+    family: Family, tensors: dict[str, StoredTensor], expected: dict[str, list[HFTensor]]
+) -> dict[str, StoredTensor]:
+    """Return the tensors with those of `family.fallbacks` that are expected and missing."""
+    missing = [hf for hfs in expected.values() for hf in hfs if hf.name in family.fallbacks and hf.name not in tensors]
+    added: dict[str, StoredTensor] = {}
+    for name, shape, _ in missing:
+        other = family.fallbacks[name]
+        if not other:
+            added[name] = StoredTensor(shape, "F32", lambda shape=shape: np.zeros(shape, np.float32))  # type: ignore[misc]
+        elif other in tensors:
+            added[name] = tensors[other]
+    return {**tensors, **added}
 
 
 def _storage_format(mapping: TensorMapping, name: str, theirs: list[StoredTensor], weights: str) -> str:
@@ -297,7 +320,7 @@ def _check_tied_head(mapping: TensorMapping, tensors: dict[str, StoredTensor]) -
     name = next((name for name in tensors if _is_head(name)), None)
     if name is None or "head.weights" in mapping.parameters:
         return
-    embedding = mapping.family.names["token_embedding"][0] + ".weight"
+    embedding = next(iter(mapping.family.names.values()))[0] + ".weight"
     head, tied = tensors[name], tensors[embedding]
     if head.shape != tied.shape or not _arrays_equal(head.read(), tied.read()):
         raise ValueError(f"tie_word_embeddings says that {name} is {embedding}, but their values differ")
