@@ -25,7 +25,7 @@ import tricycle.loss as loss
 import tricycle.sequences.convolution as convolution
 import tricycle.sequences.recurrent as recurrent
 from tricycle import extra_ops, linalg, ops, softmaxes
-from tricycle.activations import ExactGeLU, ReLUSquared
+from tricycle.activations import ClampedSwiGLU, ExactGeLU, ReLUSquared
 from tricycle.sequences.relative_positions import RelativePositionSoftmax, position_buckets
 from tricycle.state_spaces.scan import StateSpaceScan
 from tricycle.tensor import Tensor, to_tensor
@@ -598,6 +598,20 @@ def _register_gate(name: str, make: Callable[[], Callable], gate: Callable) -> N
 
 _register_gate("GLU", activation.GLU, sigmoid)
 _register_gate("SwiGLU", activation.SwiGLU, lambda xp, x: x * sigmoid(xp, x))
+
+
+@register("ClampedSwiGLU")
+def _clamped_swiglu(draw):
+    *lead, half = draw(ROWS)
+    size = draw(st.sampled_from([1.0, 7.77]))  # no number is exactly 7, where half of the gradient passes
+
+    def expected(xp: Any, x: Any) -> Any:
+        a, b = xp.clip(x[..., :half], -7.0, 7.0), xp.clip(x[..., half:], -1e9, 7.0)
+        return (a + 1) * b * sigmoid(xp, 1.702 * b)
+
+    return Sample(ClampedSwiGLU(), (size * signed(draw, (*lead, 2 * half)),), expected)
+
+
 _register_gate("Gated", lambda: activation.Gated(ReLUSquared()), lambda xp, x: x * x * (x > 0))
 
 

@@ -50,19 +50,14 @@ class BlockStack(Layer):
     def use_precision(self, precision: str) -> Self:
         """Set the precision of matrix products, one of PRECISIONS, also in the config; return self."""
         super().use_precision(precision)
-        self.config = _changed(self.config, precision=precision)
+        self.config = self.config if self.config.precision == precision else replace(self.config, precision=precision)
         return self
 
     def use_softmax(self, name: str, n_blocks: int = 2) -> None:
         """Switch all blocks, and the config, to a variant in `functions.SOFTMAXES`; `n_blocks` is for "blocks"."""
-        self.config = _changed(self.config, softmax=name, softmax_blocks=n_blocks)
+        self.config = replace(self.config, softmax=name, softmax_blocks=n_blocks)
         for block in self.blocks:
             block.attention.use_softmax(new_softmax(name, self.config))
-
-
-def _changed(config: ModelConfig, **values: Any) -> ModelConfig:
-    same = all(getattr(config, name) == value for name, value in values.items())
-    return config if same else replace(config, **values)
 
 
 class GPT(BlockStack):
@@ -159,8 +154,9 @@ class GPT(BlockStack):
         return x
 
     def logits(self, x: Tensor, dtype: Any = None) -> Tensor:
-        """Apply the last norm and head (or tied embedding) to x (..., C); return soft-capped logits (..., V)."""
+        """Apply the last norm and head (or tied embedding) to x (..., C); return scaled and capped logits (..., V)."""
         x = x if self.norm is None else self.norm(x)
+        x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
         x = x if self.head_projection is None else self.head_projection(x)
         if self.head is None:
             logits = linear(x, self.token_embedding.weights, precision=self.precision, dtype=dtype, transposed=True)

@@ -109,8 +109,7 @@ class KeyValueCache:
 
     def can_truncate(self, length: int) -> bool:
         """Return whether `truncate(length)` is possible: to 0 or all; else without token shift, window still stored."""
-        is_stored = self._first <= max(0, length - (self.window or 0) + 1)
-        return length in (0, self.length) or (is_stored and not self.last)
+        return length in (0, self.length) or (self._first <= max(0, length - (self.window or 0) + 1) and not self.last)
 
     def truncate(self, length: int) -> None:
         """Shorten to the first `length` tokens; ValueError if there are fewer or `can_truncate(length)` is False."""

@@ -41,8 +41,8 @@ class SpeculativeState(DecodingState):
 
     @property
     def can_truncate(self) -> bool:
-        """Whether the caches can be truncated: no layer has a token shift."""
-        return not any(cache.last for cache in self.caches)
+        """Whether the caches can always be truncated: no LongRoPE, and no layer has a token shift."""
+        return self.model.config.rotary_scaling != "longrope" and not any(cache.last for cache in self.caches)
 
     def truncate(self, length: int) -> None:
         """Truncate the caches and the record of inexact tokens to `length` tokens; clear them if they cannot be."""

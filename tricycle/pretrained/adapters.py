@@ -125,23 +125,20 @@ class TargetModules:
     def to_peft(self, module: TargetModule, up: np.ndarray) -> np.ndarray:
         """Return a copy of a module's matrix B (r, out) in PEFT's layout (out, r), with the same dtype."""
         theirs = np.empty(up.shape[::-1], up.dtype)
-        views, ours = self._views(module, theirs, up)
-        views[...] = ours
+        for ours, their_part in self._views(module, up, theirs):
+            their_part[...] = ours
         return theirs
 
     def from_peft(self, module: TargetModule, theirs: np.ndarray) -> np.ndarray:
         """Convert a matrix B (out, r) in PEFT's layout to Tricycle's (r, out), in float32."""
         up = np.empty(theirs.shape[::-1], np.float32)
-        views, ours = self._views(module, theirs, up)
-        ours[...] = views
+        for ours, their_part in self._views(module, up, theirs):
+            ours[...] = their_part
         return up
 
-    def _views(self, module: TargetModule, theirs: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of both matrices with the same shape and the same elements at the same places."""
-        if self.mapping is None or not self.mapping.is_interleaved(module.layer + ".weights"):
-            return theirs, up.T
-        ours, views = self.mapping.views_by_head(up, theirs)
-        return views, ours
+    def _views(self, module: TargetModule, up: np.ndarray, theirs: np.ndarray) -> Iterable[tuple[Any, Any]]:
+        """Return pairs of views with equal elements of a matrix B in both layouts."""
+        return [(up.T, theirs)] if self.mapping is None else self.mapping.reordered_views(module.name, up.T, theirs)
 
 
 # -------------------------------------------------------------------- new adapters

@@ -48,10 +48,14 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
         "window full_layers rotary_local_base": len(full_layers) == config.n_layers,
         "position_offset": config.positions != "learned",
         "rotary_base rotary_local_base rotary_fraction rotary_scaling unrotated_layers": not is_rotary,
-        "rotary_factor": scaling == "none",
-        "rotary_low_frequency rotary_high_frequency rotary_original_window": scaling != "llama3",
+        "rotary_factor": scaling in ("none", "longrope"),
+        "rotary_attention_factor": scaling == "none",
+        "rotary_low_frequency rotary_high_frequency": scaling not in ("llama3", "yarn"),
+        "rotary_original_window": scaling not in ("llama3", "yarn", "longrope"),
+        "rotary_rounded": scaling != "yarn",
+        "rotary_divisors": scaling != "longrope",
         "qk_norm_gain qk_norm_eps qk_norm_per_head": not config.qk_norm,
-        "n_active_experts normalize_experts": not config.n_experts,
+        "n_active_experts normalize_experts router_bias": not config.n_experts,
         "softmax_blocks": config.softmax != "blocks",
     }
     for names, is_unused in unused.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import operator
 import os
 import shutil
 import threading
@@ -29,6 +30,7 @@ from tricycle.pretrained.families import ALL_FAMILIES
 from tricycle.pretrained.families.bert import uninitialized_encoder
 from tricycle.pretrained.families.family import Family, TensorMapping, to_hf_tensors, uninitialized_gpt
 from tricycle.pretrained.families.mamba2 import uninitialized_mamba
+from tricycle.pretrained.families.stacks import stacked_arrays, stacked_shapes
 from tricycle.pretrained.families.t5 import uninitialized_encoder_decoder
 from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.hf_folder import CONFIG, GENERATION, WEIGHTS
@@ -94,7 +96,7 @@ def match_family(
             fields = {"model_type": kind, **family.to_fields(config)}
             converted = family.to_config(ConfigFields(fields))
         except ValueError as error:  # its message names the unsupported field
-            nearest = min(nearest, (99, f"{kind}: {error}"))
+            nearest = min(nearest, (99, f"{kind}: {error}"), key=operator.itemgetter(0))
             continue
         if not family.applies_to(fields):
             continue
@@ -105,7 +107,7 @@ def match_family(
         if not unsupported:
             candidates.append((len(differences), family, fields, converted))
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in unsupported)
-        nearest = min(nearest, (len(unsupported), f"{kind} does not support {values}"))
+        nearest = min(nearest, (len(unsupported), f"{kind} does not support {values}"), key=operator.itemgetter(0))
     if not candidates:
         raise ValueError(nearest[1])
     return min(candidates, key=lambda candidate: candidate[0])[1:]
@@ -219,7 +221,8 @@ def export_tensors(
                 raise ValueError(f"export: expected finite weights, {name} has NaN or infinity")
             yield from to_hf_tensors(mapping, name, array)
 
-    return shapes, arrays()
+    stacks, n_experts = family.stacks, config.n_experts
+    return stacked_shapes(stacks, shapes, n_experts), stacked_arrays(stacks, arrays(), n_experts)
 
 
 # -------------------------------------------------------------------- generation settings

@@ -335,6 +335,19 @@ def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     return fields
 
 
+def _granite(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Granite, which is llama with four factors, by default those of llama."""
+    fields = _like_llama(metadata, divisors, "granite")
+    biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
+    factors = {
+        "attention_multiplier": metadata.positive_float("attention.scale", fields.pop("head_dim") ** -0.5),
+        "embedding_multiplier": metadata.positive_float("embedding_scale", 1.0),
+        "residual_multiplier": metadata.positive_float("residual_scale", 1.0),
+        "logits_scaling": metadata.positive_float("logit_scale", 1.0),
+    }
+    return fields | {"hidden_act": "silu"} | factors | {name: metadata.has_tensor(key) for name, key in biases.items()}
+
+
 def _qwen2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return the fields of Qwen 2, where the heads together have the width of the model."""
     fields = _like_llama(metadata, divisors, "qwen2") | {"hidden_act": "silu", "use_sliding_window": False}
@@ -457,6 +470,7 @@ def _bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 # By `general.architecture`: functions of the metadata and of the values of rope_freqs.weight, if the file has it.
 CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] = {
     "llama": _llama,
+    "granite": _granite,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,

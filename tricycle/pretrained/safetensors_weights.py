@@ -12,7 +12,7 @@ import numpy as np
 from tricycle.pretrained.stored_model import StoredTensor
 from tricycle.system.safetensors_file import TensorInfo, read_header, write_header
 
-READABLE_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+READABLE_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "U8": "u1"}  # bytes: blocks of MXFP4
 _CHUNK_SIZE = 2**22  # values that are converted and written at once
 
 

@@ -26,7 +26,7 @@ BLOCK_NAMES: TensorNames = {
 }
 NAMES: TensorNames = {
     "encoder.embedding": ["model.shared"],
-    "logit_bias": ["final_logits_bias$"],
+    "logit_bias": ["final_logits_bias"],
     **{f"{side}.positions": [f"model.{side}.embed_positions"] for side in ("encoder", "decoder")},
     **{f"{side}.embedding_norm": [f"model.{side}.layernorm_embedding"] for side in ("encoder", "decoder")},
     **{

@@ -6,14 +6,19 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.config_equivalence import has_bias
-from tricycle.pretrained.config_fields import ConfigFields, activation_name, field_error, read_rotary_section
+from tricycle.pretrained.config_fields import (
+    ConfigFields,
+    activation_name,
+    field_error,
+    read_rotary_section,
+    rotary_scaling_fields,
+)
 from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.llama import (
     LLAMA_NAMES,
     check_heads_divide_width,
     common_config,
     common_fields,
-    rotary_scaling_fields,
     sliding_window_config,
     sliding_window_fields,
 )

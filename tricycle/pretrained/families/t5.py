@@ -13,7 +13,7 @@ from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 
 BLOCK_NAMES: TensorNames = {
-    "attention.softmax_scales": ["0.SelfAttention.relative_attention_bias"],
+    "attention.softmax_scales": ["0.SelfAttention.relative_attention_bias.weight"],
     "attention.qkv": [f"0.SelfAttention.{part}" for part in "qkv"],
     "attention.projection": ["0.SelfAttention.o"],
     "attention_norm": ["0.layer_norm"],
