@@ -26,8 +26,8 @@ from tricycle.pretrained.stored_model import StoredModel, StoredTensor, join_blo
 from tricycle.tensor import Tensor
 
 # Names of Tricycle's layers or parameters to those of Hugging Face's. Several of the latter are concatenated along the
-# output axis of one Tricycle layer. N is the number of a block, and M that of an expert. ".weight" or ".bias" follows the
-# name of a layer, but not that of a parameter.
+# output axis of one Tricycle layer. N is the number of a block, and M that of an expert. ".weight" or ".bias" is added
+# to the name of a layer, but not to that of a parameter.
 TensorNames = dict[str, list[str]]
 # A function of config, ours and theirs, the outputs (out, ...) of one linear layer in Tricycle's and in another order,
 # that yields views of both with equal elements.
