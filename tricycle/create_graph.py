@@ -58,6 +58,7 @@ def check_builds_graph() -> None:
 
 
 def _add(sums: dict[Tensor, Tensor], nodes: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Add the gradients of nodes that require one to `sums`, cast to the node's dtype; TypeError if complex."""
     for node, grad in zip(nodes, grads, strict=True):
         if grad is None or not node.requires_grad:
             continue
@@ -68,7 +69,7 @@ def _add(sums: dict[Tensor, Tensor], nodes: Sequence[Tensor], grads: Sequence[Te
 
 
 def _apply_rule(node: Tensor, grad: Tensor) -> Sequence[Tensor | None]:
-    """Return the gradients of the args of a node, as Tensors with a graph."""
+    """Return the gradients of a node's args as Tensors with a graph; NotImplementedError without a rule."""
     backward: Any = node._backward
     name = f"{backward.__module__}.{backward.__qualname__.partition('.<locals>')[0]}"
     if name not in RULES:
@@ -102,7 +103,7 @@ def unfused(*names: str) -> Callable[[Unfused], Unfused]:
 
 
 def gradients_through(result: Tensor, node: Tensor, grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients of the args of a node, with `result`, computed from the same args, in its place."""
+    """Return the gradients of a node's args by differentiating `result`, the same value computed from the same args."""
     args = list(dict.fromkeys(node.args))  # an arg that occurs twice gets its gradient once
     found = dict(zip(args, gradients([result], [grad], args)))
     return [found.pop(arg, None) for arg in node.args]

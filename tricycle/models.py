@@ -78,14 +78,14 @@ class GPT(BlockStack):
         self.config = config
         # one generator for weights and dropout masks, saved in checkpoints
         self.generator = np.random.default_rng(config.seed)
-        width = config.embedding_dim
-        narrow = config.embedding_size or width
+        width, narrow = config.embedding_dim, config.embedding_size or config.embedding_dim
         self.token_embedding = Embedding(config.vocab_size, narrow, zeros)
         self.embedding_projection = Dense(narrow, width, False, zeros) if narrow != width else None
         self.position_embedding = POSITIONS[config.positions].new_embedding(config)
         self.dropout = Dropout(config.dropout, self.generator)
         options: Any = {"initialiser": zeros, "generator": self.generator}
-        self.blocks = [TransformerBlock(config, layer, **options) for layer in range(config.n_layers)]
+        new_block: Any = getattr(config, "new_block", partial(TransformerBlock, config))  # configs may have their own
+        self.blocks = [new_block(layer, **options) for layer in range(config.n_layers)]
         self.norm = new_norm(config) if config.norm_placement != "after" else None
         self.head_projection = Dense(width, narrow, False, zeros) if narrow != width else None
         self.head = None if config.tied else Dense(narrow, config.vocab_size, config.head_bias, zeros, role="head")

@@ -87,7 +87,7 @@ def erf(x: Array) -> Array:
 # Cache: constants.
 @cache
 def _erfc_polynomial() -> tuple[float, ...]:
-    """Return the Chebyshev coefficients of p on t in [1/4, 1], highest first."""
+    """Return Chebyshev coefficients, highest first, of log(erfc(x)) / t + x^2 on t = 2 / (2 + x) in [1/4, 1]."""
 
     def p(node: Array) -> Array:
         t = 0.25 + 0.375 * (node + 1)

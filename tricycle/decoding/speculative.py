@@ -41,7 +41,7 @@ class SpeculativeState(DecodingState):
 
     @property
     def can_truncate(self) -> bool:
-        """Whether the last tokens can always be removed from the caches."""
+        """Whether the caches can always be truncated: no LongRoPE, and no layer has a token shift."""
         return self.model.config.rotary_scaling != "longrope" and not any(cache.last for cache in self.caches)
 
     def truncate(self, length: int) -> None:
@@ -57,7 +57,7 @@ class SpeculativeState(DecodingState):
             self._pin(None)
 
     def _pin(self, position: int | None) -> None:
-        """Keep what is needed to truncate the caches to this position."""
+        """Pin `position` in each layer's cache, which keeps what truncating to it needs; None removes the pin."""
         for cache in self.caches:
             cache.pin(position)
 

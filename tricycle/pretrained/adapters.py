@@ -313,7 +313,7 @@ def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
 
 
 def _open_folder(folder: Path, modules: TargetModules) -> OpenedAdapter:
-    """Read the config of an adapter in PEFT's format, and open its tensors."""
+    """Return (fields, LoRAConfig, unread tensors by module) of a folder in PEFT's format; `modules` is not used."""
     fields = read_json_object(folder / CONFIG)
     tensors, _ = read_tensors(folder / WEIGHTS)
     with error_prefix(f"{folder}: "):
@@ -322,7 +322,7 @@ def _open_folder(folder: Path, modules: TargetModules) -> OpenedAdapter:
 
 
 def _open_gguf(path: Path, modules: TargetModules) -> OpenedAdapter:
-    """Read the config of a GGUF adapter, and open its tensors."""
+    """Return (fields, LoRAConfig, unread tensors by module) of a GGUF adapter for the model of `modules`."""
     with error_prefix(f"{path}: "):
         fields, factors = read_gguf_adapter(path, *modules.gguf_layout())
         return fields, _read_config(fields), factors
@@ -352,7 +352,7 @@ def _read_config(fields: Mapping[str, Any]) -> LoRAConfig:
 
 
 def _group_tensors(tensors: Mapping[str, StoredTensor], dora: bool) -> dict[str, tuple[StoredTensor, ...]]:
-    """Return A and B, and for DoRA the magnitudes, by module name.
+    """Group tensors to (A, B), for DoRA also magnitudes, by module name; ValueError for missing or unknown tensors.
 
     Raises:
         ValueError: a tensor has an unexpected name, or is missing.
@@ -404,7 +404,7 @@ def _match_tensors(
 
 
 def _find_alpha(patterns: Any, name: str, default: float) -> float:
-    """Return the alpha of a layer from alpha_pattern.
+    """Return the alpha of the first pattern that is the end of `name`, else `default`; ValueError if one is invalid.
 
     A pattern must be a name or the end of one, because a malicious regular expression could run without end.
 

@@ -79,7 +79,7 @@ def rope_divisors(config: ModelConfig) -> np.ndarray | None:
 
 # -------------------------------------------------------------------- reading what would be written
 def _as_family(architecture: str) -> Family:
-    """Return the family of an architecture, whose fields are those that a GGUF file of the config has."""
+    """Return a copy of the family whose fields are only those that a GGUF file of the architecture can hold."""
     family = METADATA_WRITERS[architecture][0]
     return replace(
         family, model_types=(architecture,), to_fields=partial(_read_back, architecture), to_config=_to_config
@@ -98,6 +98,7 @@ def _read_back(architecture: str, config: ModelConfig) -> dict[str, Any]:
 
 
 def _to_config(fields: ConfigFields) -> Any:
+    """Return the config that the fields' model family makes of them."""
     return FAMILIES[fields.get("model_type")].to_config(fields)
 
 
@@ -124,6 +125,7 @@ def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 # -------------------------------------------------------------------- architectures
 def _rope(config: ModelConfig) -> Metadata:
+    """Return the metadata of rotary positions, and of linear scaling if the config has it."""
     metadata: Metadata = {
         "rope.dimension_count": int(config.channels_per_head * config.rotary_fraction),
         "rope.freq_base": config.rotary_base,
@@ -158,6 +160,7 @@ def _granite(config: ModelConfig) -> Metadata:
 
 
 def _gemma2(config: ModelConfig) -> Metadata:
+    """Return Llama's metadata with those of the soft caps and the window that are set."""
     caps = {"attn_logit_softcapping": config.score_cap, "final_logit_softcapping": config.logit_cap}
     windows = {"attention.sliding_window": config.window}
     return {**_like_llama(config), **{name: value for name, value in {**caps, **windows}.items() if value}}

@@ -138,6 +138,7 @@ _BERT = {"blocks.N.attention_norm": "blk.N.attn_output_norm", "blocks.N.mlp_norm
 def _map_tensors(
     family: Family, transforms: dict[str, WeightTransform] | None = None, table: dict[str, str] = _NAMES
 ) -> TensorMapping:
+    """Return the mapping of llama.cpp's tensor names, from `table`, to those of a family."""
     names: dict[str, tuple[str, ...]] = {}
     for name, hf_names in family.names.items():
         gguf_names = _FUSED if name.endswith(".qkv") and len(hf_names) == 1 else table[name]

@@ -14,6 +14,7 @@ from tricycle.kernels.quantized import DTYPE_NAMES
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS
 from tricycle.layers import Layer
 from tricycle.pretrained.config_fields import ConfigFields, field_error
+from tricycle.pretrained.families.bart import BART, MARIAN
 from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.cohere import COHERE
 from tricycle.pretrained.families.falcon import FALCON, FALCON_TWO_NORMS
@@ -24,6 +25,7 @@ from tricycle.pretrained.families.gpt_oss import GPT_OSS
 from tricycle.pretrained.families.gptj import GPTJ
 from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from tricycle.pretrained.families.mamba2 import MAMBA2
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.opt import OPT
@@ -32,15 +34,17 @@ from tricycle.pretrained.families.phi3 import PHI3
 from tricycle.pretrained.families.smollm3 import SMOLLM3
 from tricycle.pretrained.families.stablelm import STABLELM
 from tricycle.pretrained.families.stacks import unstack
+from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
-# The last of several families with one model_type reads it, and all of them are candidates for export.
 ALL_FAMILIES: list[Family] = [
     *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, PHI3, STABLELM, SMOLLM3, GRANITE),
-    *(COHERE, FALCON_TWO_NORMS, FALCON, GPTJ),
+    *(COHERE, FALCON, FALCON_TWO_NORMS, GPTJ),
     *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS),
     *(BERT, ROBERTA),
+    *(T5, T5_GATED, BART, MARIAN),
+    MAMBA2,
 ]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)
@@ -73,7 +77,8 @@ def find_family(source: StoredModel) -> Family:
     model_type = source.fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise field_error("model_type", f"one of {', '.join(FAMILIES)}", model_type)
-    return FAMILIES[model_type]
+    families = [family for family in ALL_FAMILIES if model_type in family.model_types]
+    return next((family for family in families if family.applies_to(source.fields)), families[0])
 
 
 def read_config(family: Family, source: StoredModel) -> Any:

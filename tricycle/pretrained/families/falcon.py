@@ -91,30 +91,20 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def one_norm_fields(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to Falcon's config.json as `to_fields`; ValueError for parallel blocks with two norms."""
-    if config.parallel and not config.shared_norm:
-        raise ValueError("shared_norm=False: expected parallel blocks with one norm")
-    return to_fields(config)
-
-
-def two_norm_fields(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to Falcon's config.json as `to_fields`; ValueError for other blocks."""
-    if config.shared_norm or not config.parallel:
-        raise ValueError(f"parallel={config.parallel}: expected parallel blocks with two norms")
-    return to_fields(config)
+def has_two_norms(fields: dict[str, Any]) -> bool:
+    """Return whether the parallel blocks of a config.json have two norms, which have other names."""
+    return fields.get("new_decoder_architecture") is True and fields.get("num_ln_in_parallel_attn") in (None, 2)
 
 
 FALCON = Family(
     ("falcon",),
     "FalconForCausalLM",
     to_config,
-    one_norm_fields,
+    to_fields,
     NAMES,
     ("transformer.", ""),
-    {r"\.ln_attn\.": ".input_layernorm.", r"\.ln_mlp\.": ".post_attention_layernorm."},
     layouts={"query_key_value": by_group},
+    applies_to=lambda fields: not has_two_norms(fields),
     models="Falcon",
 )
-# For export: two parallel norms have other names, which FALCON reads as outdated names.
-FALCON_TWO_NORMS = replace(FALCON, to_fields=two_norm_fields, names={**NAMES, **PARALLEL_NORMS}, legacy_names={})
+FALCON_TWO_NORMS = replace(FALCON, names={**NAMES, **PARALLEL_NORMS}, applies_to=has_two_norms)

@@ -25,8 +25,9 @@ from tricycle.pretrained.families.stacks import Stacks
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, join_blocks, release_pages
 from tricycle.tensor import Tensor
 
-# Names of Tricycle's layers to those of Hugging Face's. Several of the latter are concatenated along the output axis of
-# one Tricycle layer. N is the number of a block, and M that of an expert.
+# Names of Tricycle's layers or parameters to those of Hugging Face's. Several of the latter are concatenated along the
+# output axis of one Tricycle layer. N is the number of a block, and M that of an expert. ".weight" or ".bias" is added
+# to the name of a layer, but not to that of a parameter.
 TensorNames = dict[str, list[str]]
 # A function of config, ours and theirs, the outputs (out, ...) of one linear layer in Tricycle's and in another order,
 # that yields views of both with equal elements.
@@ -66,6 +67,8 @@ class Family:
         stacks: tensors with the matrices of all experts.
         fan_in_fan_out: matrices are (in, out), as Tricycle's are (GPT-2's Conv1D).
         new_model: returns a model of a config without random initialization of its weights.
+        fallbacks: names of tensors that may be missing, and the names of the tensors that they equal, or "" for zeros.
+        applies_to: whether the fields of a config.json belong to this family, among several of the same model_type.
         models: names of the models, for the table in docs/pretrained.md.
     """
 
@@ -81,6 +84,8 @@ class Family:
     stacks: Stacks = field(default_factory=dict)
     fan_in_fan_out: bool = False
     new_model: Callable[[Any], Layer] = uninitialized_gpt
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    applies_to: Callable[[dict[str, Any]], bool] = lambda fields: True
     models: str = ""
 
 
@@ -112,7 +117,7 @@ class TensorMapping:
         numbers = re.findall(NUMBER, layer)
         letters = iter("NM")
         template = re.sub(NUMBER, lambda number: next(letters, number[0]), layer)
-        own = self.family.names.get(f"{template}.{kind}")  # of a parameter that no layer contains
+        own = self.family.names.get(f"{template}.{kind}".lstrip("."))  # the tensor of a single parameter
         ending = "" if own else ".bias" if kind == "bias" else ".weight"
         names = [fill_numbers(theirs, numbers) + ending for theirs in own or self.family.names[template]]
         sizes = [parameter.shape[-1] // len(names)] * len(names)  # on the parameter's last axis
@@ -228,6 +233,7 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
     mapping = TensorMapping(family, model)
     tensors = canonicalize_names(family, source.tensors)
     expected = {name: mapping.hf_tensors(name) for name in mapping.parameters}
+    tensors = _add_fallbacks(family, tensors, expected)
     _check_tensors(expected, {name: tensor for name, tensor in tensors.items() if not re.match(family.ignored, name)})
     _check_tied_head(mapping, tensors)
     for name, hf_tensors in sorted(expected.items(), key=lambda item: -mapping.parameters[item[0]].size):
@@ -246,6 +252,21 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
         else:
             parameter.array = _read_quantized(mapping, name, hf_tensors, theirs, kind)
         parameter.requires_grad = kind == "float32"
+
+
+def _add_fallbacks(
+    family: Family, tensors: dict[str, StoredTensor], expected: dict[str, list[HFTensor]]
+) -> dict[str, StoredTensor]:
+    """Return the tensors with those of `family.fallbacks` that are expected and missing."""
+    missing = [hf for hfs in expected.values() for hf in hfs if hf.name in family.fallbacks and hf.name not in tensors]
+    added: dict[str, StoredTensor] = {}
+    for name, shape, _ in missing:
+        other = family.fallbacks[name]
+        if not other:
+            added[name] = StoredTensor(shape, "F32", lambda shape=shape: np.zeros(shape, np.float32))  # type: ignore[misc]
+        elif other in tensors:
+            added[name] = tensors[other]
+    return {**tensors, **added}
 
 
 def _storage_format(mapping: TensorMapping, name: str, theirs: list[StoredTensor], weights: str) -> str:
@@ -350,7 +371,7 @@ def _check_tied_head(mapping: TensorMapping, tensors: dict[str, StoredTensor]) -
     name = next((name for name in tensors if _is_head(name)), None)
     if name is None or "head.weights" in mapping.parameters:
         return
-    embedding = mapping.family.names["token_embedding"][0] + ".weight"
+    embedding = next(iter(mapping.family.names.values()))[0] + ".weight"
     head, tied = tensors[name], tensors[embedding]
     if head.shape != tied.shape or not _arrays_equal(head.read(), tied.read()):
         raise ValueError(f"tie_word_embeddings says that {name} is {embedding}, but their values differ")

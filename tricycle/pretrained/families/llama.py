@@ -107,6 +107,7 @@ def from_olmo2(fields: ConfigFields) -> ModelConfig:
 
 
 def _qwen_config(fields: ConfigFields, head_size: int | None = None) -> dict[str, Any]:
+    """Return the config of a Qwen model; layers from `max_window_layers` on have any sliding window."""
     defaults = {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768}
     common = common_config(ConfigFields({**defaults, **fields.values}), 32, head_size)
     n_layers = common["n_layers"]
