@@ -228,7 +228,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("tie_word_embeddings", "yes", "tie_word_embeddings"),
     ("tie_word_embeddings", False, "missing lm_head.weight"),
     ("attention_bias", True, "missing .*self_attn.q_proj.bias"),
-    ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "rope_type.*llama3.*'yarn'"),
+    ("rope_scaling", {"rope_type": "dynamic", "factor": 4.0}, "rope_type.*llama3.*'dynamic'"),
     ("rope_scaling", {"rope_type": "linear"}, "rope_scaling.factor"),
     ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor"),
     ("rope_scaling", "linear", "rope_scaling.*object"),

@@ -200,6 +200,8 @@ SCALES = {"embedding_scale": 6.0, "residual_scale": 0.25, "score_scale": 0.2, "l
 QWEN2_LAYERS = {"num_hidden_layers": 3, "max_window_layers": 2, "use_sliding_window": True, "sliding_window": 5}
 QK_NORM = {"qk_norm": True, "qk_norm_gain": True}
 GPT2_SIZES = {"vocab_size": VOCABULARY, "n_positions": LONGEST, "n_embd": 24, "n_layer": N_LAYERS, "n_head": 3}
+COHERE_FIELDS = hf_llama_fields(hidden_size=32)
+del COHERE_FIELDS["rms_norm_eps"]
 GPTJ_SIZES = {**HF_SIZES, "num_attention_heads": 3}
 FAMILIES: dict[str, Family] = {
     "Llama": llama({"rope_type": "default"}),
@@ -310,7 +312,7 @@ FAMILIES: dict[str, Family] = {
     # layer norms without biases, one for both parts of a block
     "Cohere": Family(
         "cohere",
-        hf_llama_fields(logit_scale=0.3, layer_norm_eps=1e-3, hidden_size=32, rope_parameters=default_rope(100.0)),
+        {**COHERE_FIELDS, "logit_scale": 0.3, "layer_norm_eps": 1e-3, "rope_parameters": default_rope(100.0)},
         llama_config(
             **{"norm": "layer_norm", "norm_eps": 1e-3, "embedding_dim": 32, "parallel": True, "shared_norm": True},
             logit_scale=0.3,

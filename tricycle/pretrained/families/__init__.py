@@ -39,7 +39,7 @@ from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_pr
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
 ALL_FAMILIES: list[Family] = [
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, PHI3, STABLELM, SMOLLM3, GRANITE),
+    *(LLAMA, MISTRAL, QWEN2, OLMO2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, PHI3, STABLELM, SMOLLM3, GRANITE),
     *(COHERE, FALCON, FALCON_TWO_NORMS, GPTJ),
     *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS),
     *(BERT, ROBERTA),
@@ -88,9 +88,9 @@ def read_config(family: Family, source: StoredModel) -> Any:
         ValueError: a field is invalid or not supported, or the config needs more weights than the files contain.
     """
     fields = ConfigFields(source.fields)
-    method = fields.section("quantization_config").get("quant_method", "quantization_config")
-    if fields.get("quantization_config") is not None and not (family.stacks and method == "mxfp4"):
-        raise ValueError(f"expected weights of 16 or 32 bits, got {method}")
+    is_mxfp4 = family.stacks and fields.section("quantization_config").get("quant_method") == "mxfp4"
+    if fields.get("quantization_config") is not None and not is_mxfp4:
+        raise ValueError("expected weights of 16 or 32 bits, got quantization_config")
     for place in ("num_hidden_layers", "n_layer"):
         n_layers = ConfigFields(fields.section("text_config")).get(place, fields.get(place, 1))
         if isinstance(n_layers, int) and n_layers > len(source.tensors):
