@@ -45,6 +45,7 @@ CASES = {
     "tricycle ex": ["export"],
     "tricycle train --preset la": ["laptop"],
     "tricycle export smollm2 --type Q4_K": ["Q4_K_M", "Q4_K_S"],
+    "tricycle export runs/a --ht": ["--html"],
     "tricycle train --on-nan ": ["stop", "skip", "rollback"],
     "tricycle train --shard": ["--shard-optimiser"],
     "tricycle train --resu": ["--resume"],
