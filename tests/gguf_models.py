@@ -14,8 +14,9 @@ import numpy as np
 from transformers_families import FAMILIES, HF_SIZES, LLAMA3_SCALING, new_hf_model
 
 RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+RENAMED["cohere"] = "command-r"
 ARCHITECTURES = {name: RENAMED.get(family.model_type, family.model_type) for name, family in FAMILIES.items()}
-NOT_READ = ("mistral", "opt", "stablelm", "smollm3", "phi3", "granitemoe", "gpt_oss")
+NOT_READ = ("mistral", "opt", "stablelm", "smollm3", "phi3", "granitemoe", "gpt_oss", "falcon", "gptj")
 ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in NOT_READ and "YaRN" not in name}
 # What a file cannot say: llama.cpp knows it by heart.
 KNOWN = {
@@ -142,6 +143,8 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
     if architecture == "granite":
         keys |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
         keys |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
+    if architecture == "command-r":
+        keys["logit_scale"] = config.logit_scale
     if architecture == "gptneox":
         keys["use_parallel_residual"] = config.use_parallel_residual
     if architecture in ("gemma2", "gemma3"):

@@ -30,7 +30,10 @@ F = torch.nn.functional
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 AGREED = 2e-5
 N_STEPS = 20
-each_family = pytest.mark.parametrize("name", ["Llama", "Qwen2", "Gemma 3", "Pythia", "OPT-350m", "GPT-2", "Phi"])
+FUSED = ("Phi-3", "Granite", "Cohere", "Falcon, 40B", "GPT-J")  # fused matrices, and other orders of outputs
+each_family = pytest.mark.parametrize(
+    "name", ["Llama", "Qwen2", "Gemma 3", "Pythia", "OPT-350m", "GPT-2", "Phi", *FUSED]
+)
 
 
 def new_base(name: str) -> Any:
@@ -97,6 +100,11 @@ TARGETS = {
     "OPT-350m": ["k_proj", "out_proj", "fc1"],
     "GPT-2": ["c_attn", "c_proj"],
     "Phi": ["dense", "q_proj", "fc2"],
+    "Phi-3": ["qkv_proj", "gate_up_proj"],
+    "Granite": "all-linear",
+    "Cohere": "all-linear",
+    "Falcon, 40B": ["query_key_value", "dense_4h_to_h"],
+    "GPT-J": ["k_proj", "q_proj", "v_proj", "fc_in"],
 }
 
 

@@ -31,7 +31,7 @@ ARCHITECTURES = {
     **dict.fromkeys(("Llama", "Llama 3", "Llama, linear"), "llama"),
     **{"Qwen2": "qwen2", "Qwen3": "qwen3", "OLMo 2": "olmo2", "Gemma 2": "gemma2", "Gemma 3": "gemma3"},
     **{"Pythia": "gptneox", "GPT-NeoX, one after the other": "gptneox", "GPT-2": "gpt2", "Phi": "phi2", "BERT": "bert"},
-    "Granite": "granite",
+    **{"Granite": "granite", "Cohere": "command-r"},
 }
 
 

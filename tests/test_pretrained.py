@@ -18,7 +18,9 @@ from tricycle.configs import GPTConfig, ModelConfig
 from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained import hub, load
+from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.safetensors_weights import read_tensors, write_tensors
 from tricycle.sampling import SamplingParams
@@ -226,7 +228,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("tie_word_embeddings", "yes", "tie_word_embeddings"),
     ("tie_word_embeddings", False, "missing lm_head.weight"),
     ("attention_bias", True, "missing .*self_attn.q_proj.bias"),
-    ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "rope_type.*llama3.*'yarn'"),
+    ("rope_scaling", {"rope_type": "dynamic", "factor": 4.0}, "rope_type.*llama3.*'dynamic'"),
     ("rope_scaling", {"rope_type": "linear"}, "rope_scaling.factor"),
     ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor"),
     ("rope_scaling", "linear", "rope_scaling.*object"),
@@ -247,6 +249,31 @@ def test_unsupported_config_fields_raise(name: str, value: Any, message: str, tm
     a_folder(tmp_path / "model", GPT2 if (name, value, message) in GPT2_FIELDS else LLAMA)
     edit(tmp_path / "model" / "config.json", lambda fields: fields.update({name: value}))
     refuse(tmp_path / "model", message)
+
+
+# Fields of families whose files are not at hand: what they would compute differently.
+OTHER_FIELDS = [
+    ("phi3", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type .*default or longrope, got 'linear'"),
+    ("phi3", "rope_scaling", {"type": "su", "short_factor": [1.0], "long_factor": 2}, "long_factor .*list of numbers"),
+    ("llama", "rope_scaling", {"type": "yarn", "factor": 0}, "factor .*a number above 0, got 0"),
+    ("llama", "rope_scaling", {"type": "dynamic", "factor": 2.0}, "one of default, linear, llama3, yarn, longrope"),
+    ("granite", "residual_multiplier", 0, "residual_multiplier .*above 0, got 0"),
+    ("granitemoe", "logits_scaling", "8", "logits_scaling .*above 0, got '8'"),
+    ("gpt_oss", "swiglu_limit", 5.0, r"swiglu_limit .*7\.0, the only supported value, got 5\.0"),
+    ("gpt_oss", "swiglu_alpha", 1.0, r"swiglu_alpha .*1\.702, the only supported value, got 1\.0"),
+    ("cohere", "use_qk_norm", True, "use_qk_norm .*False, the only supported value, got True"),
+    ("falcon", "alibi", True, "alibi .*False, the only supported value, got True"),
+    ("falcon", "num_ln_in_parallel_attn", 2, "num_ln_in_parallel_attn .*1, or 2 in the new .* got 2"),
+    ("gptj", "rotary_dim", None, "rotary_dim .*whole number above 0, got None"),
+    ("gptj", "rotary_dim", 300, "rotary_dim .*at most 256, the channels of a head, got 300"),
+    ("gptj", "tie_word_embeddings", True, "tie_word_embeddings .*False, the only supported value"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "message"), OTHER_FIELDS)
+def test_unsupported_fields_of_other_families_raise(kind: str, name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FAMILIES[kind].to_config(ConfigFields({name: value}))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, "\xff\xfe", '{"a": 1}{'])

@@ -56,6 +56,8 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 NEOX, OPT, GPT2, PHI = (SMALL[name].hf_fields for name in ("Pythia", "OPT", "GPT-2", "Phi"))
+FALCON, GPTJ = (SMALL[name].hf_fields for name in ("Falcon", "GPT-J"))
+NEW_FALCON = {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}
 
 
 def rope(kind: str = "default", **values: Any) -> dict[str, Any]:
@@ -156,6 +158,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm, usual": ("stablelm", {**LLAMA, "use_qkv_bias": True, "hidden_size": 32, "hidden_act": "gelu"}),
     "phi3, a short text that becomes long": ("phi3", phi3(40).hf_fields),
     "phi3, usual": ("phi3", {**LLAMA, "num_key_value_heads": 4, "sliding_window": None}),
+    "cohere, biases": (
+        "cohere",
+        {**LLAMA, "hidden_size": 32, "attention_bias": True, "num_key_value_heads": 4, "hidden_act": "gelu"},
+    ),
+    "falcon, one after the other": ("falcon", {**FALCON, "parallel_attn": False, "multi_query": False, "bias": True}),
+    "falcon, 11B": ("falcon", {**FALCON, **NEW_FALCON, "num_kv_heads": 4, "tie_word_embeddings": False}),
+    "gptj, all channels": ("gptj", {**GPTJ, "rotary_dim": 8, "n_inner": 50, "activation_function": "relu"}),
     "phi, grouped heads": (
         "phi",
         {**PHI, "num_attention_heads": 4, "num_key_value_heads": 2, **rope(partial_rotary_factor=0.7)},

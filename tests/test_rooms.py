@@ -11,6 +11,7 @@ import pytest
 from imports import PACKAGES, ROOT, SHIPPED, STUDIES, file_of, imported, imports_of, name_of, tree_of
 
 sys.path.insert(0, str(ROOT / "tools"))
+import family_table
 from reading_list import MAX_TOTAL_LINES, PAGE, READING_LIST, n_lines, page_with_table, path_of
 
 LIBRARY = [path for path in SHIPPED if name_of(path).startswith("tricycle/")]
@@ -66,6 +67,11 @@ def test_reading_list_length_is_limited():
 def test_reading_list_table_is_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
     assert page_with_table(page) == page, "run python tools/reading_list.py"
+
+
+def test_family_table_is_up_to_date():
+    page = family_table.PAGE.read_text(encoding="utf-8")
+    assert family_table.page_with_table(page) == page, "run python tools/family_table.py"
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name_of)

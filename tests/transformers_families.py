@@ -160,6 +160,20 @@ def phi3(original_window: int) -> Family:
 
 
 ORIGINAL_WINDOW = "original_max_position_embeddings"
+
+
+def falcon(hf_fields: dict[str, Any], **fields: Any) -> Family:
+    """Return a Falcon: parallel blocks, with one norm or two, and few key heads."""
+    heads = {"num_attention_heads": 4, "layer_norm_epsilon": 1e-3, "ffn_hidden_size": 40, "hidden_size": 32}
+    rope = {"rope_parameters": default_rope(100.0)}
+    sizes = {**TRICYCLE_SIZES, "embedding_dim": 32, "n_heads": 4, "hidden_size": 40, "norm_eps": 1e-3}
+    biases = {} if fields.pop("bias", False) else dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), False)
+    rotary = {"positions": "rotary", "rotary_base": 100.0, "activation": "gelu_exact", "parallel": True}
+    return Family(
+        "falcon", {**HF_SIZES, **heads, **rope, **hf_fields}, ModelConfig(**sizes, **rotary, **biases, **fields)
+    )
+
+
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -186,6 +200,9 @@ SCALES = {"embedding_scale": 6.0, "residual_scale": 0.25, "score_scale": 0.2, "l
 QWEN2_LAYERS = {"num_hidden_layers": 3, "max_window_layers": 2, "use_sliding_window": True, "sliding_window": 5}
 QK_NORM = {"qk_norm": True, "qk_norm_gain": True}
 GPT2_SIZES = {"vocab_size": VOCABULARY, "n_positions": LONGEST, "n_embd": 24, "n_layer": N_LAYERS, "n_head": 3}
+COHERE_FIELDS = hf_llama_fields(hidden_size=32)
+del COHERE_FIELDS["rms_norm_eps"]
+GPTJ_SIZES = {**HF_SIZES, "num_attention_heads": 3}
 FAMILIES: dict[str, Family] = {
     "Llama": llama({"rope_type": "default"}),
     "Llama 3": llama(LLAMA3_SCALING, rotary_scaling="llama3", rotary_original_window=64, **LLAMA3_ROTARY),
@@ -291,6 +308,30 @@ FAMILIES: dict[str, Family] = {
         "smollm3",
         hf_llama_fields(no_rope_layers=[1, 0], num_key_value_heads=1, rope_parameters=default_rope(1e5)),
         llama_config(unrotated_layers=(1,), n_key_heads=1, rotary_base=1e5),
+    ),
+    # layer norms without biases, one for both parts of a block
+    "Cohere": Family(
+        "cohere",
+        {**COHERE_FIELDS, "logit_scale": 0.3, "layer_norm_eps": 1e-3, "rope_parameters": default_rope(100.0)},
+        llama_config(
+            **{"norm": "layer_norm", "norm_eps": 1e-3, "embedding_dim": 32, "parallel": True, "shared_norm": True},
+            logit_scale=0.3,
+            rotary_base=100.0,
+        ),
+    ),
+    "Falcon": falcon({"multi_query": True}, n_key_heads=1, shared_norm=True),
+    "Falcon, 40B": falcon(
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}, n_key_heads=2, bias=True
+    ),
+    # RoPE on neighboring channels
+    "GPT-J": Family(
+        "gptj",
+        {**GPTJ_SIZES, "rotary_dim": 4, "bos_token_id": 1, "eos_token_id": 2, "layer_norm_epsilon": 1e-3},
+        ModelConfig(
+            **{**TRICYCLE_SIZES, "n_heads": 3, "positions": "rotary", "rotary_fraction": 0.5, "norm_eps": 1e-3},
+            **{"parallel": True, "shared_norm": True, "qkv_bias": False, "output_bias": False},
+            **{"tied": False, "head_bias": True},
+        ),
     ),
     "StableLM, parallel": stablelm(parallel=True),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import operator
 import os
 import shutil
 import threading
@@ -84,19 +83,20 @@ def match_family(
         ValueError: no family computes the same; names the unsupported fields of the closest one.
     """
     candidates: list[tuple[int, Family, dict[str, Any], ModelConfig]] = []
-    nearest: tuple[int, str] = (10**6, "")
+    nearest: tuple[int, int, str] = (10**6, 0, "")
+    order = [family.architecture for family in ALL_FAMILIES]  # of equally close families, the first is named
     if config.activation == "swiglu":  # as Hugging Face's families express it
         config = replace(config, activation="swish", gated=True, hidden_size=config.mlp_width)
     new_model = MODELS.get(type(config), uninitialized_gpt)
     for family in families:
-        kind = family.model_types[0]
+        kind, rank = family.model_types[0], order.index(family.architecture)
         if family.new_model is not new_model:
             continue
         try:
             fields = {"model_type": kind, **family.to_fields(config)}
             converted = family.to_config(ConfigFields(fields))
         except ValueError as error:  # its message names the unsupported field
-            nearest = min(nearest, (99, f"{kind}: {error}"), key=operator.itemgetter(0))
+            nearest = min(nearest, (99, rank, f"{kind}: {error}"))
             continue
         if not family.applies_to(fields):
             continue
@@ -107,9 +107,9 @@ def match_family(
         if not unsupported:
             candidates.append((len(differences), family, fields, converted))
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in unsupported)
-        nearest = min(nearest, (len(unsupported), f"{kind} does not support {values}"), key=operator.itemgetter(0))
+        nearest = min(nearest, (len(unsupported), rank, f"{kind} does not support {values}"))
     if not candidates:
-        raise ValueError(nearest[1])
+        raise ValueError(nearest[2])
     return min(candidates, key=lambda candidate: candidate[0])[1:]
 
 

@@ -460,6 +460,22 @@ def _phi2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     }
 
 
+def _command_r(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Command R, which has no biases, and the embedding as output matrix."""
+    if metadata.rotary_size() != metadata.head_size():
+        raise metadata.error(f"expected RoPE on all {metadata.head_size()} channels, got {metadata.rotary_size()}")
+    return _sizes(metadata, "layer") | {
+        "model_type": "cohere",
+        "hidden_act": "silu",
+        "num_key_value_heads": metadata.n_key_heads(),
+        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
+        "logit_scale": metadata.positive_float("logit_scale", 1.0),
+        **_rope_scaling(metadata, divisors),
+        **metadata.vocabulary_fields(),
+        "tie_word_embeddings": True,
+    }
+
+
 def _bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return the fields of BERT's config.json for GGUF metadata; ignore `divisors`."""
     sizes = {"vocab_size": "token_embd", "type_vocab_size": "token_types", "max_position_embeddings": "position_embd"}
@@ -481,5 +497,6 @@ CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] 
     "gpt2": _gpt2,
     "gptneox": _neox,
     "phi2": _phi2,
+    "command-r": _command_r,
     "bert": _bert,
 }

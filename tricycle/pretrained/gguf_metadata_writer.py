@@ -22,6 +22,7 @@ from tricycle.pretrained.config_fields import ConfigFields, rotary_scaling_field
 from tricycle.pretrained.export import match_family
 from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.families.bert import BERT
+from tricycle.pretrained.families.cohere import COHERE
 from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
@@ -192,6 +193,10 @@ def _phi2(config: ModelConfig) -> Metadata:
     return {**_layer_norm(config), **_rope(config), "attention.head_count_kv": config.key_heads}
 
 
+def _command_r(config: ModelConfig) -> Metadata:
+    return _phi2(config) | {"logit_scale": config.logit_scale}
+
+
 def _bert(config: ModelConfig) -> Metadata:
     return {**_layer_norm(config), "attention.causal": False}
 
@@ -209,5 +214,6 @@ METADATA_WRITERS: dict[str, tuple[Family, Callable[[ModelConfig], Metadata]]] = 
     "gpt2": (GPT2, _layer_norm),
     "gptneox": (NEOX, _neox),
     "phi2": (PHI, _phi2),
+    "command-r": (COHERE, _command_r),
     "bert": (BERT, _bert),
 }

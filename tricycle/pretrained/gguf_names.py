@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tricycle.pretrained.families.bert import BERT
+from tricycle.pretrained.families.cohere import COHERE
 from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
@@ -167,5 +168,6 @@ TENSOR_MAPPINGS: dict[str, TensorMapping] = {
     "gpt2": _map_tensors(GPT2, dict.fromkeys(_GPT2_MATRICES, _CONV1D)),
     "gptneox": _map_tensors(NEOX, {_FUSED: _INTERLEAVED}),
     "phi2": TensorMapping(_PHI),
+    "command-r": _map_tensors(COHERE),
     "bert": _map_tensors(BERT, table=_NAMES | _BERT),
 }

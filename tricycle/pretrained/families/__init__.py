@@ -16,10 +16,13 @@ from tricycle.layers import Layer
 from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.bart import BART, MARIAN
 from tricycle.pretrained.families.bert import BERT, ROBERTA
+from tricycle.pretrained.families.cohere import COHERE
+from tricycle.pretrained.families.falcon import FALCON, FALCON_TWO_NORMS
 from tricycle.pretrained.families.family import Family, canonicalize_names, keeps_blocks, load_weights
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.gpt_oss import GPT_OSS
+from tricycle.pretrained.families.gptj import GPTJ
 from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.mamba2 import MAMBA2
@@ -35,27 +38,14 @@ from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
-DENSE_FAMILIES = [
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    OLMO2,
-    GPT2,
-    NEOX,
-    OPT,
-    GEMMA2,
-    GEMMA3,
-    PHI,
-    PHI3,
-    STABLELM,
-    SMOLLM3,
-    GRANITE,
+ALL_FAMILIES: list[Family] = [
+    *(LLAMA, MISTRAL, QWEN2, OLMO2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, PHI3, STABLELM, SMOLLM3, GRANITE),
+    *(COHERE, FALCON, FALCON_TWO_NORMS, GPTJ),
+    *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS),
+    *(BERT, ROBERTA),
+    *(T5, T5_GATED, BART, MARIAN),
+    MAMBA2,
 ]
-MIXTURES = [MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS]
-ENCODERS = [BERT, ROBERTA]
-ENCODER_DECODERS = [T5, T5_GATED, BART, MARIAN]
-ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, *MIXTURES, *ENCODERS, *ENCODER_DECODERS, MAMBA2]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)
 
@@ -98,9 +88,9 @@ def read_config(family: Family, source: StoredModel) -> Any:
         ValueError: a field is invalid or not supported, or the config needs more weights than the files contain.
     """
     fields = ConfigFields(source.fields)
-    method = fields.section("quantization_config").get("quant_method", "quantization_config")
-    if fields.get("quantization_config") is not None and not (family.stacks and method == "mxfp4"):
-        raise ValueError(f"expected weights of 16 or 32 bits, got {method}")
+    is_mxfp4 = family.stacks and fields.section("quantization_config").get("quant_method") == "mxfp4"
+    if fields.get("quantization_config") is not None and not is_mxfp4:
+        raise ValueError("expected weights of 16 or 32 bits, got quantization_config")
     for place in ("num_hidden_layers", "n_layer"):
         n_layers = ConfigFields(fields.section("text_config")).get(place, fields.get(place, 1))
         if isinstance(n_layers, int) and n_layers > len(source.tensors):

@@ -134,6 +134,7 @@ BART = Family(
     ignored=COPIES,
     new_model=uninitialized_encoder_decoder,
     fallbacks={"final_logits_bias": "", "model.shared.weight": "model.encoder.embed_tokens.weight"},
+    models="BART",
 )
 MARIAN = replace(
     BART,
@@ -142,4 +143,5 @@ MARIAN = replace(
     to_config=to_marian_config,
     to_fields=to_marian_fields,
     ignored=COPIES.replace("embed_tokens", "embed_(tokens|positions)"),
+    models="OPUS-MT",
 )

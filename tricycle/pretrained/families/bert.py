@@ -85,6 +85,7 @@ BERT = Family(
     LEGACY_NAMES,
     IGNORED_HEADS,
     new_model=uninitialized_encoder,
+    models="encoders, without task heads",
 )
 ROBERTA = replace(
     BERT,

@@ -69,6 +69,7 @@ class Family:
         new_model: returns a model of a config without random initialization of its weights.
         fallbacks: names of tensors that may be missing, and the names of the tensors that they equal, or "" for zeros.
         applies_to: whether the fields of a config.json belong to this family, among several of the same model_type.
+        models: names of the models, for the table in docs/pretrained.md.
     """
 
     model_types: tuple[str, ...]
@@ -85,6 +86,7 @@ class Family:
     new_model: Callable[[Any], Layer] = uninitialized_gpt
     fallbacks: dict[str, str] = field(default_factory=dict)
     applies_to: Callable[[dict[str, Any]], bool] = lambda fields: True
+    models: str = ""
 
 
 class HFTensor(NamedTuple):
@@ -164,6 +166,26 @@ def by_head(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple
     """Yield views (H, 3, D, ...) of queries, keys and values (3 H D, ...), which `theirs` interleaves by head."""
     rest = ours.shape[1:]
     yield ours.reshape(3, config.n_heads, -1, *rest).swapaxes(0, 1), theirs.reshape(config.n_heads, 3, -1, *rest)
+
+
+def by_group(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield queries, keys and values of `theirs`, which has the queries, key and value of each key head together."""
+    n_groups, size, rest = config.key_heads, config.channels_per_head, ours.shape[1:]
+    n_queries = config.n_heads // n_groups
+    heads, theirs = ours.reshape(-1, size, *rest), theirs.reshape(n_groups, n_queries + 2, size, *rest)
+    yield heads[: config.n_heads].reshape(n_groups, n_queries, size, *rest), theirs[:, :n_queries]
+    yield heads[config.n_heads : config.n_heads + n_groups], theirs[:, n_queries]
+    yield heads[config.n_heads + n_groups :], theirs[:, n_queries + 1]
+
+
+def adjacent_pairs(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield channels of queries or keys, which RoPE rotates in pairs 2i, 2i + 1 of `theirs`, and i, i + R/2 of ours."""
+    rest, n_rotated = ours.shape[1:], int(config.channels_per_head * config.rotary_fraction)
+    ours, theirs = (x.reshape(-1, config.channels_per_head, *rest) for x in (ours, theirs))
+    n_heads, half = len(ours), n_rotated // 2
+    pairs = theirs[:, :n_rotated].reshape(n_heads, half, 2, *rest).swapaxes(1, 2)
+    yield ours[:, :n_rotated].reshape(n_heads, 2, half, *rest), pairs
+    yield ours[:, n_rotated:], theirs[:, n_rotated:]
 
 
 def gate_first(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

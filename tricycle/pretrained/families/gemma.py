@@ -163,7 +163,7 @@ def to_gemma3(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-GEMMA2 = Family(("gemma2",), "Gemma2ForCausalLM", from_gemma2, to_gemma2, NAMES, ("model.", ""))
+GEMMA2 = Family(("gemma2",), "Gemma2ForCausalLM", from_gemma2, to_gemma2, NAMES, ("model.", ""), models="Gemma 2")
 GEMMA3 = Family(
     ("gemma3_text", "gemma3"),
     "Gemma3ForCausalLM",
@@ -172,4 +172,5 @@ GEMMA3 = Family(
     NAMES,
     ("model.", "language_model.model.", "model.language_model.", "language_model.", ""),
     ignored=r"(model\.)?(vision_tower|multi_modal_projector)\.",  # the vision model
+    models="Gemma 3 without image input",
 )

@@ -58,4 +58,6 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-GPT2 = Family(("gpt2",), "GPT2LMHeadModel", to_config, to_fields, NAMES, ("transformer.", ""), fan_in_fan_out=True)
+GPT2 = Family(
+    ("gpt2",), "GPT2LMHeadModel", to_config, to_fields, NAMES, ("transformer.", ""), fan_in_fan_out=True, models="GPT-2"
+)

@@ -87,4 +87,5 @@ GPT_OSS = Family(
     PREFIXES,
     layouts={"gate_up_proj": gate_interleaved},
     stacks=STACKS,
+    models="gpt-oss",
 )

@@ -80,7 +80,9 @@ def to_granite_moe(config: ModelConfig) -> dict[str, Any]:
     return {**common_granite_fields(config), **expert_fields(config, "num_local_experts")}
 
 
-GRANITE = Family(("granite",), "GraniteForCausalLM", from_granite, to_granite, LLAMA_NAMES, PREFIXES)
+GRANITE = Family(
+    ("granite",), "GraniteForCausalLM", from_granite, to_granite, LLAMA_NAMES, PREFIXES, models="Granite 3"
+)
 GRANITE_MOE = Family(
     ("granitemoe",),
     "GraniteMoeForCausalLM",
@@ -90,4 +92,5 @@ GRANITE_MOE = Family(
     PREFIXES,
     layouts={"input_linear": gate_first},
     stacks=STACKS,
+    models="Granite 3 with experts",
 )

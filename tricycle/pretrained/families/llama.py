@@ -198,8 +198,18 @@ def to_olmo2(config: ModelConfig) -> dict[str, Any]:
     return {**common_fields(config), "attention_bias": has_bias(config, "qkv") or has_bias(config, "output")}
 
 
-LLAMA = Family(("llama",), "LlamaForCausalLM", from_llama, to_llama, LLAMA_NAMES, PREFIXES)
-MISTRAL = Family(("mistral",), "MistralForCausalLM", from_mistral, to_mistral, LLAMA_NAMES, PREFIXES)
-QWEN2 = Family(("qwen2",), "Qwen2ForCausalLM", from_qwen2, to_qwen2, LLAMA_NAMES, PREFIXES)
-QWEN3 = Family(("qwen3",), "Qwen3ForCausalLM", from_qwen3, to_qwen3, LLAMA_NAMES, PREFIXES)
-OLMO2 = Family(("olmo2",), "Olmo2ForCausalLM", from_olmo2, to_olmo2, OLMO2_NAMES, PREFIXES)
+LLAMA = Family(
+    ("llama",),
+    "LlamaForCausalLM",
+    from_llama,
+    to_llama,
+    LLAMA_NAMES,
+    PREFIXES,
+    models="Llama 2 and 3, SmolLM2, TinyLlama",
+)
+MISTRAL = Family(
+    ("mistral",), "MistralForCausalLM", from_mistral, to_mistral, LLAMA_NAMES, PREFIXES, models="Mistral 7B"
+)
+QWEN2 = Family(("qwen2",), "Qwen2ForCausalLM", from_qwen2, to_qwen2, LLAMA_NAMES, PREFIXES, models="Qwen 2 and 2.5")
+QWEN3 = Family(("qwen3",), "Qwen3ForCausalLM", from_qwen3, to_qwen3, LLAMA_NAMES, PREFIXES, models="Qwen 3")
+OLMO2 = Family(("olmo2",), "Olmo2ForCausalLM", from_olmo2, to_olmo2, OLMO2_NAMES, PREFIXES, models="OLMo 2")

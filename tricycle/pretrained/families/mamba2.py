@@ -85,5 +85,12 @@ def uninitialized_mamba(config: MambaConfig) -> Layer:
 
 
 MAMBA2 = Family(
-    ("mamba2",), "Mamba2ForCausalLM", to_config, to_fields, NAMES, ("backbone.", ""), new_model=uninitialized_mamba
+    ("mamba2",),
+    "Mamba2ForCausalLM",
+    to_config,
+    to_fields,
+    NAMES,
+    ("backbone.", ""),
+    new_model=uninitialized_mamba,
+    models="Mamba-2 (`tricycle/state_spaces/scan.py:StateSpaceScan`)",
 )

@@ -163,6 +163,16 @@ def to_olmoe(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-MIXTRAL = Family(("mixtral",), "MixtralForCausalLM", from_mixtral, to_mixtral, MIXTRAL_NAMES, PREFIXES)
-QWEN3_MOE = Family(("qwen3_moe",), "Qwen3MoeForCausalLM", from_qwen3_moe, to_qwen3_moe, NAMES, PREFIXES)
-OLMOE = Family(("olmoe",), "OlmoeForCausalLM", from_olmoe, to_olmoe, NAMES, PREFIXES)
+MIXTRAL = Family(
+    ("mixtral",),
+    "MixtralForCausalLM",
+    from_mixtral,
+    to_mixtral,
+    MIXTRAL_NAMES,
+    PREFIXES,
+    models="mixtures of experts: Mixtral",
+)
+QWEN3_MOE = Family(
+    ("qwen3_moe",), "Qwen3MoeForCausalLM", from_qwen3_moe, to_qwen3_moe, NAMES, PREFIXES, models="Qwen3-MoE"
+)
+OLMOE = Family(("olmoe",), "OlmoeForCausalLM", from_olmoe, to_olmoe, NAMES, PREFIXES, models="OLMoE")

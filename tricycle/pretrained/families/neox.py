@@ -72,4 +72,5 @@ NEOX = Family(
     PREFIXES,
     LEGACY_NAMES,
     layouts={"query_key_value": by_head},
+    models="Pythia, GPT-NeoX",
 )

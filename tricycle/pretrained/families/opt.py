@@ -60,4 +60,4 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-OPT = Family(("opt",), "OPTForCausalLM", to_config, to_fields, NAMES, ("model.decoder.", "decoder.", ""))
+OPT = Family(("opt",), "OPTForCausalLM", to_config, to_fields, NAMES, ("model.decoder.", "decoder.", ""), models="OPT")

@@ -59,4 +59,4 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-PHI = Family(("phi",), "PhiForCausalLM", to_config, to_fields, NAMES, ("model.", ""))
+PHI = Family(("phi",), "PhiForCausalLM", to_config, to_fields, NAMES, ("model.", ""), models="Phi 1, 1.5 and 2")

@@ -61,4 +61,6 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 LAYOUTS = {"gate_up_proj": gate_first}
-PHI3 = Family(("phi3",), "Phi3ForCausalLM", to_config, to_fields, NAMES, PREFIXES, layouts=LAYOUTS)
+PHI3 = Family(
+    ("phi3",), "Phi3ForCausalLM", to_config, to_fields, NAMES, PREFIXES, layouts=LAYOUTS, models="Phi-3 and 4"
+)

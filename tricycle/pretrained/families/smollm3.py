@@ -79,4 +79,4 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-SMOLLM3 = Family(("smollm3",), "SmolLM3ForCausalLM", to_config, to_fields, LLAMA_NAMES, PREFIXES)
+SMOLLM3 = Family(("smollm3",), "SmolLM3ForCausalLM", to_config, to_fields, LLAMA_NAMES, PREFIXES, models="SmolLM3")

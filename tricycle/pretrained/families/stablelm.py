@@ -58,4 +58,4 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-STABLELM = Family(("stablelm",), "StableLmForCausalLM", to_config, to_fields, LLAMA_NAMES, PREFIXES)
+STABLELM = Family(("stablelm",), "StableLmForCausalLM", to_config, to_fields, LLAMA_NAMES, PREFIXES, models="StableLM")

@@ -132,6 +132,7 @@ T5 = Family(
     new_model=uninitialized_encoder_decoder,
     fallbacks={"lm_head.weight": "shared.weight", "shared.weight": "encoder.embed_tokens.weight"},
     applies_to=lambda fields: not is_gated(fields),
+    models="encoder-decoders: T5, Flan-T5",
 )
 GATED_NAMES: TensorNames = {
     ours: [name + part for name in names for part in (("_1", "_0") if name.endswith(".wi") else ("",))]

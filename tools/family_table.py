@@ -1,0 +1,49 @@
+"""Write the table of model families into docs/pretrained.md, one row for each file in tricycle/pretrained/families.
+
+python tools/family_table.py          write the table
+python tools/family_table.py --check  exit with 1 where the table is out of date
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "pretrained.md"
+BEGIN, END = "<!-- families: written by tools/family_table.py -->\n", "<!-- end of the families -->\n"
+
+
+def table() -> str:
+    """Return a Markdown table of the values of `model_type` and the names of the models, in the order of the code."""
+    from tricycle.pretrained.families import ALL_FAMILIES
+
+    rows = ["| `model_type` | models |", "|:---|:---|"]
+    for _, group in groupby(ALL_FAMILIES, lambda family: family.to_config.__module__):
+        families = list(group)
+        kinds = dict.fromkeys(kind for family in families for kind in family.model_types)
+        models = dict.fromkeys(family.models for family in families if family.models)
+        rows.append(f"| {', '.join(f'`{kind}`' for kind in kinds)} | {', '.join(models)} |")
+    return "\n".join(rows) + "\n"
+
+
+def page_with_table(page: str) -> str:
+    """Return the text of the page with the current table between its markers; ValueError unless each is there once."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+def main(args: list[str]) -> int:
+    """Write the table and return 0; with `--check` only compare it, and return 1 if it is out of date, else 0."""
+    page = PAGE.read_text(encoding="utf-8")
+    updated = page_with_table(page)
+    if "--check" in args:
+        return int(updated != page)
+    PAGE.write_text(updated, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
