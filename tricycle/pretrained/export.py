@@ -82,7 +82,7 @@ def match_family(
         ValueError: no family computes the same; names the unsupported fields of the closest one.
     """
     candidates: list[tuple[int, Family, dict[str, Any], ModelConfig]] = []
-    nearest: tuple[int, str] = (10**6, "")
+    nearest = (10**6, f"no family has a {type(config).__name__}")
     if config.activation == "swiglu":  # as Hugging Face's families express it
         config = replace(config, activation="swish", gated=True, hidden_size=config.mlp_width)
     new_model = MODELS.get(type(config), uninitialized_gpt)
