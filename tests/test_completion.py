@@ -53,6 +53,7 @@ CASES = {
     "tricycle chat --json": ["--json-schema"],
     "tricycle generate runs/a --reg": ["--regex"],
     "tricycle inspect smollm2 --est": ["--estimate"],
+    "tricycle inspect smollm2 --by-": ["--by-position"],
     "tricycle --print-completion ": list(SHELLS),
     "tricycle nonsense --preset la": [],
 }

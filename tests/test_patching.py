@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 from tables import bad_input
 from test_models import FAMILIES, GEMMA, LLAMA, PARALLEL, TINY, lively
+from test_models import KINDS as KINDS_OF_MODELS
 
 from tricycle.models import GPT
 from tricycle.tensor import no_grad
-from tricycle_lab.patching import Prompts, estimate_patches, patch_activations
+from tricycle_lab.patching import KINDS, Prompts, estimate_patches, patch_activations
 from tricycle_lab.probe import Probe
 
 CLEAN = [3, 1, 4, 1, 5, 9, 2]
 CORRUPTED = [3, 1, 7, 1, 5, 8, 2]
 PROMPTS = Prompts(CLEAN, CORRUPTED, (6, 10))
 CONFIGS = {"gpt2": TINY, "llama": LLAMA, "gemma 2": GEMMA, "parallel": PARALLEL, "mistral": FAMILIES["mistral"]}
+CONFIGS["token shift"] = KINDS_OF_MODELS["rotary, qk norm, relu squared"]
 
 
 def metric(model: GPT, tokens: list[int]) -> float:
@@ -39,18 +41,26 @@ def patch_one(model: GPT, name: str, **selection) -> float:
     return (patched - start) / (metric(model, CLEAN) - start)
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 100])
+@pytest.mark.parametrize("batch_size", [5, 100])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_grids_equal_those_of_a_loop(name: str, batch_size: int) -> None:
     model = lively(CONFIGS[name]).eval()
-    stream = patch_activations(model, PROMPTS, "stream", batch_size)
-    expected = [[patch_one(model, f"blocks.{i}", positions=t) for t in range(len(CLEAN))] for i in range(2)]
-    np.testing.assert_allclose(stream, expected, rtol=1e-4, atol=1e-4)
-    heads = patch_activations(model, PROMPTS, "heads", batch_size)
-    n_heads = model.config.n_heads
-    expected = [[patch_one(model, f"blocks.{i}.attention", heads=h) for h in range(n_heads)] for i in range(2)]
-    np.testing.assert_allclose(heads, expected, rtol=1e-4, atol=1e-4)
-    assert np.ptp(heads) > 0.01 < np.ptp(stream)
+    heads, positions = range(model.config.n_heads), range(len(CLEAN))
+    expected = {
+        "stream": [[patch_one(model, f"blocks.{i}", positions=t) for t in positions] for i in range(2)],
+        "attention": [[patch_one(model, f"blocks.{i}.attention", positions=t) for t in positions] for i in range(2)],
+        "mlp": [[patch_one(model, f"blocks.{i}.mlp", positions=t) for t in positions] for i in range(2)],
+        "heads": [[patch_one(model, f"blocks.{i}.attention", heads=h) for h in heads] for i in range(2)],
+        "heads_by_position": [
+            [[patch_one(model, f"blocks.{i}.attention", heads=h, positions=t) for t in positions] for h in heads]
+            for i in range(2)
+        ],
+    }
+    assert set(expected) == set(KINDS)
+    for kind in KINDS:
+        effects = patch_activations(model, PROMPTS, kind, batch_size)
+        np.testing.assert_allclose(effects, expected[kind], rtol=1e-4, atol=1e-4, err_msg=kind)
+        assert np.ptp(effects) > 0.01
 
 
 def test_patching_everything_gives_1_and_nothing_gives_0() -> None:
@@ -114,7 +124,7 @@ test_invalid_arguments = bad_input(
         ),
         "same answers": (lambda: estimate_patches(MODEL, Prompts(CLEAN, CORRUPTED, (1, 1))), "answers differ"),
         "one answer": (lambda: estimate_patches(MODEL, Prompts(CLEAN, CORRUPTED, (1,))), "two answers, got 1"),
-        "kind": (lambda: patch_activations(MODEL, PROMPTS, "mlp"), "stream, heads, got 'mlp'"),
+        "kind": (lambda: patch_activations(MODEL, PROMPTS, "layer"), "heads_by_position, got 'layer'"),
         "id": (lambda: patch_activations(MODEL, Prompts(CLEAN, CORRUPTED, (1, 11))), "ids from 0 to 10"),
         "batch": (lambda: patch_activations(MODEL, PROMPTS, batch_size=0), "batch_size"),
         "no model": (lambda: patch_activations(None, PROMPTS), "decoder.*NoneType"),

@@ -1,6 +1,6 @@
 """Activation patching: the effect on the answer if activations of a clean prompt replace those of a corrupted prompt.
 
-Exact patching runs the model on the corrupted prompt once for each activation, with several of them in a batch.
+Exact patching computes a corrupted run for each activation, from the patched block on, with several runs in a batch.
 Attribution patching estimates all effects to first order, with two forward passes and one backward pass.
 
 Sources: Meng et al. 2022, "Locating and Editing Factual Associations in GPT" (causal tracing); Wang et al. 2022,
@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.devices import Array, to_cpu
+from tricycle.devices import Array, array_module, to_cpu
 from tricycle.models import GPT
 from tricycle.ops import check_positive
 from tricycle.tensor import Tensor
 from tricycle_lab.attribution import check_decoder, check_tokens, frozen, gradient_of
 from tricycle_lab.probe import Probe
+from tricycle_lab.recorded_run import record_run, run_block, run_blocks
 
-KINDS = ("stream", "heads")  # of activations: the residual stream after a block (B, T, C), or head results (B, T, H, E)
+KINDS = ("stream", "attention", "mlp", "heads", "heads_by_position")  # of activations, see `patch_activations`
+ESTIMATED = ("stream", "heads")
 Site = tuple[str, int]  # a kind and a layer
 Change = Callable[[Tensor], Any]
 
@@ -44,41 +46,100 @@ class Prompts(NamedTuple):
     answers: tuple[int, int]
 
 
-def patch_activations(model: GPT, prompts: Prompts, kind: str = "stream", batch_size: int = 16) -> np.ndarray:
-    """Return the effect of each clean activation in the corrupted run, (L, T) of the stream or (L, H) of the heads.
+class PromptRuns:
+    """The recorded runs of two prompts, and the scale of effects between them.
+
+    Attributes:
+        clean, corrupted: the activations of both prompts.
+        first: the first position at which the prompts differ.
+        uses_shift: whether a token depends on more than the keys and values of earlier ones, because of token shift.
+        start: the first position that changed runs compute.
+        metric, difference: the metric of the corrupted prompt, and what the clean one adds to it.
+
+    Raises:
+        ValueError: prompts of different lengths, ids out of range, or prompts with the same metric.
+    """
+
+    def __init__(self, caller: str, model: GPT, prompts: Prompts) -> None:
+        _check(caller, model, prompts)
+        self.model, self.answers = model, prompts.answers
+        self.clean, self.corrupted = record_run(model, prompts.clean), record_run(model, prompts.corrupted)
+        pairs = zip(prompts.clean, prompts.corrupted)
+        self.first = next((i for i, (token, other) in enumerate(pairs) if token != other), 0)
+        self.uses_shift = any(block.attention.uses_shift for block in model.blocks)
+        self.start = 0 if self.uses_shift else self.first
+        self.metric, end = (self.metrics(run.stream[-1]).item() for run in (self.corrupted, self.clean))
+        self.difference = _difference(caller, self.metric, end)
+
+    def metrics(self, x: Array) -> np.ndarray:
+        """Return the logit difference of the answers after residual streams x (B, n, C) of the last block, (B,)."""
+        with self.model.evaluating():
+            logits = self.model.logits(Tensor(x[:, -1], requires_grad=False)).array
+        return to_cpu(logits[:, self.answers[0]] - logits[:, self.answers[1]]).astype(np.float64)
+
+    def effects(self, x: Array) -> np.ndarray:
+        """Return the metrics of residual streams, scaled to 0 for the corrupted and 1 for the clean prompt, (B,)."""
+        return (self.metrics(x) - self.metric) / self.difference
+
+
+def patch_activations(model: GPT, prompts: Prompts, kind: str = "stream", batch_size: int = 64) -> np.ndarray:
+    """Return the effect of each clean activation in the corrupted run: (L, T), (L, H) or (L, H, T) by `kind`.
 
     An effect is the metric of the patched run, scaled so that it is 0 for the corrupted and 1 for the clean prompt.
+    Patched runs share the blocks before the patched one, and the keys and values of earlier tokens. The effect at
+    positions before the first token that differs is 0, without a run.
 
     Args:
         model: any `GPT`.
         prompts: both prompts, and the answers.
-        kind: "stream" replaces the residual stream after a block at one position; "heads" replaces the result of one
-            attention head at all positions.
+        kind: one of KINDS. "stream", "attention" and "mlp" replace the residual stream after a block, or the result of
+            its attention layer or MLP, at one position, (L, T). "heads" replaces the result of one attention head at
+            all positions, (L, H), and "heads_by_position" at one position, (L, H, T).
         batch_size: the number of patched runs in one forward pass.
 
     Raises:
         ValueError: an unknown kind, prompts of different lengths, ids out of range, or prompts with the same metric.
     """
-    _check("patch_activations", model, prompts)
     check_positive("patch_activations", batch_size=batch_size)
     if kind not in KINDS:
         raise ValueError(f"patch_activations: expected a kind, one of {', '.join(KINDS)}, got {kind!r}")
-    sites = [(kind, layer) for layer in range(len(model.blocks))]
-    activations: dict[Site, Array] = {}
-    n_columns = len(prompts.clean) if kind == "stream" else model.config.n_heads
-    cells = [(site, column) for site in sites for column in range(n_columns)]
-    metrics: list[float] = []
+    runs = PromptRuns("patch_activations", model, prompts)
+    heads = range(model.config.n_heads) if kind in ("heads", "heads_by_position") else range(1)
+    positions = range(1) if kind == "heads" else range(runs.first, len(prompts.clean))
+    cells = [(head, position) for position in positions for head in heads]
+    effects = np.zeros((len(model.blocks), len(heads), 1 if kind == "heads" else len(prompts.clean)))
     with model.evaluating():
-        record = {site: partial(_record, activations, site) for site in sites}
-        clean = _metric(model, [prompts.clean], prompts.answers, record)
-        corrupted = _metric(model, [prompts.corrupted], prompts.answers, {})
-        start, end = float(corrupted.array[0]), float(clean.array[0])
-        difference = _difference("patch_activations", start, end)
-        for first in range(0, len(cells), batch_size):
-            batch = cells[first : first + batch_size]
-            changes = {site: partial(_patch, activations[site], site, batch) for site, _ in batch}
-            metrics += to_cpu(_metric(model, [prompts.corrupted] * len(batch), prompts.answers, changes).array).tolist()
-    return (np.reshape(metrics, (len(sites), n_columns)) - start) / difference
+        for layer in range(len(model.blocks)):
+            for first in range(0, len(cells), batch_size):
+                batch = cells[first : first + batch_size]
+                effects[layer][tuple(np.transpose(batch))] = runs.effects(_run_patched(runs, kind, layer, batch))
+    return effects if kind == "heads_by_position" else effects[..., 0] if kind == "heads" else effects[:, 0]
+
+
+def _run_patched(runs: PromptRuns, kind: str, layer: int, batch: Sequence[tuple[int, int]]) -> Array:
+    """Return the last residual stream (B, n, C) of corrupted runs with clean activations, for the last n tokens.
+
+    Args:
+        batch: the (head, position) of the clean activation in each run; one of the two is 0 if `kind` has no such axis.
+    """
+    start = runs.start if kind == "heads" or runs.uses_shift else min(position for _, position in batch)
+    name = "heads" if kind == "heads_by_position" else kind
+    index = layer + 1 if kind == "stream" else layer
+    clean = getattr(runs.clean, name)[index][:, start:]
+    mask = np.zeros((len(batch), *clean.shape[1:-1], 1), bool)
+    for run, (head, position) in enumerate(batch):
+        mask[run, slice(None) if kind == "heads" else position - start, head if name == "heads" else 0] = True
+    selected = array_module(clean).asarray(mask)
+    patch = lambda x: array_module(x).where(selected, clean, x)
+    if kind == "stream":
+        x = patch(runs.corrupted.stream[index][:, start:])
+    else:
+        attention = runs.model.blocks[layer].attention
+        target = {"heads": attention.attention, "attention": attention, "mlp": runs.model.blocks[layer].mlp}[name]
+        change = lambda out: Tensor(patch(out.array), requires_grad=False)
+        x = runs.corrupted.stream[layer][:, start:].repeat(len(batch), axis=0)
+        x = run_block(runs.model, layer, x, runs.corrupted, [(target, change)])
+    return run_blocks(runs.model, layer + 1, x, runs.corrupted)
 
 
 def estimate_patches(model: GPT, prompts: Prompts) -> dict[str, np.ndarray]:
@@ -91,7 +152,7 @@ def estimate_patches(model: GPT, prompts: Prompts) -> dict[str, np.ndarray]:
         ValueError: as of `patch_activations`.
     """
     _check("estimate_patches", model, prompts)
-    sites = [(kind, layer) for kind in KINDS for layer in range(len(model.blocks))]
+    sites = [(kind, layer) for kind in ESTIMATED for layer in range(len(model.blocks))]
     clean: dict[Site, Array] = {}
     corrupted: dict[Site, Array] = {}
     offsets: dict[Site, Tensor] = {}
@@ -104,7 +165,7 @@ def estimate_patches(model: GPT, prompts: Prompts) -> dict[str, np.ndarray]:
         start = float(metric.array[0])
         metric.backward()
     difference = _difference("estimate_patches", start, end)
-    effects: dict[str, list[np.ndarray]] = {kind: [] for kind in KINDS}
+    effects: dict[str, list[np.ndarray]] = {kind: [] for kind in ESTIMATED}
     for site in sites:
         effect = ((clean[site] - corrupted[site]) * gradient_of(offsets[site]))[0].sum(axis=-1)  # (T,) or (T, H)
         effects[site[0]].append(to_cpu(effect if site[0] == "stream" else effect.sum(axis=0)))
@@ -159,13 +220,3 @@ def _record_with_gradient(
     """Store an activation and a leaf of zeros that is added to it; the leaf gets the gradient of the activation."""
     offsets[site] = Tensor(out.xp.zeros_like(out.array))
     return _record(activations, site, out) + offsets[site]
-
-
-def _patch(clean: Array, site: Site, batch: Sequence[tuple[Site, int]], out: Tensor) -> Array:
-    """Return an activation (B, T, ...), with the clean one (1, T, ...) in the cell of each run that patches it."""
-    columns = out.shape[1:2] if site[0] == "stream" else (1, out.shape[2])
-    mask = np.zeros((len(batch), *columns, 1), bool)
-    for run, (other, column) in enumerate(batch):
-        if other == site:
-            mask[run, ..., column, 0] = True
-    return out.xp.where(out.xp.asarray(mask), clean, out.array)
