@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from tricycle.models import GPT
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
 from tricycle_cli.models import (
@@ -37,6 +38,10 @@ class Arguments:
     """the maximum number of tokens to generate"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     decoding: DecodingFlags = field(default_factory=DecodingFlags)
+    steer: Path | None = None
+    """a GGUF file of control vectors, as `tricycle inspect steer` writes it, to add to the residual stream"""
+    strength: float = 1.0
+    """with --steer: the factor of the vectors"""
     stop: bool = True
     """stop at the end-of-text token"""
     tokeniser: Path | None = None
@@ -49,6 +54,8 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
     tokeniser = loaded.tokeniser
+    if arguments.steer is not None:
+        _steer(loaded.model, arguments.steer, arguments.strength)
     sampling = arguments.sampling.for_model(loaded)
     if not arguments.stop:
         sampling = replace(sampling, stop_tokens=())
@@ -58,6 +65,14 @@ def main(args: Sequence[str] | None = None) -> None:
     tokens = generate(loaded.model, ids, arguments.length, sampling, state=state, overflow=arguments.decoding.overflow)
     print_stream(arguments.prompt or "", stream_text(tokens, tokeniser, stop_tokens(loaded), ids))
     check_constraint(sampling)
+
+
+def _steer(model: GPT, path: Path, strength: float) -> None:
+    """Add the control vectors of a file to the residual stream of a model until the process ends."""
+    from tricycle.pretrained.gguf_control_vectors import read_control_vectors
+    from tricycle_lab.steering import steer
+
+    steer(model, read_control_vectors(path, len(model.blocks), model.config.embedding_dim), strength)
 
 
 def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:

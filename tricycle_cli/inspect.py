@@ -1,11 +1,13 @@
 """Attribute a logit to the parts of a model, patch activations between two prompts, or score all attention heads.
 
 Exactly one of --attribute, --patch and --heads selects what is computed. The strongest entries are printed; --out draws
-all of them as a PNG.
+all of them as a PNG. `tricycle inspect steer MODEL` computes steering vectors, and has its own flags.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +61,7 @@ class Arguments:
     model: ModelFlags = field(default_factory=ModelFlags)
 
 
+TASKS = {"steer": "tricycle_cli.steer"}  # modules with flags of their own, by the first word
 TITLES = {
     "stream": "residual stream after each layer",
     "attention": "attention layers",
@@ -79,7 +82,11 @@ class Table(NamedTuple):
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle inspect`: print the strongest entries of each table, and draw all of them if --out is given."""
-    arguments = parse(Arguments, args=args, description=__doc__ or "")
+    words = sys.argv[1:] if args is None else args
+    if words and words[0] in TASKS:
+        importlib.import_module(TASKS[words[0]]).main(words[1:])
+        return
+    arguments = parse(Arguments, args=words, description=__doc__ or "")
     _check(arguments)
     if arguments.out is not None:
         require_matplotlib("--out")
@@ -120,19 +127,11 @@ def _check(arguments: Arguments) -> None:
         raise ValueError(f"--top: expected a number above 0, got {arguments.top}")
 
 
-def _answer_token(inspectable: InspectableStack, answer: str) -> int:
-    """Return the token of an answer; raise a ValueError unless it is exactly one token."""
-    ids = inspectable.encode(answer)
-    if len(ids) != 1:
-        raise ValueError(f"--answers: expected answers of one token each, got {len(ids)} tokens for {answer!r}")
-    return ids[0]
-
-
 # -------------------------------------------------------------------- what is computed
 def _attribution_tables(inspectable: InspectableStack, arguments: Arguments) -> list[Table]:
     """Print the logit and the contributions outside of layers; return those of heads, and of MLPs and biases."""
     ids = inspectable.encode_input(arguments.attribute or "")
-    result = attribute_logit(inspectable.model, ids, *(_answer_token(inspectable, x) for x in arguments.answers))
+    result = attribute_logit(inspectable.model, ids, *(inspectable.encode_answer(x) for x in arguments.answers))
     name = "logit" if len(arguments.answers) == 1 else "logit difference"
     print(f"{name} {result.logit:.4f}, the sum of all parts {result.total:.4f}")
     print(f"embedding {result.embedding:.4f}, biases of the last norm and the head {result.bias:.4f}")
@@ -145,7 +144,7 @@ def _attribution_tables(inspectable: InspectableStack, arguments: Arguments) -> 
 
 def _patch_tables(inspectable: InspectableStack, arguments: Arguments, clean: str, corrupted: str) -> list[Table]:
     """Return the effects of patching the residual stream and the heads, exact or estimated."""
-    first, second = (_answer_token(inspectable, answer) for answer in arguments.answers)
+    first, second = (inspectable.encode_answer(answer) for answer in arguments.answers)
     ids = inspectable.encode_input(clean)
     prompts = Prompts(ids, inspectable.encode_input(corrupted), (first, second))
     if arguments.paths:

@@ -4,14 +4,15 @@ Exact patching computes a corrupted run for each activation, from the patched bl
 Attribution patching estimates all effects to first order, with two forward passes and one backward pass.
 
 Sources: Meng et al. 2022, "Locating and Editing Factual Associations in GPT" (causal tracing); Wang et al. 2022,
-"Interpretability in the Wild" (logit differences); Nanda 2023, "Attribution Patching".
+"Interpretability in the Wild" (logit differences).
 
 Shapes: B batch, T tokens, C channels, L layers, H heads, E channels of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,13 +23,12 @@ from tricycle.models import GPT
 from tricycle.ops import check_positive
 from tricycle.tensor import Tensor
 from tricycle_lab.attribution import check_decoder, check_tokens, frozen, gradient_of
-from tricycle_lab.probe import Probe
+from tricycle_lab.hooks import add_hook
 from tricycle_lab.recorded_run import record_run, run_block, run_blocks
 
 KINDS = ("stream", "attention", "mlp", "heads", "heads_by_position")  # of activations, see `patch_activations`
 ESTIMATED = ("stream", "heads")
 Site = tuple[str, int]  # a kind and a layer
-Change = Callable[[Tensor], Any]
 
 
 class Prompts(NamedTuple):
@@ -142,34 +142,58 @@ def _run_patched(runs: PromptRuns, kind: str, layer: int, batch: Sequence[tuple[
     return run_blocks(runs.model, layer + 1, x, runs.corrupted)
 
 
-def estimate_patches(model: GPT, prompts: Prompts) -> dict[str, np.ndarray]:
-    """Estimate the effects of `patch_activations` of all kinds by gradients: "stream" (L, T) and "heads" (L, H).
+def estimate_patches(model: GPT, prompts: Prompts, n_steps: int = 0) -> dict[str, np.ndarray]:
+    """Estimate the effects of `patch_activations` by gradients: "stream" (L, T) and "heads" (L, H).
 
-    The estimate is (clean activation - corrupted activation) times the gradient of the metric in the corrupted run. It
-    is exact for small differences of the activations. Two forward passes and one backward pass compute all effects.
+    The estimate is (clean activation - corrupted activation) times the gradient of the metric. It is exact for small
+    differences of the activations. Without steps, two forward passes and one backward pass compute all effects.
+
+    Args:
+        n_steps: 0 for the gradient in the corrupted run. Otherwise the mean gradient of this number of runs, whose
+            embeddings lie at equal distances between those of both prompts (integrated gradients).
 
     Raises:
-        ValueError: as of `patch_activations`.
+        ValueError: as of `patch_activations`, or n_steps below 0.
+
+    Sources: Nanda 2023, "Attribution Patching"; Hanna et al. 2024, "Have Faith in Faithfulness" (integrated gradients).
     """
-    _check("estimate_patches", model, prompts)
+    if n_steps < 0:
+        raise ValueError(f"estimate_patches: expected n_steps of at least 0, got {n_steps}")
+    runs = PromptRuns("estimate_patches", model, prompts)
     sites = [(kind, layer) for kind in ESTIMATED for layer in range(len(model.blocks))]
-    clean: dict[Site, Array] = {}
-    corrupted: dict[Site, Array] = {}
-    offsets: dict[Site, Tensor] = {}
-    with model.evaluating():
-        record = {site: partial(_record, clean, site) for site in sites}
-        end = float(_metric(model, [prompts.clean], prompts.answers, record).array[0])
-    with frozen(model):
-        record = {site: partial(_record_with_gradient, corrupted, offsets, site) for site in sites}
-        metric = _metric(model, [prompts.corrupted], prompts.answers, record)
-        start = float(metric.array[0])
-        metric.backward()
-    difference = _difference("estimate_patches", start, end)
+    gradients: dict[Site, Array] = {}
+    for fraction in (np.arange(n_steps) + 0.5) / n_steps if n_steps else [0.0]:
+        embedding = runs.corrupted.stream[0] + fraction * (runs.clean.stream[0] - runs.corrupted.stream[0])
+        for site, gradient in _gradients(model, prompts, embedding.astype(runs.clean.stream[0].dtype), sites).items():
+            gradients[site] = gradient / max(1, n_steps) + gradients.get(site, 0)
     effects: dict[str, list[np.ndarray]] = {kind: [] for kind in ESTIMATED}
-    for site in sites:
-        effect = ((clean[site] - corrupted[site]) * gradient_of(offsets[site]))[0].sum(axis=-1)  # (T,) or (T, H)
-        effects[site[0]].append(to_cpu(effect if site[0] == "stream" else effect.sum(axis=0)))
-    return {kind: np.stack(rows).astype(np.float64) / difference for kind, rows in effects.items()}
+    for kind, layer in sites:
+        clean, corrupted = (getattr(run, kind)[layer + (kind == "stream")] for run in (runs.clean, runs.corrupted))
+        effect = ((clean - corrupted) * gradients[kind, layer])[0].sum(axis=-1)  # (T,) or (T, H)
+        effects[kind].append(to_cpu(effect if kind == "stream" else effect.sum(axis=0)))
+    return {kind: np.stack(rows).astype(np.float64) / runs.difference for kind, rows in effects.items()}
+
+
+def _gradients(model: GPT, prompts: Prompts, embedding: Array, sites: Sequence[Site]) -> dict[Site, Array]:
+    """Return the gradients of the logit difference by the activations of sites, in a run from embeddings (1, T, C)."""
+    offsets: dict[Site, Tensor] = {}
+
+    def add_offset(site: Site, out: Tensor, *args: Any) -> Tensor:
+        """Add a leaf of zeros, which gets the gradient of the activation."""
+        offsets[site] = Tensor(out.xp.zeros_like(out.array))
+        return out + offsets[site]
+
+    with frozen(model), ExitStack() as hooks:
+        for kind, layer in sites:
+            block = model.blocks[layer]
+            target = block if kind == "stream" else block.attention.attention
+            hooks.callback(add_hook(target, "changes", partial(add_offset, (kind, layer))))
+        x = Tensor(embedding, requires_grad=False)
+        for block in model.blocks:
+            x = block(x)
+        logits = model.logits(x[:, -1])
+        (logits[0, prompts.answers[0]] - logits[0, prompts.answers[1]]).backward()
+    return {site: gradient_of(offset) for site, offset in offsets.items()}
 
 
 def _check(caller: str, model: Any, prompts: Prompts) -> None:
@@ -191,32 +215,3 @@ def _difference(caller: str, start: float, end: float) -> float:
         expected = "expected prompts after which the logits of the answers differ"
         raise ValueError(f"{caller}: {expected}, got the logit difference {start:g} for the corrupted and {end:g}")
     return difference
-
-
-# -------------------------------------------------------------------- forward passes
-def _metric(
-    model: GPT, prompts: Sequence[Sequence[int]], answers: Sequence[int], changes: Mapping[Site, Change]
-) -> Tensor:
-    """Return the logit difference of the answers after each prompt, (B,), of a model with changed activations."""
-    with Probe(model, "") as probe:
-        for (kind, layer), change in changes.items():
-            if kind == "stream":
-                probe.replace(f"blocks.{layer}", change)
-            else:
-                probe.replace(f"blocks.{layer}.attention", change, heads=range(model.config.n_heads))
-        logits = model(model.place(np.array(prompts)), last=True)
-    return logits[:, 0, answers[0]] - logits[:, 0, answers[1]]
-
-
-def _record(activations: dict[Site, Array], site: Site, out: Tensor) -> Tensor:
-    """Store an activation, and return it unchanged."""
-    activations[site] = out.array
-    return out
-
-
-def _record_with_gradient(
-    activations: dict[Site, Array], offsets: dict[Site, Tensor], site: Site, out: Tensor
-) -> Tensor:
-    """Store an activation and a leaf of zeros that is added to it; the leaf gets the gradient of the activation."""
-    offsets[site] = Tensor(out.xp.zeros_like(out.array))
-    return _record(activations, site, out) + offsets[site]
