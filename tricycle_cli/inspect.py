@@ -1,7 +1,7 @@
 """Attribute a logit to the parts of a model, patch activations between two prompts, or score all attention heads.
 
 Exactly one of --attribute, --patch and --heads selects what is computed. The strongest entries are printed; --out draws
-all of them as a PNG. `tricycle inspect steer MODEL` computes steering vectors, and has its own flags.
+all of them as a PNG. `tricycle inspect lens MODEL` and `tricycle inspect steer MODEL` have their own flags.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class Arguments:
     model: ModelFlags = field(default_factory=ModelFlags)
 
 
-TASKS = {"steer": "tricycle_cli.steer"}  # modules with flags of their own, by the first word
+TASKS = {
+    "lens": "tricycle_cli.lens",
+    "steer": "tricycle_cli.steer",
+}  # modules with flags of their own, by the first word
 TITLES = {
     "stream": "residual stream after each layer",
     "attention": "attention layers",

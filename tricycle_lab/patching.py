@@ -142,41 +142,30 @@ def _run_patched(runs: PromptRuns, kind: str, layer: int, batch: Sequence[tuple[
     return run_blocks(runs.model, layer + 1, x, runs.corrupted)
 
 
-def estimate_patches(model: GPT, prompts: Prompts, n_steps: int = 0) -> dict[str, np.ndarray]:
+def estimate_patches(model: GPT, prompts: Prompts) -> dict[str, np.ndarray]:
     """Estimate the effects of `patch_activations` by gradients: "stream" (L, T) and "heads" (L, H).
 
-    The estimate is (clean activation - corrupted activation) times the gradient of the metric. It is exact for small
-    differences of the activations. Without steps, two forward passes and one backward pass compute all effects.
-
-    Args:
-        n_steps: 0 for the gradient in the corrupted run. Otherwise the mean gradient of this number of runs, whose
-            embeddings lie at equal distances between those of both prompts (integrated gradients).
+    The estimate is (clean activation - corrupted activation) times the gradient of the metric in the corrupted run. It
+    is exact for small differences of the activations. Two forward passes and a backward pass compute all effects.
 
     Raises:
-        ValueError: as of `patch_activations`, or n_steps below 0.
+        ValueError: as of `patch_activations`.
 
-    Sources: Nanda 2023, "Attribution Patching"; Hanna et al. 2024, "Have Faith in Faithfulness" (integrated gradients).
+    Source: Nanda 2023, "Attribution Patching".
     """
-    if n_steps < 0:
-        raise ValueError(f"estimate_patches: expected n_steps of at least 0, got {n_steps}")
     runs = PromptRuns("estimate_patches", model, prompts)
-    sites = [(kind, layer) for kind in ESTIMATED for layer in range(len(model.blocks))]
-    gradients: dict[Site, Array] = {}
-    for fraction in (np.arange(n_steps) + 0.5) / n_steps if n_steps else [0.0]:
-        embedding = runs.corrupted.stream[0] + fraction * (runs.clean.stream[0] - runs.corrupted.stream[0])
-        for site, gradient in _gradients(model, prompts, embedding.astype(runs.clean.stream[0].dtype), sites).items():
-            gradients[site] = gradient / max(1, n_steps) + gradients.get(site, 0)
+    gradients = _gradients(runs)
     effects: dict[str, list[np.ndarray]] = {kind: [] for kind in ESTIMATED}
-    for kind, layer in sites:
+    for (kind, layer), gradient in gradients.items():
         clean, corrupted = (getattr(run, kind)[layer + (kind == "stream")] for run in (runs.clean, runs.corrupted))
-        effect = ((clean - corrupted) * gradients[kind, layer])[0].sum(axis=-1)  # (T,) or (T, H)
+        effect = ((clean - corrupted) * gradient)[0].sum(axis=-1)  # (T,) or (T, H)
         effects[kind].append(to_cpu(effect if kind == "stream" else effect.sum(axis=0)))
     return {kind: np.stack(rows).astype(np.float64) / runs.difference for kind, rows in effects.items()}
 
 
-def _gradients(model: GPT, prompts: Prompts, embedding: Array, sites: Sequence[Site]) -> dict[Site, Array]:
-    """Return the gradients of the logit difference by the activations of sites, in a run from embeddings (1, T, C)."""
-    offsets: dict[Site, Tensor] = {}
+def _gradients(runs: PromptRuns) -> dict[Site, Array]:
+    """Return the gradients of the metric of the corrupted run by activations, for all kinds and layers."""
+    model, offsets = runs.model, dict[Site, Tensor]()
 
     def add_offset(site: Site, out: Tensor, *args: Any) -> Tensor:
         """Add a leaf of zeros, which gets the gradient of the activation."""
@@ -184,16 +173,18 @@ def _gradients(model: GPT, prompts: Prompts, embedding: Array, sites: Sequence[S
         return out + offsets[site]
 
     with frozen(model), ExitStack() as hooks:
-        for kind, layer in sites:
-            block = model.blocks[layer]
-            target = block if kind == "stream" else block.attention.attention
-            hooks.callback(add_hook(target, "changes", partial(add_offset, (kind, layer))))
-        x = Tensor(embedding, requires_grad=False)
+        for kind in ESTIMATED:
+            for layer, block in enumerate(model.blocks):
+                target = block if kind == "stream" else block.attention.attention
+                hooks.callback(add_hook(target, "changes", partial(add_offset, (kind, layer))))
+        x = Tensor(runs.corrupted.stream[0], requires_grad=False)
         for block in model.blocks:
             x = block(x)
         logits = model.logits(x[:, -1])
-        (logits[0, prompts.answers[0]] - logits[0, prompts.answers[1]]).backward()
-    return {site: gradient_of(offset) for site, offset in offsets.items()}
+        (logits[0, runs.answers[0]] - logits[0, runs.answers[1]]).backward()
+    return {
+        (kind, layer): gradient_of(offsets[kind, layer]) for kind in ESTIMATED for layer in range(len(model.blocks))
+    }
 
 
 def _check(caller: str, model: Any, prompts: Prompts) -> None:
