@@ -9,10 +9,12 @@ import pytest
 from tables import bad_input
 from test_models import FAMILIES, GEMMA, LLAMA, PARALLEL, TINY, lively
 from test_models import KINDS as KINDS_OF_MODELS
+from tiny_models import smollm2_file
 
 from tricycle.models import GPT
 from tricycle.tensor import no_grad
-from tricycle_lab.patching import KINDS, Prompts, estimate_patches, patch_activations
+from tricycle_cli.models import load_model
+from tricycle_lab.patching import KINDS, PromptRuns, Prompts, estimate_patches, patch_activations
 from tricycle_lab.probe import Probe
 
 CLEAN = [3, 1, 4, 1, 5, 9, 2]
@@ -130,3 +132,51 @@ test_invalid_arguments = bad_input(
         "no model": (lambda: patch_activations(None, PROMPTS), "decoder.*NoneType"),
     }
 )
+
+
+PAIRS = [
+    (("Rome is the capital of", " Italy"), ("Paris is the capital of", " France")),
+    (("Berlin is a city in", " Germany"), ("Tokyo is a city in", " Japan")),
+    (("The opposite of hot is", " cold"), ("The opposite of up is", " down")),
+    (("The opposite of big is", " small"), ("The opposite of old is", " young")),
+    (("The keys on the table", " are"), ("The key on the table", " is")),
+    (("The boys near the car", " are"), ("The boy near the car", " is")),
+    (("The color of grass is", " green"), ("The color of snow is", " white")),
+    (("In Spain, people speak", " Spanish"), ("In Italy, people speak", " Italian")),
+    (("In Germany, people speak", " German"), ("In France, people speak", " French")),
+    (("My sister lost", " her"), ("My brother lost", " his")),
+    (("The queen took", " her"), ("The king took", " his")),
+    (("One, two, three,", " four"), ("Five, six, seven,", " eight")),
+    (("Monday, Tuesday,", " Wednesday"), ("Thursday, Friday,", " Saturday")),
+]
+NAMES = [
+    ("Mary", "John"),
+    ("Tom", "Anna"),
+    ("James", "Lisa"),
+    ("Alice", "Robert"),
+    ("Sarah", "Paul"),
+    ("Peter", "Emma"),
+]
+GIFT = "When {} and {} went to the store, {} gave a drink to"
+PAIRS += [((GIFT.format(a, b, b), f" {a}"), (GIFT.format(a, b, a), f" {b}")) for a, b in NAMES]
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    return np.argsort(np.argsort(values))
+
+
+@pytest.mark.nightly
+def test_estimates_rank_the_heads_of_smollm2_as_exact_patching() -> None:
+    """Spearman's correlation over 270 heads: 0.955 of all pairs together, and 0.84 to 1.00 of single pairs."""
+    loaded = load_model(str(smollm2_file()), weights="float32")
+    encode = lambda text: [int(token) for token in loaded.tokeniser.encode_plain(text)]
+    exact, estimated = [], []
+    for (clean, answer), (corrupted, other) in PAIRS:
+        prompts = Prompts(encode(clean), encode(corrupted), (encode(answer)[0], encode(other)[0]))
+        difference = PromptRuns("test", loaded.model, prompts).difference
+        exact.append(difference * patch_activations(loaded.model, prompts, "heads").ravel())
+        estimated.append(difference * estimate_patches(loaded.model, prompts)["heads"].ravel())
+    assert np.shape(exact) == (len(PAIRS), 270)
+    single = [np.corrcoef(ranks(one), ranks(other))[0, 1] for one, other in zip(exact, estimated)]
+    assert min(single) > 0.8 and np.median(single) > 0.95
+    assert np.corrcoef(ranks(np.ravel(exact)), ranks(np.ravel(estimated)))[0, 1] > 0.9
