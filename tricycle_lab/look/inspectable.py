@@ -96,6 +96,13 @@ class InspectableModel:
         self.check_ids(ids)
         return ids
 
+    def encode_answer(self, text: str) -> int:
+        """Return the token of an answer; raise a ValueError unless it is exactly one token."""
+        ids = self.encode(text)
+        if len(ids) != 1:
+            raise ValueError(f"--answers: expected answers of one token each, got {len(ids)} tokens for {text!r}")
+        return ids[0]
+
     @property
     def start_token(self) -> int | None:
         """The id that begins every text of a decoder; None if the tokenizer has none."""
