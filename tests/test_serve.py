@@ -460,7 +460,8 @@ VALUES = [None, True, 0, -1, 7, 1.5, 1e308, 10**30, "", "x", "\ud800", "\0", [],
 VALUES += [{"2": -100}, HELLO, [None], [5] * 4096, {"²": 1}, {"9" * 30: 1}, "none", {"include_usage": True}]
 FIELDS = """messages prompt max_tokens max_completion_tokens temperature top_p n stop seed logprobs top_logprobs stream
 echo stream_options presence_penalty frequency_penalty logit_bias suffix best_of model tools tool_choice top_k min_p
-response_format regex grammar user repetition_penalty input encoding_format truncate metadata modalities""".split()
+response_format regex grammar user repetition_penalty input encoding_format truncate metadata modalities dimensions
+instructions max_output_tokens include text store previous_response_id conversation background""".split()
 
 
 def test_random_requests(server):
@@ -468,8 +469,9 @@ def test_random_requests(server):
     generator = random.Random(0)
     statuses = set()
     for _ in range(400):
-        path = generator.choice(["/v1/chat/completions", "/v1/completions", "/v1/embeddings"])
+        path = generator.choice(["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"])
         body = {"max_tokens": 2, "messages" if "chat" in path else "prompt": HELLO if "chat" in path else "the"}
+        body = {"max_output_tokens": 2, "input": "the"} if "responses" in path else body
         body |= {generator.choice(FIELDS): generator.choice(VALUES) for _ in range(generator.randint(0, 3))}
         raw = bytearray(json.dumps(body).encode())
         for _ in range(generator.choice([0, 0, 1, 2])):

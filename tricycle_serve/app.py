@@ -57,6 +57,7 @@ def create_app(
     routes: Any = [
         Route("/v1/chat/completions", endpoints.post_endpoint(service.chat), methods=["POST"]),
         Route("/v1/completions", endpoints.post_endpoint(service.complete), methods=["POST"]),
+        Route("/v1/responses", endpoints.post_endpoint(service.respond), methods=["POST"]),
         Route("/v1/embeddings", endpoints.post_endpoint(service.embed), methods=["POST"]),
         Route("/v1/models", endpoints.list_models, methods=["GET"]),
         Route("/v1/models/{name:path}", endpoints.get_model, methods=["GET"]),
