@@ -922,12 +922,16 @@ def test_embeddings_equal_the_encoder(encoder):
         assert response.usage.prompt_tokens == sum(load_sentence_encoder(encoder).count_tokens(texts))
         single = client.embeddings.create(model=name, input=texts[3], dimensions=expected.shape[1])
         np.testing.assert_allclose(single.data[0].embedding, expected[3], atol=1e-6)
+        shorter = expected[:, :5] / np.linalg.norm(expected[:, :5], axis=1, keepdims=True)
+        for settings in ({}, {"encoding_format": "float"}):
+            response = client.embeddings.create(model=name, input=texts, dimensions=5, **settings)
+            np.testing.assert_allclose([item.embedding for item in response.data], shorter, atol=1e-6)
         long = "fox " * 500
         with pytest.raises(openai.BadRequestError, match=r"at most \d+ tokens.*input\[1\]"):
             client.embeddings.create(model=name, input=["x", long])
         truncated = client.embeddings.create(model=name, input=long, extra_body={"truncate": True}).data[0].embedding
         np.testing.assert_allclose(truncated, load_sentence_encoder(encoder).encode([long])[0], atol=1e-6)
-        for fields in ({"input": []}, {"input": [1, 2]}, {"input": "x", "dimensions": 5}, {}, {"input": {"x": 1}}):
+        for fields in ({"input": []}, {"input": [1, 2]}, {"input": "x", "dimensions": 33}, {}, {"input": {"x": 1}}):
             assert server.request("/v1/embeddings", fields)[0] == 400
         with pytest.raises(openai.BadRequestError, match="does not support chat completions"):
             client.chat.completions.create(model=name, messages=HELLO)

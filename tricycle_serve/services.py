@@ -284,4 +284,6 @@ class EmbeddingService(ModelService):
             raise ApiError(f"{message}; truncate: true cuts them", param="input", code="context_length_exceeded")
         engine_request = self.engine.submit(request.texts, self._timeout_seconds)
         n_tokens = sum(min(length, self.context_window) for length in lengths)
-        return EmbeddingsResponse(engine_request, self.name, n_tokens, request.as_base64)
+        if self.engine.metrics is not None:
+            self.engine.metrics.count_prompt(n_tokens)
+        return EmbeddingsResponse(engine_request, self.name, n_tokens, request.dimensions, request.as_base64)
