@@ -1,17 +1,28 @@
 """Gradients of gradients of every op of the registry, against finite differences of its gradients."""
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
 from op_properties import Sample
+from test_quantized_blocks import matrix_of
 from test_registry import ALL, import_all_modules
 
+import tricycle
 from tricycle import extra_ops, ops
 from tricycle.activation_checkpointing import enable_grad
 from tricycle.autograd import LARGE
-from tricycle.create_graph import gradients
+from tricycle.blocks import MLPBlock
+from tricycle.create_graph import RULES, WITHOUT_RULE, gradients
+from tricycle.experts import MixtureOfExperts, Router, add_router_loss
+from tricycle.finetuning.distillation import _soft_loss
+from tricycle.finetuning.lora import AdaptedDense, LoRATarget, LowRankUpdate
 from tricycle.functions import add_residual, linear
 from tricycle.gradcheck import gradcheck
-from tricycle.layers import Dropout, RMSNorm
+from tricycle.kernels.quantized import QuantizedMatrix
+from tricycle.layers import Dense, Dropout, Layer, RMSNorm
 from tricycle.tensor import Tensor
 from tricycle.transforms import hvp
 
@@ -65,7 +76,44 @@ def cubes_of_parts(x: Tensor) -> Tensor:
     return first * first * second
 
 
+def in_float64(layer: Layer) -> Layer:
+    for parameter in layer.parameters():
+        parameter.array = parameter.array.astype(np.float64)
+    return layer
+
+
+def adapted(x: Tensor, down: Tensor, *others: Tensor, dora: bool = False) -> Tensor:
+    """Apply a LoRA layer with two targets and these factors; with `dora`, `others` are magnitudes."""
+    targets = [LoRATarget("q", 0, 3, 2, 0.5), LoRATarget("v", 5, 7, 1, 2.0)]
+    update = LowRankUpdate(4, 7, targets, 0.0, np.random.default_rng(0))
+    layer = AdaptedDense(in_float64(Dense(4, 7, generator=1)).freeze(), update)
+    layer.low_rank.down, layer.low_rank.ups = down, [Tensor(normal(2, 3), False), Tensor(normal(1, 2), False)]
+    setattr(layer.low_rank, "magnitudes" if dora else "ups", list(others))
+    return layer(x)
+
+
+def mixture(x: Tensor) -> Tensor:
+    return in_float64(MixtureOfExperts(MLPBlock, 4, 3, hidden_size=5, activation="tanh", generator=0))(x)
+
+
+def quantized(x: Tensor, *bias: Tensor) -> Tensor:
+    return linear(x, Tensor(QuantizedMatrix.quantize(normal(4, 3).astype(np.float32), "int8", True), False), *bias)
+
+
 UNREGISTERED = {
+    "LoRA": Sample(adapted, (normal(2, 3, 4), normal(4, 3), normal(2, 3), normal(1, 2)), None),
+    "DoRA": Sample(
+        lambda x, *ms: adapted(x, Tensor(normal(4, 3), False), *ms, dora=True),
+        (normal(2, 3, 4), normal(3), normal(2)),
+        None,
+    ),
+    "mixture of experts": Sample(mixture, (normal(5, 4),), None),
+    "router": Sample(lambda x: Router(4, 3, generator=0)(x), (normal(2, 4),), None),
+    "int8 weights": Sample(quantized, (normal(2, 2, 4), normal(3)), None),
+    "blocks of weights": Sample(
+        lambda x: linear(x, Tensor(matrix_of("Q8_0", 32, 2, True), False)), (normal(1, 32),), None
+    ),
+    "distillation": Sample(lambda x: _soft_loss(x, normal(2, 3, 7) + 1, 2.5, 0.7), (normal(2, 3, 7),), None),
     "split": Sample(cubes_of_parts, (normal(3, 4),), None),
     "dropout": Sample(lambda x: Dropout(0.5, generator=0)(x), (normal(3, 4),), None),
     "transposed linear": Sample(lambda x, w: linear(x, w, transposed=True), (normal(2, 3), normal(4, 3)), None),
@@ -89,3 +137,40 @@ def test_large_residual_addition():
 def test_every_op_is_checked():
     import_all_modules()
     assert set(ops.OPS) - {name.rsplit("-", 1)[0] for name in DIFFERENTIABLE} == set()
+
+
+# -------------------------------------------------------------------- completeness
+def recorders() -> Iterator[str]:
+    """The names, as in RULES, of all functions of the package that record a node with a backward function."""
+    folder = Path(tricycle.__file__).parent
+    for path in folder.rglob("*.py"):
+        module = ".".join(("tricycle", *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        outer: list[tuple[str, ast.AST]] = []
+        for node in tree.body:
+            parts = node.body if isinstance(node, ast.ClassDef) else [node]
+            prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+            outer += [(f"{prefix}{part.name}", part) for part in parts if isinstance(part, ast.FunctionDef)]
+        shared = {name for name, _ in outer}  # backward functions outside of the function that records
+        for name, function in outer:
+            for call in ast.walk(function):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "record":
+                    backward = call.args[2]
+                    if not (isinstance(backward, ast.Constant) and backward.value is None):
+                        used = getattr(backward, "id", "")
+                        yield f"{module}.{used if used in shared else name}"
+
+
+def test_every_recorded_operation_has_a_rule_or_a_reason():
+    import_all_modules()
+    found = set(recorders())
+    assert {"tricycle.ops.unary_op", "tricycle.linalg._backward", "tricycle.layers.Dropout.forward"} <= found
+    assert found - set(RULES) == set(WITHOUT_RULE)
+    assert not set(WITHOUT_RULE) & set(RULES)
+
+
+def test_operation_without_rule_names_the_reason():
+    layer = MixtureOfExperts(MLPBlock, 4, 3, hidden_size=5, activation="tanh", generator=0)
+    loss = add_router_loss(lambda: layer(normal(5, 4).astype(np.float32)).sum(), 0.1)
+    with pytest.raises(NotImplementedError, match=r"add_router_loss.*set router_loss to 0"):
+        loss.backward(create_graph=True)

@@ -23,6 +23,10 @@ Rule: TypeAlias = Callable[[Tensor, Tensor, Any], Sequence[Tensor | None]]
 Unfused: TypeAlias = Callable[[Tensor, Any], Tensor]
 
 RULES: dict[str, Rule] = {}  # by the function that records the node: "tricycle.extra_ops.sum"
+# The operations that have no rule on purpose, and why
+WITHOUT_RULE = {
+    "tricycle.experts.add_router_loss": "its gradient reaches the routers outside of the graph: set router_loss to 0",
+}
 
 
 # -------------------------------------------------------------------- the backward pass
@@ -72,7 +76,7 @@ def _apply_rule(node: Tensor, grad: Tensor) -> Sequence[Tensor | None]:
     backward: Any = node._backward
     name = f"{backward.__module__}.{backward.__qualname__.partition('.<locals>')[0]}"
     if name not in RULES:
-        advice = "compose it of other operations, or add a rule, see tricycle.create_graph"
+        advice = WITHOUT_RULE.get(name, "compose it of other operations, or add a rule, see tricycle.create_graph")
         raise NotImplementedError(f"create_graph: {name} has no gradient that can be differentiated: {advice}")
     closure = zip(backward.__code__.co_freevars, backward.__closure__ or ())
     return RULES[name](node, grad, SimpleNamespace(**{name: cell.cell_contents for name, cell in closure}))

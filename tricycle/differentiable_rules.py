@@ -39,9 +39,13 @@ def _same_code(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor]:
 
 
 # -------------------------------------------------------------------- indexing, shapes, products
-@rule("tricycle.functions.to_compute_dtype")
-def _to_compute_dtype(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
-    return [cast(grad, v.x.dtype)]
+@rule(
+    "tricycle.functions.to_compute_dtype",
+    "tricycle.experts.Router.forward",
+    "tricycle.finetuning.lora.AdaptedDense.forward",
+)
+def _conversion(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    return [cast(grad, node.args[0].dtype)]
 
 
 @rule("tricycle.ops.getitem")
