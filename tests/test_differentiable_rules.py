@@ -1,12 +1,12 @@
 """Gradients of gradients of every op of the registry, against finite differences of its gradients."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from op_properties import Sample
+from op_properties import BINARY, UNARY, Sample
 from test_quantized_blocks import matrix_of
 from test_registry import ALL, import_all_modules
 
@@ -15,7 +15,7 @@ from tricycle import extra_ops, ops
 from tricycle.activation_checkpointing import enable_grad
 from tricycle.autograd import LARGE
 from tricycle.blocks import MLPBlock
-from tricycle.create_graph import RULES, WITHOUT_RULE, gradients
+from tricycle.create_graph import RULES, WITHOUT_RULE, gradients, tangents
 from tricycle.experts import MixtureOfExperts, Router, add_router_loss
 from tricycle.finetuning.distillation import _soft_loss
 from tricycle.finetuning.lora import AdaptedDense, LoRATarget, LowRankUpdate
@@ -24,7 +24,7 @@ from tricycle.gradcheck import gradcheck
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.layers import Dense, Dropout, Layer, RMSNorm
 from tricycle.tensor import Tensor
-from tricycle.transforms import hvp
+from tricycle.transforms import grad, hvp, jvp
 
 
 def at_a_kink(name: str, sample: Sample) -> bool:
@@ -71,6 +71,62 @@ def test_second_derivatives_match_finite_differences_of_first(sample):
         gradcheck(lambda *xs: joined_gradients(sample, list(xs)), *sample.tensors(), **options)
 
 
+# -------------------------------------------------------------------- forward mode
+def random_like(tensors: list[Tensor]) -> list[Tensor]:
+    rng = np.random.default_rng(2)
+    return [Tensor(rng.standard_normal(x.shape), False) for x in tensors]
+
+
+def check_forward_mode(call: Callable[..., Tensor], tensors: list[Tensor]) -> None:
+    """Compare <w, J v> of forward mode with <J^T w, v> of reverse mode."""
+    inputs = [x for x in tensors if x.requires_grad]
+    directions = random_like(inputs)
+    with enable_grad():
+        output = call(*tensors)
+        if not output.requires_grad:
+            return
+        (tangent,) = tangents([output], inputs, directions)
+        (weights,) = random_like([output])
+        grads = gradients([output], [weights], inputs)
+    pairs = [(g, d) for g, d in zip(grads, directions) if g is not None]
+    expected = sum((float((g.array * d.array).sum()) for g, d in pairs), 0.0)
+    actual = 0.0 if tangent is None else float((weights.array * tangent.array).sum())
+    scale = sum((float(np.abs(g.array * d.array).sum()) for g, d in pairs), 1.0)
+    assert abs(actual - expected) <= 1e-9 * scale
+
+
+@pytest.mark.slow_except(3)
+@pytest.mark.parametrize("sample", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE)
+def test_forward_mode_matches_reverse_mode(sample):
+    check_forward_mode(sample.call, sample.tensors())
+    check_forward_mode(lambda *xs: joined_gradients(sample, list(xs)), sample.tensors())
+
+
+ELEMENTWISE_OPS = {*UNARY, *BINARY, "GeLU", "ExactGeLU", "softcap"}
+ELEMENTWISE_SAMPLES = {name: s for name, s in DIFFERENTIABLE.items() if name.rsplit("-", 1)[0] in ELEMENTWISE_OPS}
+
+
+@pytest.mark.slow_except(3)
+@pytest.mark.parametrize("sample", ELEMENTWISE_SAMPLES.values(), ids=ELEMENTWISE_SAMPLES)
+def test_third_derivatives_of_elementwise_ops(sample):
+    """Three nested directional derivatives equal finite differences of two, and those of reverse mode."""
+    inputs = sample.tensors()
+    directions = [
+        Tensor(np.zeros(x.shape) if x.dtype.kind == "i" else d.array) for x, d in zip(inputs, random_like(inputs))
+    ]
+    along = lambda f: lambda t: grad(lambda s: f(s).sum())(t)
+    line = lambda t: sample.call(*(x + t * d.array if x.requires_grad else x for x, d in zip(inputs, directions)))
+    derivative = lambda f: lambda t: jvp(f, (t,), (1.0,))[1]
+    second = derivative(derivative(line))
+    third = derivative(second)(Tensor(np.zeros(()))).array
+    values = [second(Tensor(np.array(eps))).array for eps in (1e-5, -1e-5)]
+    expected = (values[0] - values[1]) / 2e-5
+    np.testing.assert_allclose(third, expected, 1e-4, 1e-4 * max(1.0, np.abs(expected).max(initial=0)))
+    by_reverse_mode = along(along(along(line)))(Tensor(np.zeros(())))
+    np.testing.assert_allclose(third.sum(), by_reverse_mode.array, 1e-7, 1e-7 * max(1.0, np.abs(third).sum()))
+
+
+# -------------------------------------------------------------------- outside of the registry
 def cubes_of_parts(x: Tensor) -> Tensor:
     first, second = x.split(2, axis=1)
     return first * first * second
@@ -125,6 +181,8 @@ UNREGISTERED = {
 @pytest.mark.parametrize("sample", UNREGISTERED.values(), ids=UNREGISTERED)
 def test_second_derivatives_beside_the_registry(sample):
     gradcheck(lambda *xs: joined_gradients(sample, list(xs)), *sample.tensors())
+    check_forward_mode(sample.call, sample.tensors())
+    check_forward_mode(lambda *xs: joined_gradients(sample, list(xs)), sample.tensors())
 
 
 def test_large_residual_addition():

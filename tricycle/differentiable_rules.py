@@ -23,13 +23,16 @@ from tricycle.tensor import Tensor, record
 
 
 @rule(
-    "tricycle.ops.reshape",
     "tricycle.extra_ops.negative",
+    "tricycle.layers.Dropout.forward",
+    "tricycle.activation.ReLU.forward",
+    elementwise=True,
+)
+@rule(
+    "tricycle.ops.reshape",
     "tricycle.extra_ops.transpose",
     "tricycle.extra_ops.concatenate",
     "tricycle.functions.add_residual",
-    "tricycle.layers.Dropout.forward",
-    "tricycle.activation.ReLU.forward",
 )
 def _same_code(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor]:
     """Call the backward function of a linear operation whose code works on Tensors as on arrays."""
@@ -117,7 +120,7 @@ def _sign(x: Tensor) -> Tensor:
 TENSOR_MODULE = SimpleNamespace(sin=extra_ops.sin, cos=extra_ops.cos, exp=extra_ops.exp, sign=_sign)
 
 
-@rule("tricycle.ops.unary_op")
+@rule("tricycle.ops.unary_op", elementwise=True)
 def _unary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [_on_tensors(v.gradient)(TENSOR_MODULE, grad, node.args[0], node)]
 
@@ -182,7 +185,7 @@ def _where(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     ]
 
 
-@rule("tricycle.functions.softcap")
+@rule("tricycle.functions.softcap", elementwise=True)
 def _softcap(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     tanh = node * (1 / node._saved[0])
     return [grad * (1 - tanh * tanh)]
@@ -204,7 +207,7 @@ def _normal_density(xp: Any, x: Any) -> Any:
     return xp.exp(-0.5 * (x * x)) * (1 / math.sqrt(2 * math.pi))
 
 
-@rule("tricycle.differentiable_rules.normal_cdf")
+@rule("tricycle.differentiable_rules.normal_cdf", elementwise=True)
 def _normal_cdf(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [grad * _normal_density(TENSOR_MODULE, node.args[0])]
 

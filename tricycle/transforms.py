@@ -80,30 +80,29 @@ def _pull_back(
     cotangents: Sequence[Tensor],
     inputs: Sequence[Tensor],
     retain_graph: bool = False,
-    others: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """Return the gradients of the inputs, zeros where independent; with a graph if another Tensor requires a gradient.
 
-    Otherwise the gradients are constants; without `others`, the usual, faster backward pass computes them, and frees
-    the graph unless it is retained.
-
-    Args:
-        others: inputs of the transform that are not differentiated here.
+    Otherwise the gradients are constants: the usual, faster backward pass computes them, and frees the graph unless it
+    is retained.
     """
     create_graph.check_builds_graph()
     pairs = [(y, c) for y, c in zip(outputs, cotangents) if isinstance(y, Tensor) and y.requires_grad]
     kept, weights = [y for y, _ in pairs], [c for _, c in pairs]
     root = Tensor(np.zeros(()), args=tuple(kept), backward=lambda grad, needs_grad: [c.array for c in weights])
-    leaves = {node for node in autograd.topological_order(root) if not node.args}
-    is_constant = leaves <= {*inputs, *others} and not any(c.requires_grad for c in weights)
-    if kept and is_constant and not others:
+    if kept and _depend_only_on(inputs, kept, weights):
         sums = autograd.GradientSums()
         arrays = {x: sums.unshare(x, a) for x, a in autograd.walk_backward(root, root.array, sums, retain_graph)}
         found: list[Tensor | None] = [Tensor(arrays[x], False) if x in arrays else None for x in inputs]
     else:
         found = create_graph.gradients(kept, weights, inputs)
-        found = [x.detach() if x is not None and is_constant else x for x in found]
     return [_gradient_of(x, grad) for x, grad in zip(inputs, found)]
+
+
+def _depend_only_on(inputs: Sequence[Tensor], outputs: Sequence[Tensor], constants: Sequence[Tensor]) -> bool:
+    """Return whether the outputs depend on no other Tensors that require a gradient; nor do the `constants`."""
+    order = autograd.topological_order(Tensor(np.zeros(()), args=tuple(outputs)))[:-1]
+    return {node for node in order if not node.args} <= set(inputs) and not any(c.requires_grad for c in constants)
 
 
 def _gradient_of(x: Tensor, grad: Tensor | None) -> Tensor:
@@ -228,15 +227,15 @@ def _matching(x: Tensor, tangent: Any) -> Tensor:
 def jvp(f: Function, primals: Sequence[Tree], tangents: Sequence[Tree]) -> tuple[Tree, Tree]:
     """Return `f(*primals)` and its directional derivative along the tangents, like the result.
 
-    The gradient of <v, f> is linear in v, and its derivative in the direction of the tangents is the result: it costs
-    two backward passes. Source: Townsend 2017, "A new trick for calculating Jacobian vector products".
+    The tangents are computed in the order of f's operations (forward mode), for about the cost of two backward passes.
     """
     inputs = tree_map(_input, tuple(primals))
     directions = tree_leaves(tree_map(_matching, inputs, tuple(tangents)))
-    outputs = f(*inputs)
-    probes = [Tensor(y.xp.zeros_like(y.array), True, y.is_batched) for y in tree_leaves(outputs)]
-    pulled = _pull_back(tree_leaves(outputs), probes, tree_leaves(inputs))
-    return outputs, _like(outputs, _pull_back(pulled, directions, probes, others=tree_leaves(inputs)))
+    outputs, leaves = f(*inputs), tree_leaves(inputs)
+    results = tree_leaves(outputs)
+    is_constant = _depend_only_on(leaves, [y for y in results if y.requires_grad], directions)
+    found = create_graph.tangents(results, leaves, directions, is_constant)
+    return outputs, _like(outputs, [_gradient_of(y, tangent) for y, tangent in zip(results, found)])
 
 
 def hvp(f: Function, primals: Sequence[Tree], tangents: Sequence[Tree]) -> Tree:
