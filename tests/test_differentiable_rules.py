@@ -185,6 +185,11 @@ def test_second_derivatives_beside_the_registry(sample):
     check_forward_mode(lambda *xs: joined_gradients(sample, list(xs)), sample.tensors())
 
 
+def test_mixed_derivative_of_power_with_exponent_zero():
+    slope = lambda y: grad(lambda x: x**y)(2.0)
+    assert grad(slope)(0.0).item() == pytest.approx(0.5)  # d/dy of y x^(y - 1)
+
+
 def test_large_residual_addition():
     """From this size on, it is a separate operation."""
     x = Tensor(np.linspace(1, 2, LARGE))

@@ -152,7 +152,7 @@ def _power_left(g: Tensor, x: Tensor, y: Any, z: Tensor) -> Tensor:
     if not isinstance(y, Tensor):
         return g * (y * x ** (y - 1)) if y else g * 0
     y = cast(y, x.dtype)
-    return g * y * x ** extra_ops.where(y == 0, 1, y - 1)
+    return g * y * x ** extra_ops.where((y.array == 0) & (x.array == 0), 1, y - 1)  # 0 times infinity is NaN
 
 
 def _power_right(g: Tensor, x: Any, y: Tensor, z: Tensor) -> Tensor:
