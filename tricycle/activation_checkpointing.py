@@ -56,7 +56,7 @@ def checkpoint_activations(layer: Layer, x: Operand, *args: Any, **kwargs: Any) 
     return record(result.array, inputs, backward, "recompute", result.is_batched)
 
 
-@unfused("tricycle.activation_checkpointing.checkpoint_activations")
+@unfused("tricycle.activation_checkpointing.checkpoint_activations", closure=True)
 def _recompute(node: Tensor, variables: Any) -> Tensor:
     with variables.saved.restored():
         result: Tensor = variables.context.run(variables.recompute, node.args[0])

@@ -24,6 +24,7 @@ Unfused: TypeAlias = Callable[[Tensor, Any], Tensor]
 
 RULES: dict[str, Rule] = {}  # by the function that records the node: "tricycle.extra_ops.sum"
 UNFUSED: dict[str, Unfused] = {}  # the operations that are computed by others, by the same names
+CLOSURES: set[str] = set()  # those whose unfused form uses the Tensors of the call, not `node.args`
 ELEMENTWISE: set[str] = set()  # the operations of one arg whose rule multiplies each element, and so is symmetric
 # The operations that have no rule on purpose, and why
 WITHOUT_RULE = {
@@ -111,12 +112,17 @@ def rule(*names: str, elementwise: bool = False) -> Callable[[Rule], Rule]:
     return decorate
 
 
-def unfused(*names: str) -> Callable[[Unfused], Unfused]:
-    """Return a decorator like `rule` for a function (node, variables) that recomputes the node by other operations."""
+def unfused(*names: str, closure: bool = False) -> Callable[[Unfused], Unfused]:
+    """Return a decorator like `rule` for a function (node, variables) that recomputes the node by other operations.
+
+    Args:
+        closure: the function uses Tensors of the original call besides `node.args`, such as a layer's parameters.
+    """
 
     def decorate(function: Unfused) -> Unfused:
         rule(*names)(lambda node, grad, variables: gradients_through(function(node, variables), node, grad))
         UNFUSED.update(dict.fromkeys(names, function))
+        CLOSURES.update(names if closure else ())
         return function
 
     return decorate
@@ -192,7 +198,7 @@ def copy(x: Tensor) -> Tensor:
 
 def scatter(x: Tensor, index: Any, like: Array, unique: bool = False) -> Tensor:
     """Return y like an array, 0 except for y[index] = x; the sum where an element is selected twice."""
-    empty = array_module(like).empty((), like.dtype)
+    empty = array_module(like).empty_like(like, shape=())
     shaped = array_module(like).broadcast_to(empty, like.shape)  # needs no memory
     place = lambda a: sum_slices([SlicedGradient(a, index, unique)], shaped)
     return linear_map(x, place, lambda a: a[index], "scatter")

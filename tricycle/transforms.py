@@ -7,15 +7,20 @@ also by `backward`, with respect to all Tensors that require a gradient; `detach
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from tricycle import autograd, create_graph, devices, differentiable_rules, extra_ops  # noqa: F401  (it has the rules)
+from tricycle import autograd, create_graph, devices, differentiable_rules, extra_ops, ops  # noqa: F401  (it has the rules)
+from tricycle.activation_checkpointing import enable_grad
+from tricycle.batched_arrays import BatchedArray, NotVectorizedError, items_of
 from tricycle.devices import Array
-from tricycle.tensor import Tensor, to_tensor
+from tricycle.tensor import Tensor, record, to_tensor
 
 Tree: TypeAlias = Any  # a Tensor, or a nested tuple, list or dict of Tensors
 Function: TypeAlias = Callable[..., Any]
@@ -63,7 +68,9 @@ def _input(x: Any) -> Tensor:
         x = to_tensor(x, dtype=x.dtype if devices.is_array(x) and x.dtype.kind == "f" else None, requires_grad=False)
     if x.dtype.kind in "biuc":
         raise TypeError(f"transforms: expected real floating-point inputs, got {x.dtype} of shape {x.shape}")
-    return Tensor(x.array, True, x.is_batched, x.name, (x,) if x.requires_grad else (), _pass_gradient)
+    if x.requires_grad:
+        return record(x.array, (x,), _pass_gradient, x.name)
+    return Tensor(x.array, True, x.is_batched, x.name)
 
 
 def _pass_gradient(grad: Array, needs_grad: Sequence[bool]) -> tuple[Array]:
@@ -277,11 +284,13 @@ def hessian(f: Function, argnums: Argnums = 0) -> Function:
     return jacobian(grad(f, argnums), argnums)
 
 
+# -------------------------------------------------------------------- vmap
 def vmap(f: Function, in_axes: int | Sequence[int | None] | None = 0) -> Function:
     """Return a function that applies f to each item along an axis of its arguments and stacks the results on axis 0.
 
-    It calls f once for each item, so it is no faster than a loop. `vmap(grad(f), (None, 0))` returns the gradient for
-    each item of a batch.
+    `vmap(grad(f), (None, 0))` returns the gradient for each item of a batch. f is called once, with `BatchedArray`s; if
+    it calls an operation that these do not have, draws dropout masks, or depends on values that differ between items
+    (`if x > 0`), it is called for each item.
 
     Args:
         in_axes: the axis of each argument, or of all; None for arguments that all calls share.
@@ -293,19 +302,81 @@ def vmap(f: Function, in_axes: int | Sequence[int | None] | None = 0) -> Functio
     def mapped(*args: Tree) -> Tree:
         axes = tuple(in_axes) if isinstance(in_axes, Sequence) else (in_axes,) * len(args)
         pairs = list(zip(args, axes, strict=True))
-        sizes = {np.shape(x)[axis] for tree, axis in pairs if axis is not None for x in tree_leaves(tree)}
+        leaves = [(x, axis) for tree, axis in pairs if axis is not None for x in tree_leaves(tree)]
+        sizes = {np.shape(x)[axis] for x, axis in leaves}
         if len(sizes) != 1:
             raise ValueError(f"vmap: expected mapped axes of one length, got lengths {sorted(sizes)}")
-
-        def item(tree: Tree, axis: int | None, i: int) -> Tree:
-            if axis is None:
-                return tree
-            return tree_map(lambda x: x[(slice(None),) * (axis % np.ndim(x)) + (i,)], tree)
-
-        results = [f(*(item(tree, axis, i) for tree, axis in pairs)) for i in range(sizes.pop())]
+        (n_items,) = sizes
+        if n_items and not any(devices.on_gpu(x.array) for x, _ in leaves if isinstance(x, Tensor)):
+            with contextlib.suppress(Exception):  # an error of f is raised again below, for one item
+                return _map_at_once(f, pairs, n_items)
+        results = [f(*(_item(tree, axis, i) for tree, axis in pairs)) for i in range(n_items)]
         return tree_map(lambda *values: extra_ops.stack(values), *results)
 
     return mapped
+
+
+def _item(tree: Tree, axis: int | None, i: int) -> Tree:
+    if axis is None:
+        return tree
+    return tree_map(lambda x: x[(slice(None),) * (axis % np.ndim(x)) + (i,)], tree)
+
+
+# Cache: a counter for the process.
+_levels = itertools.count(1)
+
+
+def _map_at_once(f: Function, pairs: Sequence[tuple[Tree, int | None]], n_items: int) -> Tree:
+    """Call f once with the arrays of all items; raise some error where this does not give the results of a loop.
+
+    Tensors from outside of f are the same for all items, and get the sum of the items' gradients.
+    """
+    level = next(_levels)
+    autograd.increment_versions(())  # so that Tensors from outside have an earlier version
+    first_version = autograd.n_changes
+    boundary: list[Tensor] = []  # the inputs of the graph inside
+    all_items = partial(items_of, level=level, n_items=n_items)
+
+    def batched(x: Any, axis: int) -> Tensor:
+        x = x if isinstance(x, Tensor) else ops.as_tensor(x)
+        split = lambda a: BatchedArray(np.moveaxis(a, axis, 0), level)
+        boundary.append(create_graph.linear_map(x, split, lambda a: np.moveaxis(all_items(a), 0, axis), "vmap"))
+        return boundary[-1]
+
+    def inside(x: Tensor) -> Tensor:
+        if x._version >= first_version or not x.requires_grad:
+            return x
+        with enable_grad():  # without the functions of `Mode.on_record`
+            same = create_graph.linear_map(x, lambda a: a, lambda a: all_items(a).sum(axis=0), "vmap sum")
+        same._version, same.is_batched = first_version, x.is_batched  # outside of any call of vmap within this one
+        boundary.append(same)
+        return same
+
+    def connect(node: Tensor) -> None:
+        args = tuple(map(inside, node.args))
+        is_changed = any(new is not old for new, old in zip(args, node.args))
+        if is_changed and create_graph.rule_of(node)[0] in create_graph.CLOSURES:
+            raise NotVectorizedError("an operation whose graph is made of Tensors besides its args")
+        node.args = args
+
+    values = [tree if axis is None else tree_map(partial(batched, axis=axis), tree) for tree, axis in pairs]
+    with autograd.graph_mode(autograd.Mode(on_record=connect)):
+        results = tree_map(lambda y: inside(ops.as_tensor(y)), f(*values))
+    kept = [y for y in tree_leaves(results) if y.requires_grad]
+    weights = [Tensor(BatchedArray(np.ones_like(all_items(y.array)), level), False) for y in kept]
+    _check_backward(kept, weights, boundary)
+    join = lambda y: create_graph.linear_map(y, all_items, lambda a: BatchedArray(a, level), "vmap")
+    return tree_map(join, results)
+
+
+def _check_backward(outputs: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Run the backward pass from outputs to inputs with and without a graph; after `vmap`, errors would be too late."""
+    root = Tensor(np.zeros(()), args=tuple(outputs), backward=lambda grad, needs_grad: [w.array for w in weights])
+    sums = autograd.GradientSums()
+    list(autograd.walk_backward(root, root.array, sums, True, inputs))
+    for x in inputs:
+        sums.take(x)
+    create_graph.gradients(outputs, weights, inputs)
 
 
 # -------------------------------------------------------------------- layers as functions of their parameters

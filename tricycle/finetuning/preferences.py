@@ -164,7 +164,7 @@ def dpo_loss(model: GPT, beta: float = 0.1, on_margins: Callable[[Array], Any] |
     return batch_loss
 
 
-@unfused("tricycle.finetuning.preferences.dpo_loss")
+@unfused("tricycle.finetuning.preferences.dpo_loss", closure=True)
 def _dpo(node: Tensor, variables: Any) -> Tensor:
     """Compute the loss by operations on Tensors, with the logits of all labels at once."""
     hidden, (model, batch, beta, factor) = node.args[1], node._saved
