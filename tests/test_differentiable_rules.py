@@ -1,6 +1,7 @@
 """Gradients of gradients of every op of the registry, against finite differences of its gradients."""
 
 import ast
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from test_quantized_blocks import matrix_of
 from test_registry import ALL, import_all_modules
 
 import tricycle
-from tricycle import extra_ops, ops
+from tricycle import differentiable_rules, extra_ops, ops
 from tricycle.activation_checkpointing import enable_grad
+from tricycle.attention import Attention
 from tricycle.autograd import LARGE
 from tricycle.blocks import MLPBlock
 from tricycle.create_graph import RULES, WITHOUT_RULE, gradients, tangents
@@ -200,6 +202,30 @@ def test_large_residual_addition():
 def test_every_op_is_checked():
     import_all_modules()
     assert set(ops.OPS) - {name.rsplit("-", 1)[0] for name in DIFFERENTIABLE} == set()
+
+
+# -------------------------------------------------------------------- attention in linear memory
+FUSED_ATTENTION = {n: s for n, s in DIFFERENTIABLE.items() if n.startswith("Attention-") and min(s.inputs[0].shape) > 0}
+
+
+@pytest.mark.slow_except(40)
+@pytest.mark.parametrize("sample", FUSED_ATTENTION.values(), ids=FUSED_ATTENTION)
+def test_attention_for_some_queries_at_a_time(sample, monkeypatch):
+    whole = joined_gradients(sample, sample.tensors())
+    monkeypatch.setattr(differentiable_rules, "MAX_SCORES", 1)
+    np.testing.assert_allclose(joined_gradients(sample, sample.tensors()).array, whole.array, 1e-9, 1e-11)
+    check_forward_mode(sample.call, sample.tensors())
+    check_forward_mode(lambda *xs: joined_gradients(sample, list(xs)), sample.tensors())
+
+
+def test_second_derivatives_of_attention_take_linear_memory(monkeypatch):
+    monkeypatch.setattr(differentiable_rules, "MAX_SCORES", 2**13)
+    xs = (Tensor(normal(1, 256, 1, 4), False),)
+    tracemalloc.start()
+    hvp(lambda x: (Attention()(x, x, x) ** 2).sum(), xs, xs)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * 256 * 256 * 8  # bytes; without chunks it takes 17 matrices of scores
 
 
 # -------------------------------------------------------------------- completeness

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from tricycle import extra_ops, functions, kernels, ops
+from tricycle.activation_checkpointing import recompute_derivatives
 from tricycle.activations import erf
 from tricycle.create_graph import broadcast, cast, gradients_through, rule, scatter, unbroadcast, unfused
 from tricycle.devices import Array, array_module
@@ -301,11 +303,29 @@ def _mean_squared_error(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 
 # -------------------------------------------------------------------- attention
+MAX_SCORES = 2**20  # the number of attention scores from which on they are computed for some queries at a time
+
+
 @unfused("tricycle.attention.attend.Attention.forward")
 def _attention(node: Tensor, v: Any) -> Tensor:
-    """Compute attention by operations on Tensors, in memory quadratic in the number of tokens."""
-    q, k, values, *scales = node.args
-    (op, mask), (n_items, n_queries, n_heads, size), n_keys = node._saved, q.shape, k.shape[1]
+    """Compute attention by operations on Tensors, of which many scores are not stored, but recomputed in each order."""
+    q, k, values, *_ = node.args
+    (op, mask), n_queries, n_keys = node._saved, q.shape[1], k.shape[1]
+    n_rows = max(1, MAX_SCORES // max(1, len(q) * q.shape[2] * n_keys))
+    if n_rows >= n_queries or n_keys < n_queries or not op.softmax.fused:
+        return _attend(op, mask, *node.args)
+    parts = []
+    for start in range(0, n_queries, n_rows):
+        stop = min(start + n_rows, n_queries)
+        end = n_keys - n_queries + stop if op.causal else n_keys  # the last query of a call is at the last key
+        rows = slice(start, stop) if mask is not None and mask.shape[2] > 1 else slice(None)
+        attend = partial(_attend, op, None if mask is None else mask[:, :, rows, :end])
+        parts.append(recompute_derivatives(attend, q[:, start:stop], k[:, :end], values[:, :end]))
+    return extra_ops.concatenate(parts, axis=1)
+
+
+def _attend(op: Any, mask: Array | None, q: Tensor, k: Tensor, values: Tensor, *scales: Any) -> Tensor:
+    (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
     options = op.score_options(q.array, k.array)
     grouped = (n_items, n_queries, k.shape[2], n_heads // k.shape[2], size)
     queries = q.reshape(grouped).transpose(0, 2, 3, 1, 4)  # (B, K, H / K, T, D)
@@ -315,7 +335,7 @@ def _attention(node: Tensor, v: Any) -> Tensor:
         scores = functions.softcap(scores, options.softcap)
     hidden = mask_scores(q.xp.zeros((1, 1, n_queries, n_keys), q.dtype), options, mask)
     if hasattr(op.softmax, "scales_of_queries"):
-        scales = [op.softmax.scales_of_queries(x, options.offset or 0, n_queries, n_keys) for x in scales]
+        scales = tuple(op.softmax.scales_of_queries(x, options.offset or 0, n_queries, n_keys) for x in scales)
     weights = op.softmax(scores + hidden, *scales).reshape(*queries.shape[:4], n_keys)
     mixed = matmul(weights, values.transpose(0, 2, 1, 3).reshape(n_items, k.shape[2], 1, n_keys, values.shape[3]))
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(node.shape)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(n_items, n_queries, n_heads, values.shape[3])
