@@ -309,7 +309,7 @@ MAX_SCORES = 2**20  # the number of attention scores from which on they are comp
 @unfused("tricycle.attention.attend.Attention.forward")
 def _attention(node: Tensor, v: Any) -> Tensor:
     """Compute attention by operations on Tensors, of which many scores are not stored, but recomputed in each order."""
-    q, k, values, *_ = node.args
+    q, k, values, *scales = node.args
     (op, mask), n_queries, n_keys = node._saved, q.shape[1], k.shape[1]
     n_rows = max(1, MAX_SCORES // max(1, len(q) * q.shape[2] * n_keys))
     if n_rows >= n_queries or n_keys < n_queries or not op.softmax.fused:
@@ -320,7 +320,7 @@ def _attention(node: Tensor, v: Any) -> Tensor:
         end = n_keys - n_queries + stop if op.causal else n_keys  # the last query of a call is at the last key
         rows = slice(start, stop) if mask is not None and mask.shape[2] > 1 else slice(None)
         attend = partial(_attend, op, None if mask is None else mask[:, :, rows, :end])
-        parts.append(recompute_derivatives(attend, q[:, start:stop], k[:, :end], values[:, :end]))
+        parts.append(recompute_derivatives(attend, q[:, start:stop], k[:, :end], values[:, :end], *scales))
     return extra_ops.concatenate(parts, axis=1)
 
 
