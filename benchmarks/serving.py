@@ -3,6 +3,9 @@
 The benchmark starts the server in a separate process, and sends requests with OpenAI's client from several threads.
 Some responses are read slowly, some connections are dropped, and some requests are malformed. All other requests decode
 greedily, and each response is compared with the result of `generate` for the same prompt.
+
+With --port, another server of the same model, such as `python -m llama_cpp.server`, gets the valid streaming requests
+alone; its texts are not compared.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import queue
 import random
@@ -22,13 +26,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tricycle.generate import generate
 from tricycle.sampling import SamplingParams
 from tricycle_cli.models import load_model, stop_tokens
 
-ADVERSE_FRACTIONS = {"slow reader": 0.04, "dropped connection": 0.06, "invalid request": 0.1}
+ADVERSE_FRACTIONS = {"slow reader": 0.1, "dropped connection": 0.1, "invalid request": 0.1}
 VALID_KINDS = ("chat", "chat, streaming", "completion", "completion, streaming", "two completions")
 PROMPT = "Tell me about {}. Why is the sky {}? How do {} sing when it rains, and what are they called in winter?"
 MALFORMED_BODIES = (
@@ -51,6 +56,7 @@ class RequestResult:
     Attributes:
         correct: whether the response was the expected one.
         seconds: until the end of the response.
+        first_seconds: until the first text of a streamed response; 0 for other kinds.
         error: a difference or an exception; "" if the response was correct.
     """
 
@@ -59,6 +65,7 @@ class RequestResult:
     seconds: float
     n_tokens: int = 0
     error: str = ""
+    first_seconds: float = 0.0
 
 
 class ExpectedAnswers:
@@ -101,40 +108,39 @@ class LoadGenerator:
     Args:
         port: of the server on localhost.
         pause: seconds between two reads of a slow reader.
+        is_other: whether the server is not Tricycle's: its texts are not compared.
     """
 
-    def __init__(self, port: int, expected: ExpectedAnswers, pause: float) -> None:
+    def __init__(self, port: int, expected: ExpectedAnswers, pause: float, is_other: bool = False) -> None:
         import openai
 
         self.port = port
         self.expected = expected
         self.pause = pause
+        self.is_other = is_other
         # The client retries when the server answers that it is busy.
         self._client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=20)
         (model,) = self._client.models.list().data
-        self._common: dict[str, Any] = {
-            "model": model.id,
-            "max_tokens": expected.n_tokens,
-            "temperature": 0,
-            "extra_body": {"repetition_penalty": 1},
-        }
+        self._common: dict[str, Any] = {"model": model.id, "max_tokens": expected.n_tokens, "temperature": 0}
 
     def send(self, kind: str, prompt: str) -> RequestResult:
         """Send a request of a kind, wait, and check the response; an exception becomes the result's `error`."""
         start = time.monotonic()
-        adverse: dict[str, Callable[[str], tuple[bool, int, str]]] = {
+        adverse: dict[str, Callable[[str], tuple[bool, int, str, float]]] = {
             "slow reader": self._read_slowly,
             "dropped connection": self._drop_connection,
             "invalid request": self._send_malformed,
         }
+        first_time = start
         try:
-            correct, n_tokens, error = adverse.get(kind, lambda prompt: self._send_valid(kind, prompt))(prompt)
+            send = adverse.get(kind, lambda prompt: self._send_valid(kind, prompt))
+            correct, n_tokens, error, first_time = send(prompt)
         except Exception as exception:
             correct, n_tokens, error = False, 0, f"{type(exception).__name__}: {exception}"
-        return RequestResult(kind, correct, time.monotonic() - start, n_tokens, error)
+        return RequestResult(kind, correct, time.monotonic() - start, n_tokens, error, max(0.0, first_time - start))
 
-    def _send_valid(self, kind: str, prompt: str) -> tuple[bool, int, str]:
-        """Send a valid request of a kind; return (texts are as expected, number of new tokens, error message)."""
+    def _send_valid(self, kind: str, prompt: str) -> tuple[bool, int, str, float]:
+        """Send a valid request; return (texts are as expected, number of tokens, error, time of the first text)."""
         streamed = kind.endswith("streaming")
         options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
         if kind.startswith("chat"):
@@ -146,12 +152,17 @@ class LoadGenerator:
             response = self._client.completions.create(prompt=prompt, n=n, **self._common, **options)
             expected = [self.expected.texts[prompt]] * n
         texts = [""] * len(expected)
-        chunks = list(response) if streamed else [response]
-        for chunk in chunks:
+        first_time, n_chunks, usage = 0.0, 0, None
+        for chunk in response if streamed else [response]:
+            usage = chunk.usage or usage
             for choice in chunk.choices:
-                texts[choice.index] += _choice_text(choice)
-        n_tokens = chunks[-1].usage.completion_tokens
-        return texts == expected, n_tokens, "" if texts == expected else f"expected {expected}, got {texts}"
+                text = _choice_text(choice)
+                texts[choice.index] += text
+                n_chunks += bool(text)
+                first_time = first_time or (time.monotonic() if streamed and text else 0.0)
+        n_tokens = usage.completion_tokens if usage else n_chunks  # some servers do not count tokens of a stream
+        is_correct = texts == expected or (self.is_other and any(texts))
+        return is_correct, n_tokens, "" if is_correct else f"expected {expected}, got {texts}", first_time
 
     def _open(self, body: bytes, receive_buffer: int = 2**16) -> socket.socket:
         """Send a POST of `body` to /v1/completions; return the open socket, with the response unread."""
@@ -172,8 +183,8 @@ class LoadGenerator:
         common = {"prompt": prompt, "max_tokens": self.expected.n_tokens, "temperature": 0, "repetition_penalty": 1}
         return json.dumps({**common, "stream": True, **fields}).encode()
 
-    def _read_slowly(self, prompt: str) -> tuple[bool, int, str]:
-        """Read a long response in small parts with pauses; return (text is as expected, 0, error message)."""
+    def _read_slowly(self, prompt: str) -> tuple[bool, int, str, float]:
+        """Read a long response in small parts with pauses; return (text is as expected, 0, error message, 0.0)."""
         raw = b"HTTP/1.1 429"
         while raw.startswith(b"HTTP/1.1 429"):  # retry while the server is busy
             raw = b""
@@ -184,23 +195,23 @@ class LoadGenerator:
         events = re.findall(rb"^data: (\{.*\})\r?$", raw, re.MULTILINE)
         text = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
         expected = self.expected.texts[prompt]
-        return text == expected, 0, "" if text == expected else f"expected {expected!r}, got {text!r}"
+        return text == expected, 0, "" if text == expected else f"expected {expected!r}, got {text!r}", 0.0
 
-    def _drop_connection(self, prompt: str) -> tuple[bool, int, str]:
-        """Close the connection in the middle of a response, or before its start; return (True, 0, "")."""
+    def _drop_connection(self, prompt: str) -> tuple[bool, int, str, float]:
+        """Close the connection in the middle of a response, or before its start; return (True, 0, "", 0.0)."""
         with self._open(self._streaming_body(prompt)) as connection:
             if len(prompt) % 2:
                 connection.recv(100)
-        return True, 0, ""
+        return True, 0, "", 0.0
 
-    def _send_malformed(self, prompt: str) -> tuple[bool, int, str]:
-        """Send a malformed body; return (the answer is an error of status 4xx, 0, error message)."""
+    def _send_malformed(self, prompt: str) -> tuple[bool, int, str, float]:
+        """Send a malformed body; return (the answer is an error of status 4xx, 0, error message, 0.0)."""
         body = MALFORMED_BODIES[self.expected.prompts.index(prompt) % len(MALFORMED_BODIES)]
         with self._open(body) as connection:
             raw = b"".join(iter(lambda: connection.recv(4096), b""))
         head, _, content = raw.partition(b"\r\n\r\n")
         is_error = re.match(rb"HTTP/1\.1 4\d\d ", head) is not None and "message" in json.loads(content)["error"]
-        return is_error, 0, "" if is_error else raw.decode("utf-8", "replace")[:200]
+        return is_error, 0, "" if is_error else raw.decode("utf-8", "replace")[:200], 0.0
 
 
 def _choice_text(choice: Any) -> str:
@@ -222,8 +233,15 @@ def request_kinds(n: int, has_chat: bool, seed: int = 0) -> list[str]:
     return kinds
 
 
-def send_requests(generator: LoadGenerator, kinds: list[str], n_clients: int) -> list[RequestResult]:
-    """Send a request of each kind from `n_clients` threads; return results as they complete, errors inside them."""
+def send_requests(
+    generator: LoadGenerator, kinds: list[str], n_clients: int, seconds: float = math.inf
+) -> list[RequestResult]:
+    """Send a request of each kind from `n_clients` threads; return results as they complete, errors inside them.
+
+    Args:
+        seconds: no request is sent after this time.
+    """
+    deadline = time.monotonic() + seconds
     pending: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     prompts = generator.expected.prompts
     for i, kind in enumerate(kinds):
@@ -232,7 +250,7 @@ def send_requests(generator: LoadGenerator, kinds: list[str], n_clients: int) ->
 
     def run_client() -> None:
         with contextlib.suppress(queue.Empty):
-            while True:
+            while time.monotonic() < deadline:
                 results.append(generator.send(*pending.get_nowait()))
 
     threads = [threading.Thread(target=run_client) for _ in range(n_clients)]
@@ -244,8 +262,8 @@ def send_requests(generator: LoadGenerator, kinds: list[str], n_clients: int) ->
 
 
 @contextlib.contextmanager
-def running_server(source: str, *arguments: str) -> Iterator[int]:
-    """Run `tricycle serve` in a context that yields its port and then stops it; RuntimeError if it fails.
+def running_server(source: str, *arguments: str) -> Iterator[tuple[int, int]]:
+    """Run `tricycle serve` in a context that yields its port and process id, then stop it; RuntimeError if it fails.
 
     Raises:
         RuntimeError: it does not start, exits with an error, or prints to standard error.
@@ -258,7 +276,7 @@ def running_server(source: str, *arguments: str) -> Iterator[int]:
         port = re.search(r":(\d+) \(Ctrl-C", line)
         if port is None:
             raise RuntimeError(f"the server does not start: {line}{process.communicate(timeout=60)[1]}")
-        yield int(port[1])
+        yield int(port[1]), process.pid
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
         if errors or process.returncode:
@@ -289,6 +307,47 @@ def result_table(results: list[RequestResult], seconds: float) -> str:
     return "\n".join(lines)
 
 
+def first_text_times(results: list[RequestResult]) -> tuple[float, float]:
+    """Return the median and the 95% quantile of the seconds until the first text of streamed responses."""
+    times = sorted(result.first_seconds for result in results if result.first_seconds) or [0.0]
+    return times[len(times) // 2], times[int(0.95 * (len(times) - 1))]
+
+
+def resident_megabytes(pid: int) -> float:
+    """Return the memory of a process in MB, on Linux; 0 elsewhere."""
+    with contextlib.suppress(OSError):
+        return int(re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0]) / 1000
+    return 0.0
+
+
+def run_load_test(generator: LoadGenerator, options: argparse.Namespace, pid: int | None) -> list[RequestResult]:
+    """Send the requests, and print the table, times until the first text, memory and errors; return the results.
+
+    Args:
+        pid: of the server; None if its memory is not reported. The first tenth of the requests warms the server up.
+    """
+    kinds = request_kinds(options.requests, generator.expected.has_chat)
+    if pid is None:
+        kinds = [kind for kind in kinds if kind.endswith("streaming")]
+    n_first = len(kinds) // 10
+    first = send_requests(generator, kinds[:n_first], options.clients)
+    before = 0.0 if pid is None else resident_megabytes(pid)
+    start = time.monotonic()
+    results = send_requests(generator, kinds[n_first:], options.clients, options.seconds)
+    seconds = time.monotonic() - start
+    print(result_table(results, seconds))
+    median, late = first_text_times(results)
+    print(f"until the first text: {median:.2f} s median, {late:.2f} s for 95%")
+    if before and pid is not None:
+        after = resident_megabytes(pid)
+        print(f"memory of the server: {before:.0f} MB after {n_first} requests, {after:.0f} MB at the end")
+    results += first
+    for result in results:
+        if not result.correct:
+            print(f"{result.kind}: {result.error}")
+    return results
+
+
 def main() -> int:
     """Parse sys.argv, run the load test, and print the table and errors; return 1 if a response was wrong, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -298,18 +357,15 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=16, help="number of different prompts")
     parser.add_argument("--length", type=int, default=24, help="maximum number of new tokens")
     parser.add_argument("--pause", type=float, default=0.05, help="seconds between two reads of a slow reader")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="send no request after this time")
+    parser.add_argument("--port", type=int, help="of another server on this machine")
     options = parser.parse_args()
     expected = ExpectedAnswers(options.model, options.prompts, options.length)
-    with running_server(options.model, "--device", "cpu") as port:
-        generator = LoadGenerator(port, expected, options.pause)
-        kinds = request_kinds(options.requests, expected.has_chat)
-        start = time.monotonic()
-        results = send_requests(generator, kinds, options.clients)
-        seconds = time.monotonic() - start
-    print(result_table(results, seconds))
-    for result in results:
-        if not result.correct:
-            print(f"{result.kind}: {result.error}")
+    if options.port:
+        results = run_load_test(LoadGenerator(options.port, expected, options.pause, is_other=True), options, None)
+    else:
+        with running_server(options.model, "--device", "cpu") as (port, pid):
+            results = run_load_test(LoadGenerator(port, expected, options.pause), options, pid)
     return int(not all(result.correct for result in results))
 
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tricycle_cli.inspect import TASKS as INSPECT_TASKS
+
 ROOT = Path(__file__).resolve().parents[1]
 STUB = re.compile(r"---\npage: (\S+)\n---\n\Z")  # shows a file outside docs: docs/_extensions/repository.py
 PAGES = [ROOT / "README.md"] + sorted(
@@ -122,7 +124,8 @@ def _program(words: list[str]) -> tuple[tuple[str, ...], list[str]]:
         return (words[0],), words[1:]
     if len(words) == 1 or words[1].startswith("-"):
         return ("tricycle_cli.main",), words[1:]
-    return ("tricycle_cli.main", words[1]), words[2:]
+    n_words = 3 if words[1] == "inspect" and words[2] in INSPECT_TASKS else 2
+    return ("tricycle_cli.main", *words[1:n_words]), words[n_words:]
 
 
 @functools.cache

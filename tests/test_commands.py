@@ -380,7 +380,7 @@ def test_exported_run_folder_gives_equal_logits(tuned, tmp_path):
     logits = [load(place).model(np.array([ids])).array for place in (folder, tuned[0])]
     np.testing.assert_allclose(*logits, atol=1e-5)
     refused(call("export", tuned[0], folder), "folder .*new or empty")
-    refused(call("export", tuned[0]), "output folder, --gguf or --gguf-adapter")
+    refused(call("export", tuned[0]), "output folder, --gguf, --gguf-adapter or --html")
 
 
 def test_exported_gguf_gives_equal_logits(pretrained_folder, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from programs import run_here
 
 from tricycle_cli.completion import SHELLS, flags_of, script
+from tricycle_cli.inspect import TASKS as INSPECT_TASKS
 from tricycle_cli.main import COMMANDS, main
 
 tyro = pytest.importorskip("tyro")
@@ -45,6 +46,7 @@ CASES = {
     "tricycle ex": ["export"],
     "tricycle train --preset la": ["laptop"],
     "tricycle export smollm2 --type Q4_K": ["Q4_K_M", "Q4_K_S"],
+    "tricycle export runs/a --ht": ["--html"],
     "tricycle train --on-nan ": ["stop", "skip", "rollback"],
     "tricycle train --shard": ["--shard-optimiser"],
     "tricycle train --resu": ["--resume"],
@@ -53,6 +55,9 @@ CASES = {
     "tricycle chat --json": ["--json-schema"],
     "tricycle generate runs/a --reg": ["--regex"],
     "tricycle inspect smollm2 --est": ["--estimate"],
+    "tricycle inspect smollm2 --by-": ["--by-position"],
+    "tricycle inspect features a --kind ": ["topk", "jumprelu"],
+    "tricycle generate runs/a --stee": ["--steer"],
     "tricycle --print-completion ": list(SHELLS),
     "tricycle nonsense --preset la": [],
 }
@@ -76,8 +81,10 @@ def help_text(monkeypatch, capsys):
 def test_completed_flags_equal_the_flags_of_the_help(command, help_text):
     """Completion offers no more and no fewer flags than the help lists, and each has a help text."""
     text = help_text(command, "--help-all" if command in ("train", "distill", "sweep") else "--help")
-    resuming = help_text(command, "--resume", "runs/x", "--help") if command in ("train", "distill") else ""
-    first_columns = [line.strip("│ ").split("  ")[0] for line in (text + resuming).splitlines()]
+    others = [("--resume", "runs/x")] if command in ("train", "distill") else []
+    others += [(task,) for task in INSPECT_TASKS] if command == "inspect" else []
+    texts = [text, *(help_text(command, *words, "--help") for words in others)]
+    first_columns = [line.strip("│ ").split("  ")[0] for line in "".join(texts).splitlines()]
     in_help = {flag for column in first_columns if column.startswith("-") for flag in HELP_FLAG.findall(column)}
     assert {flag.name for flag in flags_of(command)} - {"--help-all"} == in_help - {"--help-all"}
     assert command != "machine" or in_help == {"--help", "--kernels", "--no-kernels", "--speed", "--no-speed"}

@@ -31,7 +31,9 @@ def inspect(folder, *words):
     ("words", "titles"),
     [
         (("--heads",), ["induction", "previous token", "duplicate token"]),
-        (PATCH, ["residual stream after each layer", "heads"]),
+        (PATCH, ["residual stream after each layer", "attention layers", "MLPs", "heads"]),
+        ((*PATCH, "--paths"), ["direct paths from heads to the logits"]),
+        ((*PATCH, "--paths", "--receiver", "1", "0"), [r"direct paths from heads to (1, 0)"]),
         ((*PATCH, "--estimate"), ["residual stream after each layer", "heads"]),
         (("--attribute", "the quick", *ANSWERS), ["heads", "MLPs and attention biases"]),
     ],
@@ -45,6 +47,16 @@ def test_tables_are_printed_and_drawn(folder, words, titles):
         assert sorted(map(abs, values[first : first + 3]), reverse=True) == list(map(abs, values[first : first + 3]))
     assert (folder.parent / "grid.png").read_bytes().startswith(b"\x89PNG")
     assert out.endswith("grid.png\n")
+
+
+def test_heads_are_patched_by_position(folder):
+    out = good(inspect(folder, *PATCH, "--by-position", "--top", "1000", "--out", "grid.png"))
+    *tables, table = re.split(r"\n\n", out)
+    n_heads = len(re.findall(r"^ +-?[\d.]+ +\d ", tables[-1], re.MULTILINE)) // 2
+    title, columns, *rows = table.splitlines()[:-1]
+    assert title == f"heads by position (2 layers x {n_heads} x {len(rows) // 2 // n_heads})"
+    assert columns.split() == ["value", "layer", "head", "position"]
+    assert {tuple(row.split()[1:3]) for row in rows} == {(str(i), str(h)) for i in range(2) for h in range(n_heads)}
 
 
 def test_logit_is_that_of_the_model(folder):
@@ -67,6 +79,8 @@ def test_logit_is_that_of_the_model(folder):
         (("--attribute", "the"), "expected 1 or 2 answers with these flags, got 0"),
         (PATCH[:-1], "expected 2 answers"),
         (("--heads", "--estimate"), "--estimate with --patch only"),
+        ((*PATCH, "--estimate", "--paths"), "got --estimate and --paths"),
+        ((*PATCH, "--receiver", "1", "0"), "--receiver with --paths only"),
         (("--heads", "--top", "0"), "--top"),
         (("--attribute", "the", "--answers", "zqzq"), "answers of one token each"),
         (("--patch", "the quick", "the quick brown", *ANSWERS), "same number of tokens"),

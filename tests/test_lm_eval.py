@@ -1,6 +1,8 @@
 """Tests of the model type `tricycle` of the LM Evaluation Harness, with local tasks."""
 
-import json
+import importlib.util
+import re
+import sys
 
 import numpy as np
 import pytest
@@ -8,13 +10,12 @@ import pytest
 pytest.importorskip("lm_eval")
 pytest.importorskip("tokenizers")
 
-import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
-from lm_eval.tasks import TaskManager
 from serving import ReferenceGenerator
 from tiny_models import write_folder
 
+from benchmarks import harness
 from tricycle_cli.likelihoods import Pair, iter_likelihoods
 from tricycle_cli.lm_eval import TricycleLM
 
@@ -114,34 +115,40 @@ def test_chat_template(lm, reference):
     assert lm.chat_template(True) == reference.tokeniser.chat_template
 
 
+def test_items_of_the_benchmark():
+    text = "one two three four five six seven eight nine. " * 9 + "small birds sing of rain.\nmany lazy dogs jump.\n"
+    text += "the foxes sleep. they dream of green trees.\n"
+    code = "".join(f"value_{i} = {i} * other\n" for i in range(30))
+    items = harness.make_items(20, [text, "the quick foxes run.\n"], [code])
+    for name, rows in items.items():
+        for row in rows:
+            assert len({*row["choices"]}) == len(row["choices"]) == (1 if name == "counting" else 4)
+    for row in items["numbers"]:
+        a, b = map(int, row["prompt"].removeprefix("1 + 2 = 3, 10 + 7 = 17, ").removesuffix(" =").split(" + "))
+        assert row["choices"][row["answer"]] == str(a + b)
+    for row in items["endings"]:
+        words = row["prompt"].split()
+        assert f"{' '.join(words[-3:])} {row['choices'][row['answer']]}." in " ".join(text.split())
+    for row in items["code"]:
+        assert f"{row['prompt']}{row['choices'][row['answer']]}\n" in code
+    ours = {"a": [[(-1.0, False), (-2.0, False)]]}
+    assert not harness.largest_difference(ours["a"], ours["a"])[0]
+    assert harness.largest_difference(ours["a"], [[(-3.0, False), (-2.0, False)]]) == (2.0, 1)
+
+
 @pytest.mark.slow
-def test_harness_with_local_tasks(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    items = [{"prompt": WORDS[i], "choices": WORDS[i : i + 3], "answer": i % 3} for i in range(9)]
-    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
-    common = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "items.jsonl")}},
-        "test_split": "test",
-        "doc_to_text": "{{prompt}}",
-    }
-    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "answer"}
-    text = {"output_type": "generate_until", "doc_to_target": "x", "generation_kwargs": {"max_gen_toks": 4}}
-    for name, task in (("a", choice), ("b", text)):
-        metric = {"metric": "acc" if name == "a" else "exact_match"}
-        document = {"task": f"local_{name}", **common, **task, "metric_list": [metric]}
-        (tmp_path / f"{name}.yaml").write_text(json.dumps(document), encoding="utf-8")  # JSON is YAML
-    tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
+def test_harness_with_local_tasks(tmp_path, monkeypatch, capsys):
+    """With transformers beside, if the packages that the harness needs for it are installed."""
+    has_transformers = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "accelerate", "peft"))
     assert get_model("tricycle") is TricycleLM
-    results = lm_eval.simple_evaluate(
-        model="tricycle",
-        model_args=f"pretrained={folder}",
-        tasks=["local_a", "local_b"],
-        task_manager=tasks,
-        apply_chat_template=True,
-        bootstrap_iters=0,
-    )
-    assert 0 <= results["results"]["local_a"]["acc,none"] <= 1
-    assert results["results"]["local_b"]["exact_match,none"] == 0
-    assert len(results["samples"]["local_a"]) == len(items)
+    folder = write_folder(tmp_path / "tiny", context_window=512)
+    words = ["--folder", str(folder)] if has_transformers else []
+    monkeypatch.setattr(sys, "argv", ["harness", str(folder), "--items", "8", *words])
+    for name in ("HF_DATASETS_OFFLINE", "HF_DATASETS_CACHE"):
+        monkeypatch.setenv(name, "1")  # restored after the test
+    assert harness.main() == 0
+    out = capsys.readouterr().out
+    assert "tricycle local_endings: acc,none " in out and "local_counting: exact_match,none 0.0000" in out
+    if has_transformers:
+        assert "local_counting: 0 of 8 texts differ" in out and out.count("0 of 8 choices differ") == 3
+        assert all(float(found) < 1e-3 for found in re.findall("largest difference ([^ ]+)", out))

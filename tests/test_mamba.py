@@ -20,9 +20,12 @@ from tricycle.optimisers import AdamW
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import build_model
+from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.sampling import SamplingParams
 from tricycle.tensor import no_grad
+from tricycle_cli.init_from import default_config
+from tricycle_lab.look.inspectable import InspectableModel
 
 SMALL: dict[str, Any] = {"vocab_size": 61, "embedding_dim": 24, "n_heads": 4, "head_size": 12, "n_layers": 2}
 SMALL |= {"state_size": 10, "n_groups": 2, "chunk_size": 8, "context_window": 128}
@@ -120,6 +123,7 @@ def new_hf_model(name: str) -> Any:
     return model
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_gradients_tokens_and_exports_agree(name: str, tmp_path: Path) -> None:
@@ -174,3 +178,13 @@ def test_unsupported_fields_are_refused(fields: dict[str, Any], name: str) -> No
 def test_a_hybrid_has_no_family(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="attention_layers"):
         export_folder(small(**MODELS["hybrid"]), None, tmp_path / "exported")
+
+
+def test_commands_refuse_what_a_state_cannot_do(tmp_path: Path) -> None:
+    model = small()
+    with pytest.raises(ValueError, match="state_size"):
+        default_config(model)
+    with pytest.raises(ValueError, match="no family has a MambaConfig"):
+        export_gguf(model, None, tmp_path / "model.gguf", "F32")
+    with pytest.raises(ValueError, match="without attention"):
+        InspectableModel(model, None, "model", 16)

@@ -13,7 +13,9 @@ from programs import run_here
 from tiny_models import write_folder
 
 from tricycle.pretrained import load
+from tricycle_cli.likelihoods import Pair, iter_likelihoods
 from tricycle_cli.main import main
+from tricycle_cli.multiple_choice import ItemScore, compare
 
 ITEMS = [
     {"prompt": "the quick brown", "choices": ["fox", "dogs", "rain"], "answer": 0},
@@ -60,6 +62,68 @@ def test_accuracy_and_log(folder, tmp_path):
     assert re.search(rf"accuracy {100 * p:.1f}% ± .*; 9 items", evaluate(folder, "--task", task).stdout)
 
 
+def test_groups(folder, tmp_path):
+    items = [{**item, "group": "ab"[i % 2]} for i, item in enumerate(ITEMS)]
+    task = write(tmp_path / "task.jsonl", items)
+    summary = json.loads(evaluate(folder, "--task", task, "--json").stdout)
+    assert {name: group["items"] for name, group in summary["groups"].items()} == {"a": 5, "b": 4}
+    total = sum(group["accuracy"] * group["items"] for group in summary["groups"].values())
+    assert total == pytest.approx(9 * summary["accuracy"])
+    assert re.search(r"\n  b +[\d.]+% ± [\d.]+ +4 items", evaluate(folder, "--task", task).stdout)
+
+
+def result(answers):
+    """Return the scores of items that a model answers correctly (1) or not (0)."""
+    return [ItemScore("p", ["a", "b"], 0, "", [0.0, 0.0], 1 - right, 1 - right) for right in answers]
+
+
+def test_comparison():
+    first, second = [1] * 8 + [0] * 2 + [1] * 10, [0] * 8 + [1] * 2 + [1] * 10
+    found = compare(result(first), result(second))
+    d = np.array(first) - np.array(second)
+    assert (found["only_first"], found["only_second"]) == (8, 2)
+    assert found["difference"] == pytest.approx(d.mean()) and found["difference"] == pytest.approx(0.3)
+    assert found["difference_error"] == pytest.approx(d.std(ddof=1) / math.sqrt(20))
+    assert found["p_value"] == pytest.approx(2 * (1 + 10 + 45) / 1024)  # the binomial distribution of 10 items
+    same = compare(result(first), result(first))
+    assert (same["difference"], same["difference_error"], same["p_value"]) == (0, 0, 1)
+    assert compare(result([1] * 4000), result([0] * 4000))["p_value"] < 1e-300
+
+
+def test_compare_with(folder, tmp_path):
+    other = write_folder(tmp_path / "other", context_window=32, n_layers=1)
+    task, log = write(tmp_path / "task.jsonl", ITEMS), tmp_path / "log.jsonl"
+    done = evaluate(folder, "--task", task, "--compare-with", other, "--log", log, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    alone = json.loads(evaluate(other, "--task", task, "--json").stdout)
+    assert found["compare_with"]["accuracy"] == alone["accuracy"]
+    right = np.array([[row["chosen"] == row["answer"], row["other"]["chosen"] == row["answer"]] for row in rows], int)
+    assert found["compare_with"]["difference"] == pytest.approx((right[:, 0] - right[:, 1]).mean())
+    text = evaluate(folder, "--task", task, "--compare-with", folder).stdout
+    assert "difference 0.0% ± 0.0; right alone: 0 and 0 items; p = 1 (McNemar)" in text
+
+
+def test_made_task(folder):
+    done = evaluate(folder, "--task", "induction", "--json")
+    assert json.loads(done.stdout)["items"] == 200, done.stderr
+    assert "expected a window of at least" in evaluate(folder, "--task", "retrieval", "--window", 20).stderr
+
+
+def test_likelihoods_of_shared_prompts(folder, monkeypatch):
+    """Choices of one token are scored with one row, and equal those that are scored separately."""
+    model = load(folder).model
+    pairs = [Pair([5, 6, 7], [token]) for token in range(9)] + [Pair([5, 6], [7, 3]), Pair([5, 6, 7], [4, 5])]
+    expected = [next(likelihood for _, likelihood in iter_likelihoods(model, [pair])) for pair in pairs]
+    calls = []
+    monkeypatch.setattr(type(model), "__call__", lambda self, ids: calls.append(ids.shape) or self.forward(ids))
+    found = dict(iter_likelihoods(model, pairs))
+    assert calls == [(2, 4)]
+    for i, likelihood in enumerate(expected):
+        assert found[i].logprob == pytest.approx(likelihood.logprob, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -69,6 +133,7 @@ def test_accuracy_and_log(folder, tmp_path):
         ({"prompt": "x", "choices": ["a"], "answer": 0}, "2 to 100 choices, got 1"),
         ({"prompt": "x", "choices": ["a", "b"], "answer": 2}, "0 to 1, or a choice, got 2"),
         ({"prompt": "x", "choices": ["a", "b"], "answer": True}, "or a choice, got True"),
+        ({"prompt": "x", "choices": ["a", "b"], "answer": 0, "group": 5}, "group to be a text"),
         ({"prompt": "x", "choices": ["a", "the quick " * 80], "answer": 0}, "a continuation of 1 to 64 tokens"),
     ],
 )
@@ -84,6 +149,7 @@ def test_invalid_flags(folder, tmp_path):
         ((), "or --task, got none"),
         ((task, "--task", task), "or --task, got both"),
         ((task, "--log", "x"), "--log with --task only"),
+        ((task, "--compare-with", "x"), "--compare-with with --task only"),
         (("--task", empty), "at least one item"),
     ):
         done = evaluate(folder, *words)

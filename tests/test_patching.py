@@ -8,16 +8,20 @@ import numpy as np
 import pytest
 from tables import bad_input
 from test_models import FAMILIES, GEMMA, LLAMA, PARALLEL, TINY, lively
+from test_models import KINDS as KINDS_OF_MODELS
+from tiny_models import smollm2_file
 
 from tricycle.models import GPT
 from tricycle.tensor import no_grad
-from tricycle_lab.patching import Prompts, estimate_patches, patch_activations
+from tricycle_cli.models import load_model
+from tricycle_lab.patching import KINDS, PromptRuns, Prompts, estimate_patches, patch_activations
 from tricycle_lab.probe import Probe
 
 CLEAN = [3, 1, 4, 1, 5, 9, 2]
 CORRUPTED = [3, 1, 7, 1, 5, 8, 2]
 PROMPTS = Prompts(CLEAN, CORRUPTED, (6, 10))
 CONFIGS = {"gpt2": TINY, "llama": LLAMA, "gemma 2": GEMMA, "parallel": PARALLEL, "mistral": FAMILIES["mistral"]}
+CONFIGS["token shift"] = KINDS_OF_MODELS["rotary, qk norm, relu squared"]
 
 
 def metric(model: GPT, tokens: list[int]) -> float:
@@ -39,18 +43,26 @@ def patch_one(model: GPT, name: str, **selection) -> float:
     return (patched - start) / (metric(model, CLEAN) - start)
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 100])
+@pytest.mark.parametrize("batch_size", [5, 100])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_grids_equal_those_of_a_loop(name: str, batch_size: int) -> None:
     model = lively(CONFIGS[name]).eval()
-    stream = patch_activations(model, PROMPTS, "stream", batch_size)
-    expected = [[patch_one(model, f"blocks.{i}", positions=t) for t in range(len(CLEAN))] for i in range(2)]
-    np.testing.assert_allclose(stream, expected, rtol=1e-4, atol=1e-4)
-    heads = patch_activations(model, PROMPTS, "heads", batch_size)
-    n_heads = model.config.n_heads
-    expected = [[patch_one(model, f"blocks.{i}.attention", heads=h) for h in range(n_heads)] for i in range(2)]
-    np.testing.assert_allclose(heads, expected, rtol=1e-4, atol=1e-4)
-    assert np.ptp(heads) > 0.01 < np.ptp(stream)
+    heads, positions = range(model.config.n_heads), range(len(CLEAN))
+    expected = {
+        "stream": [[patch_one(model, f"blocks.{i}", positions=t) for t in positions] for i in range(2)],
+        "attention": [[patch_one(model, f"blocks.{i}.attention", positions=t) for t in positions] for i in range(2)],
+        "mlp": [[patch_one(model, f"blocks.{i}.mlp", positions=t) for t in positions] for i in range(2)],
+        "heads": [[patch_one(model, f"blocks.{i}.attention", heads=h) for h in heads] for i in range(2)],
+        "heads_by_position": [
+            [[patch_one(model, f"blocks.{i}.attention", heads=h, positions=t) for t in positions] for h in heads]
+            for i in range(2)
+        ],
+    }
+    assert set(expected) == set(KINDS)
+    for kind in KINDS:
+        effects = patch_activations(model, PROMPTS, kind, batch_size)
+        np.testing.assert_allclose(effects, expected[kind], rtol=1e-4, atol=1e-4, err_msg=kind)
+        assert np.ptp(effects) > 0.01
 
 
 def test_patching_everything_gives_1_and_nothing_gives_0() -> None:
@@ -114,9 +126,57 @@ test_invalid_arguments = bad_input(
         ),
         "same answers": (lambda: estimate_patches(MODEL, Prompts(CLEAN, CORRUPTED, (1, 1))), "answers differ"),
         "one answer": (lambda: estimate_patches(MODEL, Prompts(CLEAN, CORRUPTED, (1,))), "two answers, got 1"),
-        "kind": (lambda: patch_activations(MODEL, PROMPTS, "mlp"), "stream, heads, got 'mlp'"),
+        "kind": (lambda: patch_activations(MODEL, PROMPTS, "layer"), "heads_by_position, got 'layer'"),
         "id": (lambda: patch_activations(MODEL, Prompts(CLEAN, CORRUPTED, (1, 11))), "ids from 0 to 10"),
         "batch": (lambda: patch_activations(MODEL, PROMPTS, batch_size=0), "batch_size"),
         "no model": (lambda: patch_activations(None, PROMPTS), "decoder.*NoneType"),
     }
 )
+
+
+PAIRS = [
+    (("Rome is the capital of", " Italy"), ("Paris is the capital of", " France")),
+    (("Berlin is a city in", " Germany"), ("Tokyo is a city in", " Japan")),
+    (("The opposite of hot is", " cold"), ("The opposite of up is", " down")),
+    (("The opposite of big is", " small"), ("The opposite of old is", " young")),
+    (("The keys on the table", " are"), ("The key on the table", " is")),
+    (("The boys near the car", " are"), ("The boy near the car", " is")),
+    (("The color of grass is", " green"), ("The color of snow is", " white")),
+    (("In Spain, people speak", " Spanish"), ("In Italy, people speak", " Italian")),
+    (("In Germany, people speak", " German"), ("In France, people speak", " French")),
+    (("My sister lost", " her"), ("My brother lost", " his")),
+    (("The queen took", " her"), ("The king took", " his")),
+    (("One, two, three,", " four"), ("Five, six, seven,", " eight")),
+    (("Monday, Tuesday,", " Wednesday"), ("Thursday, Friday,", " Saturday")),
+]
+NAMES = [
+    ("Mary", "John"),
+    ("Tom", "Anna"),
+    ("James", "Lisa"),
+    ("Alice", "Robert"),
+    ("Sarah", "Paul"),
+    ("Peter", "Emma"),
+]
+GIFT = "When {} and {} went to the store, {} gave a drink to"
+PAIRS += [((GIFT.format(a, b, b), f" {a}"), (GIFT.format(a, b, a), f" {b}")) for a, b in NAMES]
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    return np.argsort(np.argsort(values))
+
+
+@pytest.mark.nightly
+def test_estimates_rank_the_heads_of_smollm2_as_exact_patching() -> None:
+    """Spearman's correlation over 270 heads: 0.955 of all pairs together, and 0.84 to 1.00 of single pairs."""
+    loaded = load_model(str(smollm2_file()), weights="float32")
+    encode = lambda text: [int(token) for token in loaded.tokeniser.encode_plain(text)]
+    exact, estimated = [], []
+    for (clean, answer), (corrupted, other) in PAIRS:
+        prompts = Prompts(encode(clean), encode(corrupted), (encode(answer)[0], encode(other)[0]))
+        difference = PromptRuns("test", loaded.model, prompts).difference
+        exact.append(difference * patch_activations(loaded.model, prompts, "heads").ravel())
+        estimated.append(difference * estimate_patches(loaded.model, prompts)["heads"].ravel())
+    assert np.shape(exact) == (len(PAIRS), 270)
+    single = [np.corrcoef(ranks(one), ranks(other))[0, 1] for one, other in zip(exact, estimated)]
+    assert min(single) > 0.8 and np.median(single) > 0.95
+    assert np.corrcoef(ranks(np.ravel(exact)), ranks(np.ravel(estimated)))[0, 1] > 0.9

@@ -16,7 +16,7 @@ from tricycle.finetuning.preferences import PairBatch, PairDataset, dpo_loss, se
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.pretrained.adapters import new_adapter, save_adapter
-from tricycle.tensor import no_grad
+from tricycle.tensor import Tensor, no_grad
 from tricycle.training import apply_gradients, compute_gradients
 from tricycle.weights import set_memory_order
 
@@ -117,6 +117,29 @@ def test_gradients_are_those_of_the_loss(monkeypatch):
         for name, parameter in model.named_parameters():
             parameter.array -= sign * 1e-5 * direction[name]
     assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
+
+
+def test_hessian_is_that_of_the_loss():
+    """Cross-entropy with constant weights has the gradients of the loss, but not its second derivatives."""
+    model = random_model()
+    dataset = PairDataset(some_pairs(4, n_ids=40), 4, 24)
+    dataset.compute_reference_log_probs(model)
+    batch, generator = next(dataset), np.random.default_rng(3)
+    start = [p.array + generator.normal(0, 0.1, p.shape) for p in model.parameters()]
+    direction = [generator.normal(size=array.shape) for array in start]
+
+    def gradients(eps: float, create_graph: bool = False) -> list[Tensor]:
+        for p, array, d in zip(model.parameters(), start, direction):
+            p.array, p.grad = array + eps * d, None
+        dpo_loss(model, BETA)(batch, 1.0).backward(create_graph=create_graph)
+        return [p.grad for p in model.parameters()]
+
+    above, below, slopes = gradients(1e-4), gradients(-1e-4), gradients(0, create_graph=True)
+    model.zero_grad()
+    sum((slope * d).sum() for slope, d in zip(slopes, direction)).backward()
+    for (name, parameter), a, b in zip(model.named_parameters(), above, below):
+        expected = (a.array - b.array) / 2e-4
+        np.testing.assert_allclose(parameter.grad.array, expected, 1e-3, 1e-3 * np.abs(expected).max(), err_msg=name)
 
 
 def expected_log_probs(logits: np.ndarray, batch: PairBatch) -> np.ndarray:

@@ -162,6 +162,7 @@ def target(model: EncoderDecoderTransformer, n: int, stop: int, **settings: Any)
     return list(generate_target(model, SOURCE[0].tolist(), n, sampling, TargetSettings.from_fields(settings, {})))
 
 
+@pytest.mark.slow_except(6)
 def test_64_greedy_tokens_agree(pair: tuple[EncoderDecoderTransformer, Any]) -> None:
     model, hf_model = pair
     settings = {"no_repeat_ngram_size": 2, "bad_words_ids": [[2]]}  # varied texts without an end
@@ -178,6 +179,7 @@ BEAMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_except(8)
 @pytest.mark.parametrize("settings", BEAMS.values(), ids=BEAMS)
 def test_beams_agree(pair: tuple[EncoderDecoderTransformer, Any], settings: dict[str, Any]) -> None:
     model, hf_model = pair
@@ -231,6 +233,7 @@ def generate_text(*arguments: Any) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["T5 1.1", "Marian"])
 def test_the_command_line_prints_the_text_of_transformers(name: str, tmp_path: Path) -> None:
     hf_model = new_hf_model(name, eos_token_id=1, decoder_start_token_id=0, vocab_size=len(PIECES))

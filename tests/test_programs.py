@@ -118,6 +118,23 @@ def test_metrics_have_each_step_and_estimate_once(finished):
     assert bits_per_nat == {round(final["final_bits_per_byte"] / final["final_loss"], 4)}
 
 
+@pytest.mark.slow
+def test_accuracy_in_tasks_is_part_of_evaluations(tmp_path, cache, text):
+    folder = tmp_path / "run"
+    words = ("--context-window", "64", "--sample-interval", "0", "--evaluate-tasks", "induction")
+    done = good(call(TRAIN, *quick(text, folder, *words, "--steps", "8")))
+    assert json.loads((folder / "data.json").read_text())["evaluate_tasks"] == ["induction"]
+    lines = [line for line in metrics_of(folder) if "held_out_loss" in line]
+    assert len(lines) == 2 and all(0 <= line["induction_accuracy"] <= 1 for line in lines)
+    for line in lines:
+        percent = 100 * line["induction_accuracy"]
+        assert re.search(rf"step {line['step']}: held-out loss .* bits/byte, induction {percent:.0f}%", done)
+    (folder / "last.safetensors").unlink()
+    assert "induction" in good(call(TRAIN, "--resume", folder))
+    failure = call(TRAIN, *quick(text, tmp_path / "short", "--context-window", "32", "--evaluate-tasks", "induction"))
+    assert failure.returncode and "induction: expected a window above 48 tokens, got 32" in failure.stderr
+
+
 def test_output_of_a_training_run(finished, text):
     folder, done = finished
     out = done.stdout

@@ -13,8 +13,8 @@ pytest.importorskip("jsonschema")
 
 import jsonschema
 import openai
+from json_schemas import DIGIT, an_object
 from serving import run_server, wait_until
-from test_guided import DIGIT, an_object
 from tiny_models import write_folder
 
 HELLO = [{"role": "user", "content": "the quick brown fox"}]

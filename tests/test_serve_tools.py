@@ -12,8 +12,8 @@ pytest.importorskip("jsonschema")
 import jsonschema
 import openai
 from chat_templates import CHATML
+from json_schemas import DIGIT, an_object
 from serving import ReferenceGenerator, run_server
-from test_guided import DIGIT, an_object
 from tiny_models import write_folder
 
 from tricycle_serve.tools import ToolCallParser

@@ -1,6 +1,7 @@
 """Transforms of functions against derivatives by hand, finite differences and each other."""
 
 import gc
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import pytest
 from tricycle import no_grad, to_tensor
 from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.attention import KeyShift, TokenShift
+from tricycle.autograd import increment_versions
 from tricycle.configs import ModelConfig
 from tricycle.extra_ops import exp, sin, stack
 from tricycle.gradcheck import gradcheck
@@ -17,6 +19,7 @@ from tricycle.layers import Dense, Dropout, Layer, Sequential
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.ops import tanh
+from tricycle.optimisers import StochasticGradientDescent
 from tricycle.tensor import Tensor
 from tricycle.transforms import (
     functional_call,
@@ -242,9 +245,36 @@ def test_no_graph_is_built_within_no_grad():
             lambda: y.backward(create_graph=True),
             lambda: grad(wave)(x),
             lambda: hvp(wave, (x,), (x,)),
+            lambda: jvp(wave, (x,), (x,)),
+            lambda: jacobian(sin)(x),
+            lambda: vmap(grad(wave))(x.reshape(3, 1)),
         ):
             with pytest.raises(RuntimeError, match="no_grad"):
                 differentiate()
+
+
+def test_changes_in_place_between_the_orders_are_detected():
+    layer, x = Dense(3, 2, generator=0), np.ones((1, 3), np.float32)
+    _, pull_back = vjp(lambda x: layer(x).sum(), x)
+    slope = grad(lambda x: (layer(x) ** 2).sum())(x)
+    (slope**2).sum().backward(retain_graph=True)
+    layer.update(StochasticGradientDescent(0.1))
+    for differentiate in (
+        lambda: pull_back(1.0),
+        lambda: (slope**2).sum().backward(create_graph=True),
+        lambda: (slope**2).sum().backward(),  # frees what it has visited
+    ):
+        with pytest.raises(RuntimeError, match="changed in place"):
+            differentiate()
+
+    def changes(x):
+        y = layer(x)
+        increment_versions([layer.weights])
+        return y
+
+    for differentiate in (lambda: jvp(changes, (x,), (x,)), lambda: grad(lambda x: changes(x).sum())(x)):
+        with pytest.raises(RuntimeError, match="changed in place"):
+            differentiate()
 
 
 def test_inputs_must_be_real_and_floating():
@@ -255,6 +285,8 @@ def test_inputs_must_be_real_and_floating():
         grad(wave)(complex_input)
     with pytest.raises(TypeError, match="expected real numbers, got complex128"):
         (complex_input * complex_input).sum().backward(create_graph=True)
+    with pytest.raises(TypeError, match="expected real numbers, got complex128"):
+        jvp(lambda x: x * complex_input, (X,), (X,))
 
 
 def test_functions_must_return_one_element():
@@ -297,10 +329,23 @@ def test_graph_of_gradient_is_freed_with_it(no_garbage_collection):
         grad(lambda x: grad(f)(x).sum()),
         hessian(f),
         tangent,
+        grad(tangent),
         lambda x: hvp(f, (x,), (x,))[0],
+        vmap(grad(lambda x: f(x * 2))),
     ):
         constant = differentiate(x)
         assert not constant.requires_grad and all(node() is None for node in nodes)
+
+
+def test_hessian_vector_products_use_no_more_memory_when_repeated():
+    x = float64(np.ones(10_000))
+    sizes = []
+    tracemalloc.start()
+    for _ in range(4):
+        hvp(wave, (x,), (x,)), jvp(grad(wave), (x,), (x,))
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert sizes[-1] - sizes[1] < x.array.nbytes
 
 
 def test_derivatives_of_constant_and_linear_functions_are_zero():

@@ -8,7 +8,7 @@ Source: Chen et al. 2016, "Training deep nets with sublinear memory cost".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from tricycle.autograd import NeedsGrad, current_modes, grad_enabled_for
-from tricycle.create_graph import unfused
+from tricycle.create_graph import gradients, rule, unfused
 from tricycle.devices import Array
+from tricycle.extra_ops import concatenate, split_sizes
 from tricycle.layers import Layer, generators_in
 from tricycle.ops import as_tensor
 from tricycle.tensor import Operand, Tensor, no_grad, record
@@ -56,12 +57,53 @@ def checkpoint_activations(layer: Layer, x: Operand, *args: Any, **kwargs: Any) 
     return record(result.array, inputs, backward, "recompute", result.is_batched)
 
 
-@unfused("tricycle.activation_checkpointing.checkpoint_activations")
+@unfused("tricycle.activation_checkpointing.checkpoint_activations", closure=True)
 def _recompute(node: Tensor, variables: Any) -> Tensor:
     """Recompute the layer's result by operations on Tensors, with the saved modes and generator states."""
     with variables.saved.restored():
         result: Tensor = variables.context.run(variables.recompute, node.args[0])
     return result
+
+
+def recompute_derivatives(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Return `function(*args)`, and store no graph: derivatives of all orders recompute it.
+
+    Args:
+        function: a function of Tensors which uses no other Tensors that require a gradient.
+    """
+    result = _call_with_graph(function, args, [x.requires_grad for x in args])[0]
+    return record(result.array, args, _recomputed_gradients, result.name, None, (function, args))
+
+
+def _call_with_graph(
+    function: Callable[..., Tensor], args: Sequence[Tensor], needs_grad: NeedsGrad
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the result of a function, and the Tensors with the arrays of `args` for which it was called."""
+    inputs = [Tensor(x.array, needs, x.is_batched) for x, needs in zip(args, needs_grad)]
+    with enable_grad():
+        return function(*inputs), inputs
+
+
+def _recomputed_gradients(grad: Array, needs_grad: NeedsGrad, function: Any, args: Sequence[Tensor]) -> Sequence[Any]:
+    result, inputs = _call_with_graph(function, args, needs_grad)
+    return leaf_gradients(result, grad, inputs)
+
+
+@rule("tricycle.activation_checkpointing._recomputed_gradients")
+def _gradients_in_one_vector(node: Tensor, grad: Tensor, variables: Any) -> list[Tensor | None]:
+    """Compute the gradients of all args that need one as one function, whose derivatives are recomputed, too."""
+    function, places = node._saved[0], [i for i, x in enumerate(node.args) if x.requires_grad]
+
+    def pull_back(*args: Tensor) -> Tensor:
+        inputs = [args[i] for i in places]
+        grads = gradients([function(*args[:-1])], [args[-1]], inputs)
+        zeros = (Tensor(x.xp.zeros_like(x.array), False) for x in inputs)
+        return concatenate([(zero if g is None else g).reshape(zero.size) for zero, g in zip(zeros, grads)])
+
+    sizes = [node.args[i].size for i in places]
+    parts = split_sizes(recompute_derivatives(pull_back, *node.args, grad), sizes)
+    found = {i: part.reshape(node.args[i].shape) for i, part in zip(places, parts)}
+    return [found.get(i) for i in range(len(node.args))]
 
 
 @contextmanager

@@ -42,16 +42,17 @@ AnyNode = TypeVar("AnyNode", bound=Node)
 
 
 def walk_backward(
-    root: AnyNode, root_grad: Array, sums: GradientSums, retain_graph: bool = False
+    root: AnyNode, root_grad: Array, sums: GradientSums, retain_graph: bool = False, inputs: Iterable[AnyNode] = ()
 ) -> Iterator[tuple[AnyNode, Array]]:
     """Run the backward pass from `root` lazily, freeing the graph; yield each leaf (input, parameter) and its gradient.
 
-    `root_grad` is the gradient of `root`; `sums` must be empty. The yielded arrays may share memory.
+    `root_grad` is that of `root`; `sums` must be empty, and keeps those of `inputs`, at which the pass ends. Arrays may
+    share memory.
 
     Raises:
         RuntimeError: the graph was freed by an earlier walk, or an array in it has been changed in place.
     """
-    order = topological_order(root)
+    order = topological_order(root, inputs)
     add, take = sums.add, sums.take
     add((root,), (True,), (root_grad,))
     while order:
@@ -158,7 +159,7 @@ class GradientSums:
         if grad is None:
             return sum_slices(slices, node.array).astype(node.array.dtype, copy=False)
         if id(node) not in self.owned:
-            grad = array_module(grad).array(grad)  # a copy
+            grad = array_module(grad).copy(grad)
         _add_slices(grad, slices)
         return grad
 
@@ -178,7 +179,7 @@ def sum_slices(slices: list[SlicedGradient], like: Array) -> Array:
     if neighbours:
         whole = joined_view(neighbours)  # no copy if they are adjacent in memory
         return xp.concatenate(neighbours, axis=-1) if whole is None else whole
-    total = xp.zeros(like.shape, like.dtype)
+    total = xp.zeros_like(like, order="C")
     _add_slices(total, slices)
     return total
 

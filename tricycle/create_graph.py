@@ -1,9 +1,9 @@
-"""The backward pass on Tensors, whose gradients can be differentiated: `gradients`, for `create_graph=True`.
+"""The backward pass on Tensors, whose gradients can be differentiated, and forward mode: `gradients` and `tangents`.
 
 The backward function of a node maps arrays to arrays, which is fast, but records no graph. `gradients` calls, in its
 place, a rule of the operation, a function rule(node, grad, variables) that computes the gradients of the args by
 operations on Tensors. `variables` has the variables that the backward function takes from the operation, such as the
-axes of a sum. `differentiable_rules.py` has the rules.
+axes of a sum. `differentiable_rules.py` has the rules. Forward mode transposes them: a rule is linear in `grad`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,22 @@ Rule: TypeAlias = Callable[[Tensor, Tensor, Any], Sequence[Tensor | None]]
 Unfused: TypeAlias = Callable[[Tensor, Any], Tensor]
 
 RULES: dict[str, Rule] = {}  # by the function that records the node: "tricycle.extra_ops.sum"
+UNFUSED: dict[str, Unfused] = {}  # the operations that are computed by others, by the same names
+CLOSURES: set[str] = set()  # those whose unfused form uses the Tensors of the call, not `node.args`
+ELEMENTWISE: set[str] = set()  # the operations of one arg whose rule multiplies each element, and so is symmetric
+# The operations that have no rule on purpose, and why
+WITHOUT_RULE = {
+    "tricycle.experts.add_router_loss": "its gradient reaches the routers outside of the graph: set router_loss to 0",
+}
 
 
 # -------------------------------------------------------------------- the backward pass
-def gradients(outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+def gradients(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor], constants: Sequence[Tensor] = ()
+) -> list[Tensor | None]:
     """Return the gradient, a Tensor with a graph, of sum(output * cotangent) for each input; None if independent.
 
-    The graph behind the outputs is kept, and not followed behind the inputs.
+    The graph behind the outputs is kept, and not followed behind the inputs and constants.
 
     Raises:
         RuntimeError: an array in the graph has been changed in place, the graph was freed, or no graph can be built.
@@ -37,17 +46,20 @@ def gradients(outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: S
         TypeError: an output is complex.
     """
     check_builds_graph()
-    sums: dict[Tensor, Tensor] = {}
+    order = topological_order(Tensor(np.zeros(()), args=tuple(outputs)), (*inputs, *constants))[:-1]
+    sums: dict[Tensor, Tensor | None] = dict.fromkeys(inputs)
+    for node in order:
+        if any(arg in sums for arg in node.args):
+            sums[node] = None  # it depends on an input
     _add(sums, outputs, cotangents)
-    root = Tensor(np.zeros(()), args=tuple(outputs))
-    order = topological_order(root, inputs)[:-1]
     while order:
         node = order.pop()
         grad = sums.pop(node, None)
-        if grad is not None and node.args:
+        if grad is not None:
             check_unchanged(node)
-            _add(sums, node.args, _apply_rule(node, grad))
-    return [sums.get(x) for x in inputs]
+            name, variables = rule_of(node)
+            _add(sums, node.args, RULES[name](node, grad, variables))
+    return [sums[x] for x in inputs]
 
 
 def check_builds_graph() -> None:
@@ -57,46 +69,61 @@ def check_builds_graph() -> None:
         raise RuntimeError(f"create_graph: {rule}: differentiate outside of it")
 
 
-def _add(sums: dict[Tensor, Tensor], nodes: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Add the gradients of nodes that require one to `sums`, cast to the node's dtype; TypeError if complex."""
+def _add(sums: dict[Tensor, Tensor | None], nodes: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Add the gradients of the nodes that are keys of `sums`, cast to the node's dtype; TypeError if complex."""
     for node, grad in zip(nodes, grads, strict=True):
-        if grad is None or not node.requires_grad:
+        if grad is None or node not in sums:
             continue
-        if node.dtype.kind == "c":
-            raise TypeError(f"create_graph: expected real numbers, got {node.dtype} of shape {node.shape}")
-        grad = cast(grad, node.dtype)
-        sums[node] = ops.add(sums[node], grad) if node in sums else grad
+        grad, before = _cast_to(node, grad), sums[node]
+        sums[node] = grad if before is None else ops.add(before, grad)
 
 
-def _apply_rule(node: Tensor, grad: Tensor) -> Sequence[Tensor | None]:
-    """Return the gradients of a node's args as Tensors with a graph; NotImplementedError without a rule."""
+def _cast_to(node: Tensor, change: Tensor) -> Tensor:
+    """Return a gradient or tangent of a node in its dtype; raise a TypeError for complex numbers."""
+    if node.dtype.kind == "c":
+        raise TypeError(f"create_graph: expected real numbers, got {node.dtype} of shape {node.shape}")
+    return cast(change, node.dtype)
+
+
+def rule_of(node: Tensor) -> tuple[str, SimpleNamespace]:
+    """Return the name of a node's rule in RULES, and the variables of its backward function."""
     backward: Any = node._backward
     name = f"{backward.__module__}.{backward.__qualname__.partition('.<locals>')[0]}"
     if name not in RULES:
-        advice = "compose it of other operations, or add a rule, see tricycle.create_graph"
+        advice = WITHOUT_RULE.get(name, "compose it of other operations, or add a rule, see tricycle.create_graph")
         raise NotImplementedError(f"create_graph: {name} has no gradient that can be differentiated: {advice}")
     closure = zip(backward.__code__.co_freevars, backward.__closure__ or ())
-    return RULES[name](node, grad, SimpleNamespace(**{name: cell.cell_contents for name, cell in closure}))
+    return name, SimpleNamespace(**{name: cell.cell_contents for name, cell in closure})
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str, elementwise: bool = False) -> Callable[[Rule], Rule]:
     """Return a decorator that adds a rule to RULES for these functions: "module.function" or "module.Class.method".
 
     The function is the one that calls `record` and contains the backward function, or the backward function itself.
+
+    Args:
+        elementwise: the node has one arg, and each element of its gradient depends only on that element of `grad`.
     """
 
     def decorate(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
+        ELEMENTWISE.update(names if elementwise else ())
         return function
 
     return decorate
 
 
-def unfused(*names: str) -> Callable[[Unfused], Unfused]:
-    """Return a decorator like `rule` for a function (node, variables) that recomputes the node by other operations."""
+def unfused(*names: str, closure: bool = False) -> Callable[[Unfused], Unfused]:
+    """Return a decorator like `rule` for a function (node, variables) that recomputes the node by other operations.
+
+    Args:
+        closure: the function uses Tensors of the original call besides `node.args`, such as a layer's parameters.
+    """
 
     def decorate(function: Unfused) -> Unfused:
         rule(*names)(lambda node, grad, variables: gradients_through(function(node, variables), node, grad))
+        UNFUSED.update(dict.fromkeys(names, function))
+        CLOSURES.update(names if closure else ())
         return function
 
     return decorate
@@ -107,6 +134,43 @@ def gradients_through(result: Tensor, node: Tensor, grad: Tensor) -> list[Tensor
     args = list(dict.fromkeys(node.args))  # an arg that occurs twice gets its gradient once
     found = dict(zip(args, gradients([result], [grad], args)))
     return [found.pop(arg, None) for arg in node.args]
+
+
+# -------------------------------------------------------------------- forward mode
+def tangents(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor | None], constant: bool = False
+) -> list[Tensor | None]:
+    """Return the derivative of each output in the direction of the inputs' tangents; None for 0.
+
+    The tangents of all nodes are computed in the order of the nodes. Raises the errors of `gradients`.
+
+    Args:
+        directions: the tangents of the inputs; None for 0.
+        constant: no graph of the tangents is kept.
+    """
+    check_builds_graph()
+    found = {x: _cast_to(x, t) for x, t in zip(inputs, directions) if t is not None}
+    for node in topological_order(Tensor(np.zeros(()), args=tuple(outputs)), inputs)[:-1]:
+        if any(arg in found for arg in node.args):
+            check_unchanged(node)
+            tangent = _tangent(node, [found.get(arg) for arg in node.args], constant)
+            if tangent is not None:
+                tangent = _cast_to(node, tangent)
+                found[node] = tangent.detach() if constant else tangent
+    return [found.get(y) for y in outputs]
+
+
+def _tangent(node: Tensor, directions: Sequence[Tensor | None], constant: bool) -> Tensor | None:
+    """Return the tangent of a node from those of its args: the transpose of its rule, applied to them."""
+    name, variables = rule_of(node)
+    if name in UNFUSED:
+        return tangents([UNFUSED[name](node, variables)], node.args, directions, constant)[0]
+    if name in ELEMENTWISE:
+        return RULES[name](node, directions[0], variables)[0]  # type: ignore[arg-type]  # it has a tangent
+    probe = Tensor(node.xp.zeros_like(node.array), True, node.is_batched)
+    pulled = zip(RULES[name](node, probe, variables), directions)
+    pairs = [(grad, direction) for grad, direction in pulled if grad is not None and direction is not None]
+    return gradients([grad for grad, _ in pairs], [t for _, t in pairs], [probe], (node, *node.args))[0]
 
 
 # -------------------------------------------------------------------- linear maps of arrays
@@ -135,7 +199,7 @@ def copy(x: Tensor) -> Tensor:
 
 def scatter(x: Tensor, index: Any, like: Array, unique: bool = False) -> Tensor:
     """Return y like an array, 0 except for y[index] = x; the sum where an element is selected twice."""
-    empty = array_module(like).empty((), like.dtype)
+    empty = array_module(like).empty_like(like, shape=())
     shaped = array_module(like).broadcast_to(empty, like.shape)  # needs no memory
     place = lambda a: sum_slices([SlicedGradient(a, index, unique)], shaped)
     return linear_map(x, place, lambda a: a[index], "scatter")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from tricycle import extra_ops, functions, kernels, ops
+from tricycle.activation_checkpointing import recompute_derivatives
 from tricycle.activations import erf
 from tricycle.create_graph import broadcast, cast, gradients_through, rule, scatter, unbroadcast, unfused
 from tricycle.devices import Array, array_module
@@ -23,13 +25,16 @@ from tricycle.tensor import Tensor, record
 
 
 @rule(
-    "tricycle.ops.reshape",
     "tricycle.extra_ops.negative",
+    "tricycle.layers.Dropout.forward",
+    "tricycle.activation.ReLU.forward",
+    elementwise=True,
+)
+@rule(
+    "tricycle.ops.reshape",
     "tricycle.extra_ops.transpose",
     "tricycle.extra_ops.concatenate",
     "tricycle.functions.add_residual",
-    "tricycle.layers.Dropout.forward",
-    "tricycle.activation.ReLU.forward",
 )
 def _same_code(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor]:
     """Call the backward function of a linear operation whose code works on Tensors as on arrays."""
@@ -39,9 +44,13 @@ def _same_code(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor]:
 
 
 # -------------------------------------------------------------------- indexing, shapes, products
-@rule("tricycle.functions.to_compute_dtype")
-def _to_compute_dtype(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
-    return [cast(grad, v.x.dtype)]
+@rule(
+    "tricycle.functions.to_compute_dtype",
+    "tricycle.experts.Router.forward",
+    "tricycle.finetuning.lora.AdaptedDense.forward",
+)
+def _conversion(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    return [cast(grad, node.args[0].dtype)]
 
 
 @rule("tricycle.ops.getitem")
@@ -113,7 +122,7 @@ def _sign(x: Tensor) -> Tensor:
 TENSOR_MODULE = SimpleNamespace(sin=extra_ops.sin, cos=extra_ops.cos, exp=extra_ops.exp, sign=_sign)
 
 
-@rule("tricycle.ops.unary_op")
+@rule("tricycle.ops.unary_op", elementwise=True)
 def _unary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [_on_tensors(v.gradient)(TENSOR_MODULE, grad, node.args[0], node)]
 
@@ -145,7 +154,7 @@ def _power_left(g: Tensor, x: Tensor, y: Any, z: Tensor) -> Tensor:
     if not isinstance(y, Tensor):
         return g * (y * x ** (y - 1)) if y else g * 0
     y = cast(y, x.dtype)
-    return g * y * x ** extra_ops.where(y == 0, 1, y - 1)
+    return g * y * x ** extra_ops.where((y.array == 0) & (x.array == 0), 1, y - 1)  # 0 times infinity is NaN
 
 
 def _power_right(g: Tensor, x: Any, y: Tensor, z: Tensor) -> Tensor:
@@ -178,7 +187,7 @@ def _where(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     ]
 
 
-@rule("tricycle.functions.softcap")
+@rule("tricycle.functions.softcap", elementwise=True)
 def _softcap(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     tanh = node * (1 / node._saved[0])
     return [grad * (1 - tanh * tanh)]
@@ -200,7 +209,7 @@ def _normal_density(xp: Any, x: Any) -> Any:
     return xp.exp(-0.5 * (x * x)) * (1 / math.sqrt(2 * math.pi))
 
 
-@rule("tricycle.differentiable_rules.normal_cdf")
+@rule("tricycle.differentiable_rules.normal_cdf", elementwise=True)
 def _normal_cdf(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [grad * _normal_density(TENSOR_MODULE, node.args[0])]
 
@@ -309,11 +318,29 @@ def _mean_squared_error(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 
 # -------------------------------------------------------------------- attention
+MAX_SCORES = 2**20  # the number of attention scores from which on they are computed for some queries at a time
+
+
 @unfused("tricycle.attention.attend.Attention.forward")
 def _attention(node: Tensor, v: Any) -> Tensor:
-    """Compute attention by operations on Tensors, in memory quadratic in the number of tokens."""
+    """Compute attention by operations on Tensors, of which many scores are not stored, but recomputed in each order."""
     q, k, values, *scales = node.args
-    (op, mask), (n_items, n_queries, n_heads, size), n_keys = node._saved, q.shape, k.shape[1]
+    (op, mask), n_queries, n_keys = node._saved, q.shape[1], k.shape[1]
+    n_rows = max(1, MAX_SCORES // max(1, len(q) * q.shape[2] * n_keys))
+    if n_rows >= n_queries or n_keys < n_queries or not op.softmax.fused:
+        return _attend(op, mask, *node.args)
+    parts = []
+    for start in range(0, n_queries, n_rows):
+        stop = min(start + n_rows, n_queries)
+        end = n_keys - n_queries + stop if op.causal else n_keys  # the last query of a call is at the last key
+        rows = slice(start, stop) if mask is not None and mask.shape[2] > 1 else slice(None)
+        attend = partial(_attend, op, None if mask is None else mask[:, :, rows, :end])
+        parts.append(recompute_derivatives(attend, q[:, start:stop], k[:, :end], values[:, :end], *scales))
+    return extra_ops.concatenate(parts, axis=1)
+
+
+def _attend(op: Any, mask: Array | None, q: Tensor, k: Tensor, values: Tensor, *scales: Any) -> Tensor:
+    (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
     options = op.score_options(q.array, k.array)
     grouped = (n_items, n_queries, k.shape[2], n_heads // k.shape[2], size)
     queries = q.reshape(grouped).transpose(0, 2, 3, 1, 4)  # (B, K, H / K, T, D)
@@ -323,7 +350,7 @@ def _attention(node: Tensor, v: Any) -> Tensor:
         scores = functions.softcap(scores, options.softcap)
     hidden = mask_scores(q.xp.zeros((1, 1, n_queries, n_keys), q.dtype), options, mask)
     if hasattr(op.softmax, "scales_of_queries"):
-        scales = [op.softmax.scales_of_queries(x, options.offset or 0, n_queries, n_keys) for x in scales]
+        scales = tuple(op.softmax.scales_of_queries(x, options.offset or 0, n_queries, n_keys) for x in scales)
     weights = op.softmax(scores + hidden, *scales).reshape(*queries.shape[:4], n_keys)
     mixed = matmul(weights, values.transpose(0, 2, 1, 3).reshape(n_items, k.shape[2], 1, n_keys, values.shape[3]))
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(node.shape)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(n_items, n_queries, n_heads, values.shape[3])

@@ -21,9 +21,10 @@ from typing import Any
 
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad, OwnedGradient, current_modes
+from tricycle.create_graph import cast, unfused
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.extra_ops import concatenate, split_sizes
-from tricycle.functions import linear
+from tricycle.functions import Softmax, linear
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels.dispatch import upcast
 from tricycle.layers import MIXTURES, Dense, Dropout, Generator, Layer, new_generator
@@ -128,6 +129,13 @@ def select_experts(logits: Tensor, n_active: int, normalized: bool) -> tuple[Ten
     return record(weights, (logits,), backward, "select_experts"), selected
 
 
+@unfused("tricycle.experts.select_experts")
+def _select_experts(node: Tensor, variables: Any) -> Tensor:
+    """Compute the weights by other operations; the selection and the router loss are constants."""
+    top: Tensor = Softmax()(cast(node.args[0], node.dtype))[variables.places]
+    return top / top.sum(axis=-1, keepdims=True) if variables.normalized else top
+
+
 class Assignment:
     """The order of the N x K pairs of token and expert by expert, and the way back.
 
@@ -159,6 +167,11 @@ def gather_rows(x: Tensor, assignment: Assignment) -> Tensor:
     return record(x.array[assignment.order // assignment.n_active], (x,), backward, "gather_rows")
 
 
+@unfused("tricycle.experts.gather_rows")
+def _gather_rows(node: Tensor, variables: Any) -> Tensor:
+    return node.args[0][variables.assignment.order // variables.assignment.n_active]
+
+
 def combine_rows(rows: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
     """Return the sum (N, C) of rows (N K, C) in expert order over the experts of each token, times weights (N, K)."""
     array, factors = rows.array, weights.array[..., None]
@@ -171,6 +184,13 @@ def combine_rows(rows: Tensor, weights: Tensor, assignment: Assignment) -> Tenso
         return to_rows, to_weights
 
     return record(y, (rows, weights), backward, "combine_rows")
+
+
+@unfused("tricycle.experts.combine_rows")
+def _combine_rows(node: Tensor, variables: Any) -> Tensor:
+    (rows, weights), assignment = node.args, variables.assignment
+    by_token = rows[assignment.inverse].reshape(len(weights), assignment.n_active, rows.shape[-1])
+    return (by_token * weights.reshape(*weights.shape, 1)).sum(axis=1)
 
 
 # -------------------------------------------------------------------- layers

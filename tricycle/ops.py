@@ -109,10 +109,9 @@ def check_last_axis(title: str, x: Tensor, size: int) -> None:
 
 def check_range(what: str, ids: Array, limit: int) -> None:
     """Raise a ValueError for ids outside 0 .. limit-1. Arrays on a GPU are not checked, as this would synchronize."""
-    if ids.size and not on_gpu(ids):
+    if ids.size and not on_gpu(ids) and ((ids < 0) | (ids >= limit)).any():
         low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= limit:
-            raise ValueError(f"{what}: expected ids from 0 to {limit - 1}, got {low if low < 0 else high}")
+        raise ValueError(f"{what}: expected ids from 0 to {limit - 1}, got {low if low < 0 else high}")
 
 
 def check_positive(layer: str, **sizes: int) -> None:

@@ -203,7 +203,7 @@ def to_tensor(
         ValueError: a list of uneven rows.
     """
     array: Array = x.array if isinstance(x, Tensor) else x
-    if not devices.is_array(array) or array_module(array) is np:
+    if not devices.is_array(array) or (array_module(array) is np and not hasattr(array, "keeps_type")):
         try:
             array = np.asarray(array)  # scalars, memory maps and other subclasses become plain arrays too
         except ValueError:

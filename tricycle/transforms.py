@@ -7,15 +7,20 @@ also by `backward`, with respect to all Tensors that require a gradient; `detach
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from tricycle import autograd, create_graph, devices, differentiable_rules, extra_ops  # noqa: F401  (it has the rules)
+from tricycle import autograd, create_graph, devices, differentiable_rules, extra_ops, ops  # noqa: F401  (it has the rules)
+from tricycle.activation_checkpointing import enable_grad
+from tricycle.batched_arrays import BatchedArray, NotVectorizedError, items_of
 from tricycle.devices import Array
-from tricycle.tensor import Tensor, to_tensor
+from tricycle.tensor import Tensor, record, to_tensor
 
 Tree: TypeAlias = Any  # a Tensor, or a nested tuple, list or dict of Tensors
 Function: TypeAlias = Callable[..., Any]
@@ -63,7 +68,9 @@ def _input(x: Any) -> Tensor:
         x = to_tensor(x, dtype=x.dtype if devices.is_array(x) and x.dtype.kind == "f" else None, requires_grad=False)
     if x.dtype.kind in "biuc":
         raise TypeError(f"transforms: expected real floating-point inputs, got {x.dtype} of shape {x.shape}")
-    return Tensor(x.array, True, x.is_batched, x.name, (x,) if x.requires_grad else (), _pass_gradient)
+    if x.requires_grad:
+        return record(x.array, (x,), _pass_gradient, x.name)
+    return Tensor(x.array, True, x.is_batched, x.name)
 
 
 def _pass_gradient(grad: Array, needs_grad: Sequence[bool]) -> tuple[Array]:
@@ -80,30 +87,29 @@ def _pull_back(
     cotangents: Sequence[Tensor],
     inputs: Sequence[Tensor],
     retain_graph: bool = False,
-    others: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """Return the gradients of the inputs, zeros where independent; with a graph if another Tensor requires a gradient.
 
-    Otherwise the gradients are constants; without `others`, the usual, faster backward pass computes them, and frees
-    the graph unless it is retained.
-
-    Args:
-        others: inputs of the transform that are not differentiated here.
+    Otherwise the gradients are constants: the usual, faster backward pass computes them, and frees the graph unless it
+    is retained.
     """
     create_graph.check_builds_graph()
     pairs = [(y, c) for y, c in zip(outputs, cotangents) if isinstance(y, Tensor) and y.requires_grad]
     kept, weights = [y for y, _ in pairs], [c for _, c in pairs]
     root = Tensor(np.zeros(()), args=tuple(kept), backward=lambda grad, needs_grad: [c.array for c in weights])
-    leaves = {node for node in autograd.topological_order(root) if not node.args}
-    is_constant = leaves <= {*inputs, *others} and not any(c.requires_grad for c in weights)
-    if kept and is_constant and not others:
+    if kept and _depend_only_on(inputs, kept, weights):
         sums = autograd.GradientSums()
         arrays = {x: sums.unshare(x, a) for x, a in autograd.walk_backward(root, root.array, sums, retain_graph)}
         found: list[Tensor | None] = [Tensor(arrays[x], False) if x in arrays else None for x in inputs]
     else:
         found = create_graph.gradients(kept, weights, inputs)
-        found = [x.detach() if x is not None and is_constant else x for x in found]
     return [_gradient_of(x, grad) for x, grad in zip(inputs, found)]
+
+
+def _depend_only_on(inputs: Sequence[Tensor], outputs: Sequence[Tensor], constants: Sequence[Tensor]) -> bool:
+    """Return whether the outputs depend on no other Tensors that require a gradient; nor do the `constants`."""
+    order = autograd.topological_order(Tensor(np.zeros(()), args=tuple(outputs)))[:-1]
+    return {node for node in order if not node.args} <= set(inputs) and not any(c.requires_grad for c in constants)
 
 
 def _gradient_of(x: Tensor, grad: Tensor | None) -> Tensor:
@@ -229,15 +235,15 @@ def _matching(x: Tensor, tangent: Any) -> Tensor:
 def jvp(f: Function, primals: Sequence[Tree], tangents: Sequence[Tree]) -> tuple[Tree, Tree]:
     """Return `f(*primals)` and its directional derivative along the tangents, like the result.
 
-    The gradient of <v, f> is linear in v, and its derivative in the direction of the tangents is the result: it costs
-    two backward passes. Source: Townsend 2017, "A new trick for calculating Jacobian vector products".
+    The tangents are computed in the order of f's operations (forward mode), for about the cost of two backward passes.
     """
     inputs = tree_map(_input, tuple(primals))
     directions = tree_leaves(tree_map(_matching, inputs, tuple(tangents)))
-    outputs = f(*inputs)
-    probes = [Tensor(y.xp.zeros_like(y.array), True, y.is_batched) for y in tree_leaves(outputs)]
-    pulled = _pull_back(tree_leaves(outputs), probes, tree_leaves(inputs))
-    return outputs, _like(outputs, _pull_back(pulled, directions, probes, others=tree_leaves(inputs)))
+    outputs, leaves = f(*inputs), tree_leaves(inputs)
+    results = tree_leaves(outputs)
+    is_constant = _depend_only_on(leaves, [y for y in results if y.requires_grad], directions)
+    found = create_graph.tangents(results, leaves, directions, is_constant)
+    return outputs, _like(outputs, [_gradient_of(y, tangent) for y, tangent in zip(results, found)])
 
 
 def hvp(f: Function, primals: Sequence[Tree], tangents: Sequence[Tree]) -> Tree:
@@ -279,11 +285,13 @@ def hessian(f: Function, argnums: Argnums = 0) -> Function:
     return jacobian(grad(f, argnums), argnums)
 
 
+# -------------------------------------------------------------------- vmap
 def vmap(f: Function, in_axes: int | Sequence[int | None] | None = 0) -> Function:
     """Return a function that applies f to each item along an axis of its arguments and stacks the results on axis 0.
 
-    It calls f once for each item, so it is no faster than a loop. `vmap(grad(f), (None, 0))` returns the gradient for
-    each item of a batch.
+    `vmap(grad(f), (None, 0))` returns the gradient for each item of a batch. f is called once, with `BatchedArray`s; if
+    it calls an operation that these do not have, draws dropout masks, or depends on values that differ between items
+    (`if x > 0`), it is called for each item.
 
     Args:
         in_axes: the axis of each argument, or of all; None for arguments that all calls share.
@@ -295,19 +303,81 @@ def vmap(f: Function, in_axes: int | Sequence[int | None] | None = 0) -> Functio
     def mapped(*args: Tree) -> Tree:
         axes = tuple(in_axes) if isinstance(in_axes, Sequence) else (in_axes,) * len(args)
         pairs = list(zip(args, axes, strict=True))
-        sizes = {np.shape(x)[axis] for tree, axis in pairs if axis is not None for x in tree_leaves(tree)}
+        leaves = [(x, axis) for tree, axis in pairs if axis is not None for x in tree_leaves(tree)]
+        sizes = {np.shape(x)[axis] for x, axis in leaves}
         if len(sizes) != 1:
             raise ValueError(f"vmap: expected mapped axes of one length, got lengths {sorted(sizes)}")
-
-        def item(tree: Tree, axis: int | None, i: int) -> Tree:
-            if axis is None:
-                return tree
-            return tree_map(lambda x: x[(slice(None),) * (axis % np.ndim(x)) + (i,)], tree)
-
-        results = [f(*(item(tree, axis, i) for tree, axis in pairs)) for i in range(sizes.pop())]
+        (n_items,) = sizes
+        if n_items and not any(devices.on_gpu(x.array) for x, _ in leaves if isinstance(x, Tensor)):
+            with contextlib.suppress(Exception):  # an error of f is raised again below, for one item
+                return _map_at_once(f, pairs, n_items)
+        results = [f(*(_item(tree, axis, i) for tree, axis in pairs)) for i in range(n_items)]
         return tree_map(lambda *values: extra_ops.stack(values), *results)
 
     return mapped
+
+
+def _item(tree: Tree, axis: int | None, i: int) -> Tree:
+    if axis is None:
+        return tree
+    return tree_map(lambda x: x[(slice(None),) * (axis % np.ndim(x)) + (i,)], tree)
+
+
+# Cache: a counter for the process.
+_levels = itertools.count(1)
+
+
+def _map_at_once(f: Function, pairs: Sequence[tuple[Tree, int | None]], n_items: int) -> Tree:
+    """Call f once with the arrays of all items; raise some error where this does not give the results of a loop.
+
+    Tensors from outside of f are the same for all items, and get the sum of the items' gradients.
+    """
+    level = next(_levels)
+    autograd.increment_versions(())  # so that Tensors from outside have an earlier version
+    first_version = autograd.n_changes
+    boundary: list[Tensor] = []  # the inputs of the graph inside
+    all_items = partial(items_of, level=level, n_items=n_items)
+
+    def batched(x: Any, axis: int) -> Tensor:
+        x = x if isinstance(x, Tensor) else ops.as_tensor(x)
+        split = lambda a: BatchedArray(np.moveaxis(a, axis, 0), level)
+        boundary.append(create_graph.linear_map(x, split, lambda a: np.moveaxis(all_items(a), 0, axis), "vmap"))
+        return boundary[-1]
+
+    def inside(x: Tensor) -> Tensor:
+        if x._version >= first_version or not x.requires_grad:
+            return x
+        with enable_grad():  # without the functions of `Mode.on_record`
+            same = create_graph.linear_map(x, lambda a: a, lambda a: all_items(a).sum(axis=0), "vmap sum")
+        same._version, same.is_batched = first_version, x.is_batched  # outside of any call of vmap within this one
+        boundary.append(same)
+        return same
+
+    def connect(node: Tensor) -> None:
+        args = tuple(map(inside, node.args))
+        is_changed = any(new is not old for new, old in zip(args, node.args))
+        if is_changed and create_graph.rule_of(node)[0] in create_graph.CLOSURES:
+            raise NotVectorizedError("an operation whose graph is made of Tensors besides its args")
+        node.args = args
+
+    values = [tree if axis is None else tree_map(partial(batched, axis=axis), tree) for tree, axis in pairs]
+    with autograd.graph_mode(autograd.Mode(on_record=connect)):
+        results = tree_map(lambda y: inside(ops.as_tensor(y)), f(*values))
+    kept = [y for y in tree_leaves(results) if y.requires_grad]
+    weights = [Tensor(BatchedArray(np.ones_like(all_items(y.array)), level), False) for y in kept]
+    _check_backward(kept, weights, boundary)
+    join = lambda y: create_graph.linear_map(y, all_items, lambda a: BatchedArray(a, level), "vmap")
+    return tree_map(join, results)
+
+
+def _check_backward(outputs: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Run the backward pass from outputs to inputs with and without a graph; after `vmap`, errors would be too late."""
+    root = Tensor(np.zeros(()), args=tuple(outputs), backward=lambda grad, needs_grad: [w.array for w in weights])
+    sums = autograd.GradientSums()
+    list(autograd.walk_backward(root, root.array, sums, True, inputs))
+    for x in inputs:
+        sums.take(x)
+    create_graph.gradients(outputs, weights, inputs)
 
 
 # -------------------------------------------------------------------- layers as functions of their parameters

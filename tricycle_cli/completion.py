@@ -38,9 +38,14 @@ def script(shell: str, commands: Mapping[str, str]) -> str:
 
 
 def flags_of(command: str) -> list[Flag]:
-    """Return the flags of a command's `Arguments`, `ResumeArguments` if any, --help and, with a config, --help-all."""
+    """Return the flags of a command's `Arguments`, `ResumeArguments` if any, --help and, with a config, --help-all.
+
+    The flags of the modules in `TASKS`, which the word after the command selects, are included.
+    """
     module = importlib.import_module(f"tricycle_cli.{command}")
-    kinds = [getattr(module, name) for name in ("ResumeArguments", "Arguments") if hasattr(module, name)]
+    modules = [module, *map(importlib.import_module, getattr(module, "TASKS", {}).values())]
+    names = ("ResumeArguments", "Arguments")
+    kinds = [getattr(each, name) for each in modules for name in names if hasattr(each, name)]
     flags = {flag.name: flag for kind in kinds for flag in field_flags(kind)}
     if "config" in module.Arguments.__dataclass_fields__:
         flags["--help-all"] = Flag("--help-all", alone=True)

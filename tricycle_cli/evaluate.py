@@ -11,17 +11,29 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import numpy as np
 import tyro
 
 from tricycle.evaluation import HeldOut, evaluate
+from tricycle.pretrained import Pretrained
 from tricycle.system.files import read_file
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
+from tricycle_cli.made_tasks import NAMES, TaskName, make_task
 from tricycle_cli.models import ModelFlags, load_model
-from tricycle_cli.multiple_choice import read_items, score_items, summarize, write_log
+from tricycle_cli.multiple_choice import (
+    Item,
+    ItemScore,
+    compare,
+    encode_items,
+    read_items,
+    score_items,
+    summarize,
+    summarize_groups,
+    write_log,
+)
 
 MAX_LOGITS = 2**26  # of a batch
 MAX_DEFAULT_WINDOW = 1024
@@ -35,13 +47,16 @@ class Arguments:
     """a model, as in `tricycle generate`"""
     files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FILE ...]")] = ()
     """text files"""
-    task: Path | None = None
-    """a multiple-choice task in place of texts: a JSON Lines file of objects with `prompt`, `choices` and `answer` (the
-    index of the right choice)"""
+    task: str | None = None
+    """a multiple-choice task in place of texts: "arithmetic", "induction", "retrieval", or a JSON Lines file of objects
+    with `prompt`, `choices` and `answer` (the index of the right choice)"""
+    compare_with: str | None = None
+    """another model, whose accuracy in the same items is compared by McNemar's test"""
     log: Path | None = None
     """a file to which the log-likelihoods of each item of the task are written, as JSON Lines"""
     window: int = 0
-    """length of a window in tokens; 0 for the model's context window, but at most 1024"""
+    """length of a window in tokens, or of the prompts of "retrieval"; 0 for the model's context window, but at most
+    1024"""
     stride: int = 0
     """tokens between the starts of two windows; a smaller stride gives tokens more context and takes longer; 0 for half
     of the window"""
@@ -74,14 +89,12 @@ def main(args: Sequence[str] | None = None) -> None:
     if arguments.task is not None:
         evaluate_task(arguments, arguments.task)
         return
-    if arguments.log is not None:
-        raise ValueError("expected --log with --task only")
+    for name in ("log", "compare_with"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"expected --{name.replace('_', '-')} with --task only")
     texts = {str(path): read_file(path) for path in arguments.files}
     loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
-    longest = loaded.model.config.context_window
-    if not 0 <= arguments.window <= longest:
-        raise ValueError(f"expected --window from 1 to {longest}, the model's context window, got {arguments.window}")
-    window = arguments.window or min(longest, MAX_DEFAULT_WINDOW)
+    window = resolve_window(arguments, loaded)
     batch_size = arguments.batch_size or max(1, MAX_LOGITS // (window * loaded.model.config.vocab_size))
     stride = arguments.stride or max(1, window // 2)
     scores = []
@@ -100,22 +113,64 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"{total.file}: {_text(total)} (windows of {window:,} tokens, stride {stride:,})")
 
 
-def evaluate_task(arguments: Arguments, task: Path) -> None:
-    """Print the accuracy of a model in a multiple-choice task, and write the log of its items if --log is given."""
-    items = read_items(task)
-    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
-    scores = score_items(loaded.model, loaded.tokeniser, items, arguments.batch_size or None)
+def resolve_window(arguments: Arguments, loaded: Pretrained) -> int:
+    """Return --window, or its default for a model; ValueError if the model's context window is shorter."""
+    longest = loaded.model.config.context_window
+    if not 0 <= arguments.window <= longest:
+        raise ValueError(f"expected --window from 1 to {longest}, the model's context window, got {arguments.window}")
+    return arguments.window or min(longest, MAX_DEFAULT_WINDOW)
+
+
+def evaluate_task(arguments: Arguments, task: str) -> None:
+    """Print the accuracy of one or two models in a multiple-choice task; write the log of its items if requested.
+
+    Raises:
+        ValueError: an invalid task, or models whose tokenizers lead to different items.
+    """
+    items, scores = _score_task(arguments, task, arguments.source)
+    others = None
+    if arguments.compare_with is not None:
+        other_items, others = _score_task(arguments, task, arguments.compare_with)
+        if other_items != items:
+            raise ValueError(f"--task {task}: expected models with the same tokenizer, because its items depend on it")
     if arguments.log is not None:
-        write_log(arguments.log, scores)
-    summary = summarize(scores)
-    if arguments.json:
-        print(json.dumps({"model": arguments.source, "task": str(task), **summary}, indent=2))
-        return
-    texts = [
-        f"{name}{100 * summary[f'accuracy{suffix}']:.1f}% ± {100 * summary[f'standard_error{suffix}']:.1f}"
-        for name, suffix in (("accuracy ", ""), ("by likelihood per character ", "_per_character"))
-    ]
-    print(f"{task}: {', '.join(texts)}; {len(items):,} items")
+        write_log(arguments.log, scores, others)
+    result: dict[str, Any] = {"model": arguments.source, "task": task, **summarize(scores)}
+    if groups := summarize_groups(scores):
+        result["groups"] = groups
+    if others is not None:
+        result["compare_with"] = {"model": arguments.compare_with, **summarize(others), **compare(scores, others)}
+    print(json.dumps(result, indent=2) if arguments.json else _task_text(result))
+
+
+def _score_task(arguments: Arguments, task: str, source: str) -> tuple[list[Item], list[ItemScore]]:
+    """Return the items of a task, and a model's scores."""
+    items = [] if task in NAMES else read_items(Path(task))
+    loaded = load_model(source, arguments.tokeniser, **vars(arguments.model))
+    if items:
+        pairs = encode_items(loaded.tokeniser, items)
+    else:
+        items, pairs = make_task(cast(TaskName, task), loaded.tokeniser, resolve_window(arguments, loaded))
+    return items, score_items(loaded.model, items, pairs, arguments.batch_size or None)
+
+
+def _task_text(result: dict[str, Any]) -> str:
+    """Return the result of a task as lines of text: accuracy, table of groups, comparison."""
+    per_character = f"by likelihood per character {_percent(result, 'accuracy_per_character')}"
+    lines = [f"{result['task']}: accuracy {_percent(result)}, {per_character}; {result['items']:,} items"]
+    for name, summary in result.get("groups", {}).items():
+        lines.append(f"  {name:<20}{_percent(summary):>14}{summary['items']:>8,} items")
+    if other := result.get("compare_with"):
+        counts = f"right alone: {other['only_first']} and {other['only_second']} items"
+        lines.append(f"{other['model']}: accuracy {_percent(other)}")
+        lines.append(f"difference {_percent(other, 'difference')}; {counts}; p = {other['p_value']:.3g} (McNemar)")
+    return "\n".join(lines)
+
+
+def _percent(summary: dict[str, Any], name: str = "accuracy") -> str:
+    """Return a proportion and its standard error in percent."""
+    error = summary["difference_error" if name == "difference" else name.replace("accuracy", "standard_error")]
+    return f"{100 * summary[name]:.1f}% ± {100 * error:.1f}"
 
 
 def tokenize_text(tokeniser: Tokeniser, text: bytes, name: str = "evaluate") -> HeldOut:

@@ -1,4 +1,7 @@
-"""Export a model as a folder in Hugging Face format or a GGUF file for llama.cpp, or an adapter for llama.cpp."""
+"""Export a model as a folder in Hugging Face format, a GGUF file for llama.cpp, or an HTML file that generates text.
+
+An adapter can be merged into the model, or written as a GGUF file for llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.files import read_file, read_json_object
 from tricycle_cli.flags import parse
-from tricycle_cli.models import load_file, load_model
+from tricycle_cli.models import default_sampling, load_file, load_model
 from tricycle_cli.run import read_metrics
 
 GGUFType = OneOf[str, FILE_TYPES]
@@ -46,6 +49,8 @@ class Arguments:
     calibrate: Path | None = None
     """a text file, with at least 512 tokens, like the texts that the model will process: the quantization of the GGUF
     file then preserves the weights that matter most for it"""
+    html: Path | None = None
+    """an HTML file to write that contains the model in 8 bits, and generates text in a browser without a server"""
     tokeniser: Path | None = None
     """a tokenizer file, for a model without a tokenizer"""
     adapter: Path | None = None
@@ -91,13 +96,26 @@ def main(args: Sequence[str] | None = None) -> None:
         export_gguf(loaded.model, loaded.tokeniser, arguments.gguf, arguments.type, importance, pooling, progress=True)
         size = arguments.gguf.stat().st_size
         print(f"{arguments.gguf}: {loaded.model.n_parameters:,} parameters in {arguments.type}, {size:,} bytes")
+    if arguments.html is not None:
+        write_html(loaded, arguments.html, arguments.source)
+
+
+def write_html(loaded: Pretrained, path: Path, source: str) -> None:
+    """Write a page that generates text with a decoder, and print its size; ValueError for an unsupported model."""
+    from tricycle_lab.look.page import write_page
+    from tricycle_lab.look.standalone import check_supported, render_standalone_page
+
+    check_supported(loaded.model, loaded.tokeniser)
+    title, facts = Path(source).resolve().name, training_results(Path(source))
+    write_page(path, render_standalone_page(loaded.model, loaded.tokeniser, default_sampling(loaded), title, facts))
+    print(f"{path}: {loaded.model.n_parameters:,} parameters in 8 bits, {path.stat().st_size / 1e6:.2f} MB")
 
 
 def check_outputs(arguments: Arguments) -> None:
     """Raise ValueError for no output or flags that do not fit together, FileExistsError if a file to write exists."""
-    files = [arguments.gguf, arguments.gguf_adapter]
-    if arguments.folder is None and files == [None, None]:
-        raise ValueError("expected an output folder, --gguf or --gguf-adapter, got none")
+    files = [arguments.gguf, arguments.gguf_adapter, arguments.html]
+    if arguments.folder is None and not any(files):
+        raise ValueError("expected an output folder, --gguf, --gguf-adapter or --html, got none")
     if arguments.gguf_adapter is not None and arguments.adapter is None:
         raise ValueError("--gguf-adapter: expected --adapter with it, the adapter to write")
     if arguments.calibrate is not None and (arguments.gguf is None or arguments.type in NOT_CALIBRATED):

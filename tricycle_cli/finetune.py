@@ -26,7 +26,7 @@ import tyro
 from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import GPTConfig
-from tricycle.configs.presets import model_fields
+from tricycle.configs.presets import trainable_fields
 from tricycle.devices import to_cpu
 from tricycle.distributed.processes import ProcessGroup
 from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig
@@ -453,7 +453,7 @@ def training_config(arguments: Arguments, loaded: Pretrained, dataset: PackedDat
     steps = arguments.steps or max(1, math.ceil(steps_per_epoch * arguments.epochs))
     factor = DPO_RATE_FACTOR if arguments.loss == "dpo" else 1
     rate = arguments.learning_rate or LEARNING_RATES[arguments.method] * factor
-    own: dict[str, Any] = model_fields(loaded.model.config.to_dict())
+    own: dict[str, Any] = trainable_fields(loaded.model.config)
     own |= {name: getattr(arguments, name) for name in TRAINING_FIELDS}
     own |= {"optimiser": "adamw", "beta2": 0.999, "steps": steps, "minutes": 0.0, "sample_interval": 0}
     own |= {"max_learning_rate": rate, "min_learning_rate": 0.0}

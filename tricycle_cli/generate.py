@@ -45,6 +45,10 @@ class Arguments:
     """beam search with this many hypotheses, without sampling; by default 1, or an encoder-decoder's own setting"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     decoding: DecodingFlags = field(default_factory=DecodingFlags)
+    steer: Path | None = None
+    """a GGUF file of control vectors, as `tricycle inspect steer` writes it, to add to the residual stream"""
+    strength: float = 1.0
+    """with --steer: the factor of the vectors"""
     stop: bool = True
     """stop at the end-of-text token"""
     tokeniser: Path | None = None
@@ -58,6 +62,8 @@ def main(args: Sequence[str] | None = None) -> None:
     kinds = GPT, EncoderDecoderTransformer
     loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model), kinds=kinds)
     tokeniser = loaded.tokeniser
+    if arguments.steer is not None:
+        _steer(loaded.model, arguments.steer, arguments.strength)
     sampling = arguments.sampling.for_model(loaded)
     if not arguments.stop:
         sampling = replace(sampling, stop_tokens=())
@@ -75,6 +81,16 @@ def main(args: Sequence[str] | None = None) -> None:
     tokens = generate(loaded.model, ids, arguments.length, sampling, state=state, overflow=arguments.decoding.overflow)
     print_stream(arguments.prompt or "", stream_text(tokens, tokeniser, stop_tokens(loaded), ids))
     check_constraint(sampling)
+
+
+def _steer(model: GPT, path: Path, strength: float) -> None:
+    """Add the control vectors of a file to the residual stream of a model until the process ends."""
+    from tricycle.pretrained.gguf_control_vectors import read_control_vectors
+    from tricycle_lab.attribution import check_decoder
+    from tricycle_lab.steering import steer
+
+    check_decoder("--steer", model)
+    steer(model, read_control_vectors(path, len(model.blocks), model.config.embedding_dim), strength)
 
 
 def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:

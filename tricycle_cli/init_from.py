@@ -7,7 +7,7 @@ from typing import Any
 
 from tricycle.configs import GPTConfig, LaptopConfig
 from tricycle.configs.model import ModelConfig
-from tricycle.configs.presets import model_fields
+from tricycle.configs.presets import trainable_fields
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle_cli.models import load_model
@@ -34,7 +34,7 @@ def load_base_model(source: str) -> Pretrained:
 
 def default_config(model: GPT) -> GPTConfig:
     """Return a training config with the model's shape, settings for pretrained models, and a capped context window."""
-    shape = model_fields(model.config.to_dict())
+    shape = trainable_fields(model.config)
     window = min(model.config.context_window, MAX_DEFAULT_WINDOW)
     return GPTConfig.from_dict({**shape, **TRAINING, "context_window": window})
 

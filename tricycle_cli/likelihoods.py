@@ -37,9 +37,11 @@ def iter_likelihoods(
 ) -> Iterator[tuple[int, Likelihood]]:
     """Yield (index of the pair, its likelihood), in batches of similar lengths, the longest first.
 
+    Pairs that are equal but for the last token are processed once, such as one-token choices after a prompt.
+
     Args:
         pairs: contexts that do not fit into the context window are cut at their beginning.
-        batch_size: the maximum number of pairs in a batch; None for as many as MAX_LOGITS allows.
+        batch_size: the maximum number of texts in a batch; None for as many as MAX_LOGITS allows.
 
     Raises:
         ValueError: an empty context or continuation, or a continuation that is longer than the context window.
@@ -49,24 +51,30 @@ def iter_likelihoods(
         if not pair.context or not 0 < len(pair.continuation) <= window:
             expected = f"expected a context, and a continuation of 1 to {window} tokens"
             raise ValueError(f"{expected}, got {len(pair.context)} and {len(pair.continuation)} tokens")
-    rows = [[*pair.context, *pair.continuation][-window - 1 :] for pair in pairs]
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    while order:
-        most = max(1, MAX_LOGITS // (len(rows[order[0]]) * model.config.vocab_size))
-        batch, order = order[: min(most, batch_size or most)], order[min(most, batch_size or most) :]
-        n_continued = [len(pairs[i].continuation) for i in batch]
-        yield from zip(batch, _batch_likelihoods(model, [rows[i] for i in batch], n_continued))
+    owners: dict[tuple[int, ...], list[int]] = {}  # pairs that differ in their last tokens alone share a row
+    for i, pair in enumerate(pairs):
+        owners.setdefault(tuple([*pair.context, *pair.continuation][-window - 1 : -1]), []).append(i)
+    rows = sorted(owners, key=len, reverse=True)
+    while rows:
+        most = max(1, MAX_LOGITS // (len(rows[0]) * model.config.vocab_size))
+        batch, rows = rows[: min(most, batch_size or most)], rows[min(most, batch_size or most) :]
+        for row, logits in zip(batch, _batch_logits(model, batch)):
+            for i in owners[row]:
+                yield i, _likelihood(logits[: len(row)], np.array(pairs[i].continuation))
 
 
-def _batch_likelihoods(model: GPT, rows: list[list[int]], n_continued: list[int]) -> Iterator[Likelihood]:
-    """Yield the likelihood of the last `n_continued` tokens of each row, of which the first is the longest."""
-    ids = np.zeros((len(rows), len(rows[0]) - 1), int)  # attention is causal: padding at the end has no effect
+def _batch_logits(model: GPT, rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the logits (rows, T, V) of rows of ids, of which the first is the longest."""
+    ids = np.zeros((len(rows), len(rows[0])), int)  # attention is causal: padding at the end has no effect
     for padded, row in zip(ids, rows):
-        padded[: len(row) - 1] = row[:-1]
+        padded[: len(row)] = row
     with model.evaluating():
-        logits = model(model.place(ids)).numpy()
-    for row, n, row_logits in zip(rows, n_continued, logits):
-        logprobs = kernels.log_softmax(row_logits[len(row) - 1 - n : len(row) - 1].astype(np.float64))
-        tokens = np.array(row[-n:])
-        is_greedy = bool((logprobs.argmax(-1) == tokens).all())
-        yield Likelihood(float(logprobs[np.arange(n), tokens].sum()), is_greedy)
+        logits: np.ndarray = model(model.place(ids)).numpy()
+    return logits
+
+
+def _likelihood(logits: np.ndarray, tokens: np.ndarray) -> Likelihood:
+    """Return the likelihood of `tokens` (N,) under the last N rows of logits."""
+    logprobs = kernels.log_softmax(logits[-len(tokens) :].astype(np.float64))
+    is_greedy = bool((logprobs.argmax(-1) == tokens).all())
+    return Likelihood(float(logprobs[np.arange(len(tokens)), tokens].sum()), is_greedy)

@@ -185,8 +185,8 @@ def load_model(
     if adapter is not None:
         load_adapter(loaded, adapter)
     if softmax is not None:
-        if not isinstance(loaded.model, GPT):
-            raise ValueError(f"--softmax: expected a GPT, got a {type(loaded.model).__name__}")
+        if not all(hasattr(block, "attention") for block in getattr(loaded.model, "blocks", [None])):
+            raise ValueError("--softmax: expected a decoder with attention in all blocks, got another model")
         loaded.model.use_softmax(softmax, loaded.model.config.softmax_blocks)
     if on_gpu:
         loaded.model.to_gpu()

@@ -18,11 +18,17 @@ MAX_CHOICES = 100
 
 @dataclass(frozen=True)
 class Item:
-    """A question; `answer` is the index of the right choice."""
+    """A question.
+
+    Attributes:
+        answer: the index of the right choice.
+        group: the name of a part of the task whose accuracy is reported separately, or "".
+    """
 
     prompt: str
     choices: list[str]
     answer: int
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,13 +44,14 @@ class ItemScore:
     prompt: str
     choices: list[str]
     answer: int
+    group: str
     logprobs: list[float]
     chosen: int
     chosen_per_character: int
 
 
 def read_items(path: Path) -> list[Item]:
-    """Read a JSON Lines file of objects with `prompt`, `choices` and `answer`, an index or one of the choices.
+    """Read a JSON Lines file of objects with `prompt`, `choices`, `answer` (index or text) and perhaps `group`.
 
     Raises:
         ValueError: a line is not such an object; the message has its number.
@@ -77,18 +84,27 @@ def _parse_item(value: Any) -> Item:
         raise ValueError(
             f"expected answer to be an index from 0 to {len(choices) - 1}, or a choice, got {answer!r:.40}"
         )
-    return Item(prompt, choices, answer)
+    group = fields.get("group", "")
+    if not isinstance(group, str):
+        raise ValueError(f"expected group to be a text, got {group!r:.40}")
+    return Item(prompt, choices, answer, group)
 
 
-def score_items(model: GPT, tokeniser: Tokeniser, items: list[Item], batch_size: int | None = None) -> list[ItemScore]:
+def score_items(
+    model: GPT, items: list[Item], pairs: list[list[Pair]], batch_size: int | None = None
+) -> list[ItemScore]:
     """Return an ItemScore per item: its choices' log-likelihoods after the prompt, and the two answers they choose.
+
+    Args:
+        pairs: for each item the ids of its prompt with each of its choices, as of `encode_items`.
+        batch_size: see `iter_likelihoods`.
 
     Raises:
         ValueError: a choice that is longer than the context window.
     """
-    pairs = [encode_pair(tokeniser, item.prompt, choice) for item in items for choice in item.choices]
-    logprobs = [0.0] * len(pairs)
-    for i, likelihood in iter_likelihoods(model, pairs, batch_size):
+    flat = [pair for own in pairs for pair in own]
+    logprobs = [0.0] * len(flat)
+    for i, likelihood in iter_likelihoods(model, flat, batch_size):
         logprobs[i] = likelihood.logprob
     scores = []
     for item in items:
@@ -97,6 +113,11 @@ def score_items(model: GPT, tokeniser: Tokeniser, items: list[Item], batch_size:
         chosen = (own.index(max(own)), per_character.index(max(per_character)))
         scores.append(ItemScore(**asdict(item), logprobs=own, chosen=chosen[0], chosen_per_character=chosen[1]))
     return scores
+
+
+def encode_items(tokeniser: Tokeniser, items: list[Item]) -> list[list[Pair]]:
+    """Return for each item the ids of its prompt with each of its choices; see `encode_pair`."""
+    return [[encode_pair(tokeniser, item.prompt, choice) for choice in item.choices] for item in items]
 
 
 def encode_pair(tokeniser: Tokeniser, prompt: str, choice: str) -> Pair:
@@ -124,7 +145,44 @@ def summarize(scores: list[ItemScore]) -> dict[str, float]:
     return summary
 
 
-def write_log(path: Path, scores: list[ItemScore]) -> None:
-    """Write the scores to a JSON Lines file, one item in each line."""
+def summarize_groups(scores: list[ItemScore]) -> dict[str, dict[str, float]]:
+    """Return the summary of each group of items by its name, in the order of first items; empty without groups."""
+    names = dict.fromkeys(score.group for score in scores)
+    groups = {name: summarize([score for score in scores if score.group == name]) for name in names}
+    return {} if list(groups) == [""] else groups
+
+
+def compare(scores: list[ItemScore], others: list[ItemScore]) -> dict[str, float]:
+    """Compare the accuracies of two models in the same items, with McNemar's exact test.
+
+    Returns:
+        The difference of the accuracies and the standard error of the paired difference, the numbers of items that
+        only the first or only the second model answers correctly, and the two-sided p-value: the probability of a
+        difference of this size if each such item were equally probable for either model.
+
+    Source: McNemar 1947, "Note on the sampling error of the difference between correlated proportions".
+    """
+    n = len(scores)
+    right = [score.chosen == score.answer for score in scores]
+    other_right = [score.chosen == score.answer for score in others]
+    only_first = sum(a and not b for a, b in zip(right, other_right))
+    only_second = sum(b and not a for a, b in zip(right, other_right))
+    difference, n_discordant = (only_first - only_second) / n, only_first + only_second
+    variance = (n_discordant / n - difference**2) / max(1, n - 1)
+    n_tail = sum(math.comb(n_discordant, k) for k in range(min(only_first, only_second) + 1))
+    return {
+        "difference": difference,
+        "difference_error": math.sqrt(max(0.0, variance)),
+        "only_first": only_first,
+        "only_second": only_second,
+        "p_value": min(1.0, 2 * n_tail / 2**n_discordant),
+    }
+
+
+def write_log(path: Path, scores: list[ItemScore], others: list[ItemScore] | None = None) -> None:
+    """Write the scores to a JSON Lines file, one item in each line, with those of the `other` model, if any."""
+    rows = [asdict(score) for score in scores]
+    for row, other in zip(rows, others or []):
+        row["other"] = {name: getattr(other, name) for name in ("logprobs", "chosen", "chosen_per_character")}
     with atomic_write(path, text=True) as file:
-        file.writelines(json.dumps(asdict(score), ensure_ascii=False) + "\n" for score in scores)
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -1,7 +1,7 @@
 """Serve a model over HTTP with OpenAI's API, and a chat page for the browser: http://127.0.0.1:8000.
 
-The endpoints are /v1/chat/completions, /v1/completions, /v1/models, and /v1/embeddings for encoders. Ctrl-C stops the
-server.
+The endpoints are /v1/chat/completions, /v1/responses, /v1/completions, /v1/models, and /v1/embeddings for encoders.
+Ctrl-C stops the server.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from tricycle.system.locks import FolderLock, LockedError
 from tricycle_cli.databases import sqlite_url
 from tricycle_cli.distributed import require_one_process
 from tricycle_cli.flags import on_one_line, parse, parse_known
+from tricycle_cli.made_tasks import TaskName
 from tricycle_cli.run import read_metrics
 from tricycle_cli.search_space import (
     SearchSpace,
@@ -80,6 +81,7 @@ class Arguments(SweepArguments, TrainArguments):
     """The flags of `tricycle sweep`."""
 
     find_learning_rate: tyro.conf.Suppress[bool] = False
+    evaluate_tasks: tyro.conf.Suppress[tuple[TaskName, ...]] = ()
     shard_optimiser: tyro.conf.Suppress[bool] = False
 
 

@@ -10,7 +10,7 @@ import argparse
 import reprlib
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,11 @@ from tricycle_cli.find_rate import find_learning_rate
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk, describe_disk_space
 from tricycle_cli.init_from import check_shape, default_config, initialize_from, load_base_model
+from tricycle_cli.likelihoods import Pair
+from tricycle_cli.made_tasks import NAMES as TASK_NAMES
+from tricycle_cli.made_tasks import TaskName, make_task
 from tricycle_cli.models import use_gpu
+from tricycle_cli.multiple_choice import Item, score_items, summarize
 from tricycle_cli.run import OnNaN, Run
 from tricycle_cli.session import new_folder, open_session
 from tricycle_cli.signals import Signals
@@ -53,6 +57,7 @@ from tricycle_datasets.corpora import CORPORA, load_corpus
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 
 DESCRIPTION = __doc__ or ""
+TASK_ITEMS = 100  # of each of --evaluate-tasks
 Tokenisers = Literal["own", "portable", "gpt2"]
 
 
@@ -84,6 +89,8 @@ class Arguments:
     """with mpiexec: shard the optimizer state over the ranks, which saves memory"""
     track: tuple[TrackerName, ...] = ()
     """experiment trackers that get the content of metrics.jsonl; each needs an extra of this package"""
+    evaluate_tasks: tuple[TaskName, ...] = ()
+    """tasks whose accuracy is part of each evaluation, as in `tricycle evaluate --task`"""
     find_learning_rate: bool = False
     """run a learning-rate range test in place of training: plot the losses, and suggest a learning rate"""
     config: GPTConfig = field(default_factory=GPTConfig)
@@ -191,6 +198,8 @@ def run_description(arguments: Arguments) -> dict[str, Any]:
     description |= {"tokeniser": arguments.tokeniser, "on_nan": arguments.on_nan}
     if arguments.track:
         description["track"] = list(arguments.track)
+    if arguments.evaluate_tasks:
+        description["evaluate_tasks"] = list(arguments.evaluate_tasks)
     if arguments.init_from:
         path = Path(arguments.init_from)
         description["init_from"] = str(path.resolve()) if path.exists() else arguments.init_from
@@ -245,6 +254,7 @@ class TrainTask(TextTask):
         resumed: the flags of a resumed run; None for a new run.
         start: the model of --init-from for a new run.
         digest: the digest of the text that a resumed run was trained on; "" if unknown.
+        tasks: the items of --evaluate-tasks by the task's name, as of `make_task`.
     """
 
     command = "train"
@@ -252,6 +262,7 @@ class TrainTask(TextTask):
     def __init__(self, arguments: Arguments, resumed: ResumeArguments | None, start: Pretrained | None = None) -> None:
         super().__init__(arguments, arguments.run_folder if resumed is None else resumed.resume)
         self.resumed, self.start, self.digest = resumed, start, ""
+        self.tasks: dict[str, tuple[list[Item], list[list[Pair]]]] = {}
 
     @property
     def name(self) -> str:
@@ -297,6 +308,8 @@ class TrainTask(TextTask):
             advice = f"--init-from {shlex.quote(run.last.as_posix())} starts a new run with its weights"
             got = f"a changed text; {advice}"
             raise ValueError(f"{run.folder}: expected the text that the run was started with, got {got}")
+        for task in arguments.evaluate_tasks:
+            self.tasks[task] = make_task(task, tokeniser, config.context_window, TASK_ITEMS)
         description = {**self.describe(), "corpus": corpus.digest}
         on_rank_zero(processes, lambda: write_run_description(run.folder, config, description, tokeniser))
         self.prompts, self.held_out_bytes = CORPORA[arguments.data].prompts, corpus.validation_bytes
@@ -307,6 +320,19 @@ class TrainTask(TextTask):
         if processes.is_rank_zero:
             self._print_summary(state, run, tokeniser, on_gpu)
         return state
+
+    def measure(self, state: TrainingState) -> dict[str, float]:
+        """Return the metrics of held-out text, and the accuracy in each of `tasks`."""
+        metrics = super().measure(state)
+        for name, (items, pairs) in self.tasks.items():
+            scores = score_items(state.model, items, pairs, state.config.batch_size)
+            metrics[f"{name}_accuracy"] = summarize(scores)["accuracy"]
+        return metrics
+
+    def format_metrics(self, metrics: Mapping[str, float]) -> str:
+        """Format the metrics of held-out text and the accuracies, such as ", induction 25%"."""
+        accuracies = [f", {name} {100 * metrics[f'{name}_accuracy']:.0f}%" for name in self.tasks]
+        return super().format_metrics(metrics) + "".join(accuracies)
 
     def needed_memory(self, config: GPTConfig) -> int:
         """Return the minimum number of bytes that training needs."""
@@ -390,11 +416,14 @@ def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
     are_paths = isinstance(files, list) and all(isinstance(name, str) for name in files)
     is_known = data.get("data") in CORPORA and data.get("on_nan", "skip") in get_args(OnNaN)
     are_trackers = isinstance(track, list) and all(name in NAMES for name in track)
-    if not is_known or not are_paths or not are_trackers:
+    tasks = data.get("evaluate_tasks", [])
+    are_tasks = isinstance(tasks, list) and all(name in TASK_NAMES for name in tasks)
+    if not is_known or not are_paths or not are_trackers or not are_tasks:
         got = reprlib.repr(data)
         raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {got}")
     if data.get("command", "train") != command:
         raise ValueError(f"{folder}: expected a run of `tricycle {command}`, got one of {data['command']!r}")
     same = {name: data[name] for name in ("data", "tokeniser", "on_nan", "init_from") if name in data}
-    arguments = Arguments(**same, files=tuple(map(Path, files)), track=tuple(track), config=GPTConfig.from_dict(config))
+    several: Any = {"files": tuple(map(Path, files)), "track": tuple(track), "evaluate_tasks": tuple(tasks)}
+    arguments = Arguments(**same, **several, config=GPTConfig.from_dict(config))
     return arguments, data.get("corpus", "")

@@ -1,32 +1,34 @@
 """Activation patching: the effect on the answer if activations of a clean prompt replace those of a corrupted prompt.
 
-Exact patching runs the model on the corrupted prompt once for each activation, with several of them in a batch.
+Exact patching computes a corrupted run for each activation, from the patched block on, with several runs in a batch.
 Attribution patching estimates all effects to first order, with two forward passes and one backward pass.
 
 Sources: Meng et al. 2022, "Locating and Editing Factual Associations in GPT" (causal tracing); Wang et al. 2022,
-"Interpretability in the Wild" (logit differences); Nanda 2023, "Attribution Patching".
+"Interpretability in the Wild" (logit differences).
 
 Shapes: B batch, T tokens, C channels, L layers, H heads, E channels of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.devices import Array, to_cpu
+from tricycle.devices import Array, array_module, to_cpu
 from tricycle.models import GPT
 from tricycle.ops import check_positive
 from tricycle.tensor import Tensor
 from tricycle_lab.attribution import check_decoder, check_tokens, frozen, gradient_of
-from tricycle_lab.probe import Probe
+from tricycle_lab.hooks import add_hook
+from tricycle_lab.recorded_run import record_run, run_block, run_blocks
 
-KINDS = ("stream", "heads")  # of activations: the residual stream after a block (B, T, C), or head results (B, T, H, E)
+KINDS = ("stream", "attention", "mlp", "heads", "heads_by_position")  # of activations, see `patch_activations`
+ESTIMATED = ("stream", "heads")
 Site = tuple[str, int]  # a kind and a layer
-Change = Callable[[Tensor], Any]
 
 
 class Prompts(NamedTuple):
@@ -44,71 +46,145 @@ class Prompts(NamedTuple):
     answers: tuple[int, int]
 
 
-def patch_activations(model: GPT, prompts: Prompts, kind: str = "stream", batch_size: int = 16) -> np.ndarray:
-    """Return the effect of each clean activation in the corrupted run, (L, T) of the stream or (L, H) of the heads.
+class PromptRuns:
+    """The recorded runs of two prompts, and the scale of effects between them.
+
+    Attributes:
+        clean, corrupted: the activations of both prompts.
+        first: the first position at which the prompts differ.
+        uses_shift: whether a token depends on more than the keys and values of earlier ones, because of token shift.
+        start: the first position that changed runs compute.
+        metric, difference: the metric of the corrupted prompt, and what the clean one adds to it.
+
+    Raises:
+        ValueError: prompts of different lengths, ids out of range, or prompts with the same metric.
+    """
+
+    def __init__(self, caller: str, model: GPT, prompts: Prompts) -> None:
+        _check(caller, model, prompts)
+        self.model, self.answers = model, prompts.answers
+        self.clean, self.corrupted = record_run(model, prompts.clean), record_run(model, prompts.corrupted)
+        pairs = zip(prompts.clean, prompts.corrupted)
+        self.first = next((i for i, (token, other) in enumerate(pairs) if token != other), 0)
+        self.uses_shift = any(block.attention.uses_shift for block in model.blocks)
+        self.start = 0 if self.uses_shift else self.first
+        self.metric, end = (self.metrics(run.stream[-1]).item() for run in (self.corrupted, self.clean))
+        self.difference = _difference(caller, self.metric, end)
+
+    def metrics(self, x: Array) -> np.ndarray:
+        """Return the logit difference of the answers after residual streams x (B, n, C) of the last block, (B,)."""
+        with self.model.evaluating():
+            logits = self.model.logits(Tensor(x[:, -1], requires_grad=False)).array
+        return to_cpu(logits[:, self.answers[0]] - logits[:, self.answers[1]]).astype(np.float64)
+
+    def effects(self, x: Array) -> np.ndarray:
+        """Return the metrics of residual streams, scaled to 0 for the corrupted and 1 for the clean prompt, (B,)."""
+        return (self.metrics(x) - self.metric) / self.difference
+
+
+def patch_activations(model: GPT, prompts: Prompts, kind: str = "stream", batch_size: int = 64) -> np.ndarray:
+    """Return the effect of each clean activation in the corrupted run: (L, T), (L, H) or (L, H, T) by `kind`.
 
     An effect is the metric of the patched run, scaled so that it is 0 for the corrupted and 1 for the clean prompt.
+    Patched runs share the blocks before the patched one, and the keys and values of earlier tokens. The effect at
+    positions before the first token that differs is 0, without a run.
 
     Args:
         model: any `GPT`.
         prompts: both prompts, and the answers.
-        kind: "stream" replaces the residual stream after a block at one position; "heads" replaces the result of one
-            attention head at all positions.
+        kind: one of KINDS. "stream", "attention" and "mlp" replace the residual stream after a block, or the result of
+            its attention layer or MLP, at one position, (L, T). "heads" replaces the result of one attention head at
+            all positions, (L, H), and "heads_by_position" at one position, (L, H, T).
         batch_size: the number of patched runs in one forward pass.
 
     Raises:
         ValueError: an unknown kind, prompts of different lengths, ids out of range, or prompts with the same metric.
     """
-    _check("patch_activations", model, prompts)
     check_positive("patch_activations", batch_size=batch_size)
     if kind not in KINDS:
         raise ValueError(f"patch_activations: expected a kind, one of {', '.join(KINDS)}, got {kind!r}")
-    sites = [(kind, layer) for layer in range(len(model.blocks))]
-    activations: dict[Site, Array] = {}
-    n_columns = len(prompts.clean) if kind == "stream" else model.config.n_heads
-    cells = [(site, column) for site in sites for column in range(n_columns)]
-    metrics: list[float] = []
+    runs = PromptRuns("patch_activations", model, prompts)
+    heads = range(model.config.n_heads) if kind in ("heads", "heads_by_position") else range(1)
+    positions = range(1) if kind == "heads" else range(runs.first, len(prompts.clean))
+    cells = [(head, position) for position in positions for head in heads]
+    effects = np.zeros((len(model.blocks), len(heads), 1 if kind == "heads" else len(prompts.clean)))
     with model.evaluating():
-        record = {site: partial(_record, activations, site) for site in sites}
-        clean = _metric(model, [prompts.clean], prompts.answers, record)
-        corrupted = _metric(model, [prompts.corrupted], prompts.answers, {})
-        start, end = float(corrupted.array[0]), float(clean.array[0])
-        difference = _difference("patch_activations", start, end)
-        for first in range(0, len(cells), batch_size):
-            batch = cells[first : first + batch_size]
-            changes = {site: partial(_patch, activations[site], site, batch) for site, _ in batch}
-            metrics += to_cpu(_metric(model, [prompts.corrupted] * len(batch), prompts.answers, changes).array).tolist()
-    return (np.reshape(metrics, (len(sites), n_columns)) - start) / difference
+        for layer in range(len(model.blocks)):
+            for first in range(0, len(cells), batch_size):
+                batch = cells[first : first + batch_size]
+                effects[layer][tuple(np.transpose(batch))] = runs.effects(_run_patched(runs, kind, layer, batch))
+    return effects if kind == "heads_by_position" else effects[..., 0] if kind == "heads" else effects[:, 0]
+
+
+def _run_patched(runs: PromptRuns, kind: str, layer: int, batch: Sequence[tuple[int, int]]) -> Array:
+    """Return the last residual stream (B, n, C) of corrupted runs with clean activations, for the last n tokens.
+
+    Args:
+        batch: the (head, position) of the clean activation in each run; one of the two is 0 if `kind` has no such axis.
+    """
+    start = runs.start if kind == "heads" or runs.uses_shift else min(position for _, position in batch)
+    name = "heads" if kind == "heads_by_position" else kind
+    index = layer + 1 if kind == "stream" else layer
+    clean = getattr(runs.clean, name)[index][:, start:]
+    mask = np.zeros((len(batch), *clean.shape[1:-1], 1), bool)
+    for run, (head, position) in enumerate(batch):
+        mask[run, slice(None) if kind == "heads" else position - start, head if name == "heads" else 0] = True
+    selected = array_module(clean).asarray(mask)
+    patch = lambda x: array_module(x).where(selected, clean, x)
+    if kind == "stream":
+        x = patch(runs.corrupted.stream[index][:, start:])
+    else:
+        attention = runs.model.blocks[layer].attention
+        target = {"heads": attention.attention, "attention": attention, "mlp": runs.model.blocks[layer].mlp}[name]
+        change = lambda out: Tensor(patch(out.array), requires_grad=False)
+        x = runs.corrupted.stream[layer][:, start:].repeat(len(batch), axis=0)
+        x = run_block(runs.model, layer, x, runs.corrupted, [(target, change)])
+    return run_blocks(runs.model, layer + 1, x, runs.corrupted)
 
 
 def estimate_patches(model: GPT, prompts: Prompts) -> dict[str, np.ndarray]:
-    """Estimate the effects of `patch_activations` of all kinds by gradients: "stream" (L, T) and "heads" (L, H).
+    """Estimate the effects of `patch_activations` by gradients: "stream" (L, T) and "heads" (L, H).
 
     The estimate is (clean activation - corrupted activation) times the gradient of the metric in the corrupted run. It
-    is exact for small differences of the activations. Two forward passes and one backward pass compute all effects.
+    is exact for small differences of the activations. Two forward passes and a backward pass compute all effects.
 
     Raises:
         ValueError: as of `patch_activations`.
+
+    Source: Nanda 2023, "Attribution Patching".
     """
-    _check("estimate_patches", model, prompts)
-    sites = [(kind, layer) for kind in KINDS for layer in range(len(model.blocks))]
-    clean: dict[Site, Array] = {}
-    corrupted: dict[Site, Array] = {}
-    offsets: dict[Site, Tensor] = {}
-    with model.evaluating():
-        record = {site: partial(_record, clean, site) for site in sites}
-        end = float(_metric(model, [prompts.clean], prompts.answers, record).array[0])
-    with frozen(model):
-        record = {site: partial(_record_with_gradient, corrupted, offsets, site) for site in sites}
-        metric = _metric(model, [prompts.corrupted], prompts.answers, record)
-        start = float(metric.array[0])
-        metric.backward()
-    difference = _difference("estimate_patches", start, end)
-    effects: dict[str, list[np.ndarray]] = {kind: [] for kind in KINDS}
-    for site in sites:
-        effect = ((clean[site] - corrupted[site]) * gradient_of(offsets[site]))[0].sum(axis=-1)  # (T,) or (T, H)
-        effects[site[0]].append(to_cpu(effect if site[0] == "stream" else effect.sum(axis=0)))
-    return {kind: np.stack(rows).astype(np.float64) / difference for kind, rows in effects.items()}
+    runs = PromptRuns("estimate_patches", model, prompts)
+    gradients = _gradients(runs)
+    effects: dict[str, list[np.ndarray]] = {kind: [] for kind in ESTIMATED}
+    for (kind, layer), gradient in gradients.items():
+        clean, corrupted = (getattr(run, kind)[layer + (kind == "stream")] for run in (runs.clean, runs.corrupted))
+        effect = ((clean - corrupted) * gradient)[0].sum(axis=-1)  # (T,) or (T, H)
+        effects[kind].append(to_cpu(effect if kind == "stream" else effect.sum(axis=0)))
+    return {kind: np.stack(rows).astype(np.float64) / runs.difference for kind, rows in effects.items()}
+
+
+def _gradients(runs: PromptRuns) -> dict[Site, Array]:
+    """Return the gradients of the metric of the corrupted run by activations, for all kinds and layers."""
+    model, offsets = runs.model, dict[Site, Tensor]()
+
+    def add_offset(site: Site, out: Tensor, *args: Any) -> Tensor:
+        """Add a leaf of zeros, which gets the gradient of the activation."""
+        offsets[site] = Tensor(out.xp.zeros_like(out.array))
+        return out + offsets[site]
+
+    with frozen(model), ExitStack() as hooks:
+        for kind in ESTIMATED:
+            for layer, block in enumerate(model.blocks):
+                target = block if kind == "stream" else block.attention.attention
+                hooks.callback(add_hook(target, "changes", partial(add_offset, (kind, layer))))
+        x = Tensor(runs.corrupted.stream[0], requires_grad=False)
+        for block in model.blocks:
+            x = block(x)
+        logits = model.logits(x[:, -1])
+        (logits[0, runs.answers[0]] - logits[0, runs.answers[1]]).backward()
+    return {
+        (kind, layer): gradient_of(offsets[kind, layer]) for kind in ESTIMATED for layer in range(len(model.blocks))
+    }
 
 
 def _check(caller: str, model: Any, prompts: Prompts) -> None:
@@ -130,42 +206,3 @@ def _difference(caller: str, start: float, end: float) -> float:
         expected = "expected prompts after which the logits of the answers differ"
         raise ValueError(f"{caller}: {expected}, got the logit difference {start:g} for the corrupted and {end:g}")
     return difference
-
-
-# -------------------------------------------------------------------- forward passes
-def _metric(
-    model: GPT, prompts: Sequence[Sequence[int]], answers: Sequence[int], changes: Mapping[Site, Change]
-) -> Tensor:
-    """Return the logit difference of the answers after each prompt, (B,), of a model with changed activations."""
-    with Probe(model, "") as probe:
-        for (kind, layer), change in changes.items():
-            if kind == "stream":
-                probe.replace(f"blocks.{layer}", change)
-            else:
-                probe.replace(f"blocks.{layer}.attention", change, heads=range(model.config.n_heads))
-        logits = model(model.place(np.array(prompts)), last=True)
-    return logits[:, 0, answers[0]] - logits[:, 0, answers[1]]
-
-
-def _record(activations: dict[Site, Array], site: Site, out: Tensor) -> Tensor:
-    """Store an activation, and return it unchanged."""
-    activations[site] = out.array
-    return out
-
-
-def _record_with_gradient(
-    activations: dict[Site, Array], offsets: dict[Site, Tensor], site: Site, out: Tensor
-) -> Tensor:
-    """Store an activation and a leaf of zeros that is added to it; the leaf gets the gradient of the activation."""
-    offsets[site] = Tensor(out.xp.zeros_like(out.array))
-    return _record(activations, site, out) + offsets[site]
-
-
-def _patch(clean: Array, site: Site, batch: Sequence[tuple[Site, int]], out: Tensor) -> Array:
-    """Return an activation (B, T, ...), with the clean one (1, T, ...) in the cell of each run that patches it."""
-    columns = out.shape[1:2] if site[0] == "stream" else (1, out.shape[2])
-    mask = np.zeros((len(batch), *columns, 1), bool)
-    for run, (other, column) in enumerate(batch):
-        if other == site:
-            mask[run, ..., column, 0] = True
-    return out.xp.where(out.xp.asarray(mask), clean, out.array)

@@ -205,12 +205,12 @@ def plot_attention(
 def plot_grids(
     grids: Mapping[str, np.ndarray], path: Path, labels: Mapping[str, Sequence[str]] | None = None, title: str = ""
 ) -> None:
-    """Plot values of layers as a PNG with a heat map per grid, (L, N) by title; ValueError for another shape.
+    """Plot values of layers as a PNG with a heat map per grid, (L, N) or (L, H, N); ValueError for another shape.
 
     Positive values are red, negative ones blue. Each map has its own scale, symmetric around 0.
 
     Args:
-        grids: by title, (layers, columns).
+        grids: by title, (layers, columns), or (layers, heads, columns) with a row for each head.
         labels: by the title of a grid, the texts of its columns, such as tokens; by default their indices.
     """
     if not grids:
@@ -218,15 +218,21 @@ def plot_grids(
     figure, panels = new_panels(len(grids), 2, (5.2, 4.2), (0.4, 0.5))
     for axes, (name, grid) in zip(panels, grids.items()):
         texts = (labels or {}).get(name)
-        if grid.ndim != 2 or not grid.size or (texts is not None and len(texts) != grid.shape[1]):
+        if grid.ndim not in (2, 3) or not grid.size or (texts is not None and len(texts) != grid.shape[-1]):
             expected = "(layers, columns)" if texts is None else f"(layers, {len(texts)})"
             raise ValueError(f"plot_grids: expected {name} to be of shape {expected}, got {grid.shape}")
         limit = float(np.nanmax(np.abs(grid), initial=0)) or 1
-        image = axes.imshow(grid, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", origin="lower")
+        rows = grid.reshape(-1, grid.shape[-1])
+        image = axes.imshow(
+            rows, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", origin="lower", interpolation="nearest"
+        )
         if texts is not None and len(texts) <= MAX_GRID_LABELS:
             axes.set_xticks(range(len(texts)), map(_token_label, texts), rotation=90, family="monospace", fontsize=7)
+        if grid.ndim == 3:
+            step = math.ceil(len(grid) / 16)
+            axes.set_yticks(np.arange(0, len(grid), step) * grid.shape[1] - 0.5, range(0, len(grid), step))
         axes.set_title(name, fontsize=10)
-        axes.set_ylabel("layer")
+        axes.set_ylabel("layer" if grid.ndim == 2 else "layer, with a row for each head")
         figure.colorbar(image, ax=axes)
     figure.suptitle(title, fontsize=11)
     save_figure(figure, path)

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tricycle_serve.embeddings import EmbeddingsResponse
 from tricycle_serve.engine_request import RequestCancelled
 from tricycle_serve.errors import JSON, ApiError, encode_json
+from tricycle_serve.metrics import MISSING, create_metrics
 from tricycle_serve.middleware import AccessMiddleware
 from tricycle_serve.request_fields import RequestFields, parse_json_object
 from tricycle_serve.responses import CompletionResponse
@@ -47,7 +48,7 @@ def create_app(
     api_key: str | None = None,
     max_request_bytes: int = MAX_REQUEST_BYTES,
 ) -> AccessMiddleware:
-    """Return the ASGI app of OpenAI's endpoints, /health and web pages; the caller starts `service.engine`.
+    """Return the ASGI app of OpenAI's endpoints, /health, /metrics and web pages; the caller starts `service.engine`.
 
     Args:
         allowed_hosts, allowed_origins, api_key: see `AccessMiddleware`.
@@ -57,16 +58,19 @@ def create_app(
     routes: Any = [
         Route("/v1/chat/completions", endpoints.post_endpoint(service.chat), methods=["POST"]),
         Route("/v1/completions", endpoints.post_endpoint(service.complete), methods=["POST"]),
+        Route("/v1/responses", endpoints.post_endpoint(service.respond), methods=["POST"]),
         Route("/v1/embeddings", endpoints.post_endpoint(service.embed), methods=["POST"]),
         Route("/v1/models", endpoints.list_models, methods=["GET"]),
         Route("/v1/models/{name:path}", endpoints.get_model, methods=["GET"]),
         Route("/health", endpoints.health, methods=["GET"]),
+        Route("/metrics", endpoints.metrics, methods=["GET"]),
         *(Route(path, _page_endpoint(*page), methods=["GET"]) for path, page in PAGES.items()),
     ]
     handlers: Any = {HTTPException: _handle_http_exception, ApiError: _handle_api_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return AccessMiddleware(app, allowed_hosts, allowed_origins, api_key)
+    service.engine.metrics = create_metrics([route.path for route in routes], service.engine.gauges)
+    return AccessMiddleware(app, allowed_hosts, allowed_origins, api_key, service.engine.metrics)
 
 
 class _Endpoints:
@@ -126,6 +130,14 @@ class _Endpoints:
             return _json_response({"status": "ok"})
         message = "the model's thread has ended: restart the server"
         return ApiError(message, 503, code="model_failed").response()
+
+    async def metrics(self, request: Request) -> Response:
+        """Return the metrics of the server in Prometheus's text format; status 501 without prometheus_client."""
+        metrics = self._service.engine.metrics
+        if metrics is None:
+            raise ApiError(MISSING, 501, code="metrics_unavailable")
+        content, media_type = metrics.report()
+        return Response(content, media_type=media_type)
 
     async def list_models(self, request: Request) -> Response:
         """Return a JSON response with OpenAI's list of models, which contains only the served one."""

@@ -21,6 +21,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_TOKENS = 2**31  # of the request field; the server applies a lower limit
 MAX_MESSAGES = 4096
 MAX_LOGIT_BIASES = 1024
+TEXT_PARTS = ("text", "input_text", "output_text")  # the latter two in the Responses API
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # These fields identify the user or concern storage and scheduling, so they do not affect the response.
 IGNORED_FIELDS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -224,10 +225,15 @@ def parse_messages(fields: RequestFields) -> list[dict[str, Any]]:
     fields.allow_only("functions", ([],), DEPRECATED)
     fields.allow_only("function_call", ("none", "auto"), DEPRECATED)
     fields.allow_only("modalities", (["text"],), TEXT_ONLY)
-    return [_parse_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    return [parse_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _parse_message(message: Any, path: str) -> dict[str, Any]:
+def parse_message(message: Any, path: str) -> dict[str, Any]:
+    """Return a message as `role` and `content`, perhaps `tool_calls`; raise ApiError that names `path` if invalid.
+
+    Raises:
+        ApiError: an invalid message, or content other than text.
+    """
     if not isinstance(message, dict):
         raise ApiError(f"expected {path} to be an object, got {format_value(message)}", param=path)
     role = message.get("role")
@@ -249,7 +255,7 @@ def _parse_content(content: Any, path: str) -> str:
         return replace_surrogates(content)
     texts = []
     for part in content if isinstance(content, list) else [content]:
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+        if not (isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)):
             expected = f"expected {path}.content to be a string, or a list of parts of type text"
             raise ApiError(f"{expected}, got {format_value(part)}", param=f"{path}.content")
         texts.append(replace_surrogates(part["text"]))

@@ -6,10 +6,11 @@ import base64
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tricycle.pretrained.sentence_encoder import SentenceEncoder
 from tricycle_serve.engine import Engine, timeout_error
 from tricycle_serve.engine_request import EngineRequest
-from tricycle_serve.errors import ApiError
 from tricycle_serve.request_fields import RequestFields, replace_surrogates
 
 MAX_TEXTS = 2048
@@ -21,11 +22,13 @@ class EmbeddingsRequest(NamedTuple):
 
     Attributes:
         truncate: whether texts that are too long are truncated; otherwise they are an error.
+        dimensions: number of dimensions of the returned embeddings.
         as_base64: whether the embeddings are returned in base64.
     """
 
     texts: list[str]
     truncate: bool
+    dimensions: int
     as_base64: bool
 
 
@@ -39,14 +42,12 @@ def parse_embeddings_request(fields: RequestFields, embedding_dim: int) -> Embed
     encoding_format = fields.get("encoding_format", "float")
     if encoding_format not in ("float", "base64"):
         fields.reject("encoding_format", "float or base64")
-    dimensions = fields.get_int("dimensions", embedding_dim, 1)
-    if dimensions != embedding_dim:
-        message = f"expected dimensions to be {embedding_dim}, the model's embedding size, got {dimensions}"
-        raise ApiError(message, param="dimensions")
+    dimensions = fields.get_int("dimensions", embedding_dim, 1, embedding_dim)
     truncate = fields.get_bool("truncate")
     fields.ignore("user")
     fields.reject_unknown()
-    return EmbeddingsRequest([replace_surrogates(text) for text in texts], truncate, encoding_format == "base64")
+    clean = [replace_surrogates(text) for text in texts]
+    return EmbeddingsRequest(clean, truncate, dimensions, encoding_format == "base64")
 
 
 class EmbeddingEngine(Engine):
@@ -104,11 +105,13 @@ class EmbeddingsResponse:
     Args:
         model: name of the model.
         n_tokens: number of tokens of all texts.
+        dimensions: the first numbers of each embedding are returned, with a norm of 1 if there are more.
     """
 
     engine_request: EngineRequest
     model: str
     n_tokens: int
+    dimensions: int
     as_base64: bool
 
     async def collect(self) -> dict[str, Any]:
@@ -119,9 +122,15 @@ class EmbeddingsResponse:
         """
         data: list[dict[str, Any]] = []
         async for batches in self.engine_request.outputs():
-            for row in (row for batch in batches for row in batch):
+            for row in (self._shorten(row) for batch in batches for row in batch):
                 # base64 is of the little-endian float32 bytes
                 value = base64.b64encode(row.astype("<f4").tobytes()).decode() if self.as_base64 else row.tolist()
                 data.append({"object": "embedding", "index": len(data), "embedding": value})
         usage = {"prompt_tokens": self.n_tokens, "total_tokens": self.n_tokens}
         return {"object": "list", "data": data, "model": self.model, "usage": usage}
+
+    def _shorten(self, embedding: np.ndarray) -> np.ndarray:
+        if self.dimensions == len(embedding):
+            return embedding
+        first = embedding[: self.dimensions]
+        return first / max(float(np.linalg.norm(first)), np.finfo(np.float32).tiny)

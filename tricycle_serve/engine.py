@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tricycle.decoding.batch import GenerationBatch
@@ -18,6 +19,7 @@ from tricycle.models import GPT
 from tricycle_serve.completion_requests import SequenceRequest
 from tricycle_serve.engine_request import EngineRequest
 from tricycle_serve.errors import ApiError
+from tricycle_serve.metrics import Metrics
 from tricycle_serve.output_processor import OutputProcessor
 
 PREFILL_CHUNK_TOKENS = 256  # prompt tokens that are processed between two decoding steps
@@ -30,9 +32,13 @@ class Engine(ABC):
 
     Args:
         max_queue: maximum number of waiting items; an item is one sequence or one embedding request.
+
+    Attributes:
+        metrics: counts tokens and times, if it is not None.
     """
 
     def __init__(self, max_queue: int) -> None:
+        self.metrics: Metrics | None = None
         self._max_queue = max_queue
         self._queue: deque[Any] = deque()
         self._condition = threading.Condition()
@@ -72,6 +78,10 @@ class Engine(ABC):
     def is_alive(self) -> bool:
         """Whether the engine is usable: its thread has not been started yet, or has not ended since."""
         return self._thread.ident is None or self._thread.is_alive()
+
+    def gauges(self) -> dict[str, tuple[str, float]]:
+        """Return description and value of current quantities by name; may be called in any thread."""
+        return {"waiting_texts": ("Texts or embedding requests in the queue.", self._n_waiting())}
 
     def _run(self) -> None:
         """Do steps until the engine closes; fail all requests if a step raises, and at the end."""
@@ -123,6 +133,7 @@ class _Sequence:
         is_first_of_prompt: whether it is the first sequence of its prompt in the request.
         state: decoding state with the processed part of the prompt; assigned when the sequence is admitted.
         batch_number: number in the generation batch; None until the last chunk of the prompt.
+        last_time: monotonic time of the submission, then of the last token, in seconds.
     """
 
     engine_request: EngineRequest
@@ -131,6 +142,7 @@ class _Sequence:
     is_first_of_prompt: bool
     state: SpeculativeState
     batch_number: int | None = None
+    last_time: float = field(default_factory=time.monotonic)
 
     @property
     def request(self) -> SequenceRequest:
@@ -221,6 +233,19 @@ class GenerationEngine(Engine):
             self._condition.notify()
         return engine_request
 
+    def gauges(self) -> dict[str, tuple[str, float]]:
+        """Return description and value of the queue's length, active texts and KV-cache tokens by name."""
+        active = self._active()
+        n_tokens = sum(len(sequence.state.tokens) for sequence in active)
+        n_tokens += sum(len(state.tokens) for state in list(self._prefix_cache))
+        capacity = self._limits.max_cache_tokens
+        return {
+            **super().gauges(),
+            "running_texts": ("Texts whose prompts are processed or that are generated.", len(active)),
+            "kv_cache_tokens": ("Tokens in KV caches, those of the prefix cache included.", n_tokens),
+            "kv_cache_capacity_tokens": ("Maximum number of tokens in KV caches.", capacity),
+        }
+
     # ---------------------------------------------------------------- one step
     def _has_work(self) -> bool:
         return bool(self._queue or self._prefilling or self._decoding)
@@ -283,6 +308,8 @@ class GenerationEngine(Engine):
             if sequence.is_first_of_prompt:
                 n_cached = min(len(sequence.state.tokens), len(sequence.request.prompt) - 1)
                 sequence.engine_request.n_cached_tokens += n_cached
+                if self.metrics is not None:
+                    self.metrics.count_prompt(len(sequence.request.prompt), n_cached)
             with self._condition:
                 self._queue.remove(sequence)
             self._prefilling.append(sequence)
@@ -357,6 +384,10 @@ class GenerationEngine(Engine):
             sequence = self._decoding.get(batch_number)
             if sequence is None:  # it failed at an earlier token of this step
                 continue
+            if self.metrics is not None:
+                now = time.monotonic()
+                self.metrics.count_token(now - sequence.last_time, is_first=sequence.output.n_tokens == 0)
+                sequence.last_time = now
             try:
                 delta = sequence.output.push(token)
             except ValueError as error:  # raised by the tokenizer

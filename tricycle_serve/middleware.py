@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tricycle_serve.errors import ApiError
+from tricycle_serve.metrics import Metrics
 
 # Pages may load files from this server and send requests to it, and nothing else.
 CONTENT_SECURITY_POLICY = (
@@ -29,7 +30,7 @@ SECURITY_HEADERS = {
 }
 # RFC 9110, section 7.2: a name, an IPv4 address, or an IPv6 address in brackets; optionally a port.
 HOST_PATTERN = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+))(?::\d{1,5})?", re.ASCII)
-PROTECTED_PREFIX = "/v1/"  # of the paths that require the API key
+PROTECTED_PREFIXES = ("/v1/", "/metrics")  # of the paths that require the API key
 
 
 class AccessMiddleware:
@@ -43,6 +44,7 @@ class AccessMiddleware:
         allowed_hosts: host names of this server, in addition to "localhost".
         allowed_origins: origins of other pages that may send requests (CORS), such as "http://localhost:3000".
         api_key: the key that requests must contain; None if no key is required.
+        metrics: counts all responses.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class AccessMiddleware:
         allowed_hosts: Iterable[str] = (),
         allowed_origins: Iterable[str] = (),
         api_key: str | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self._app = app
+        self._metrics = metrics
         self._allowed_hosts = {"localhost", *(name.lower() for name in allowed_hosts)}
         self._allowed_origins = {origin.rstrip("/").lower() for origin in allowed_origins}
         self._api_key_digest = None if api_key is None else _digest(api_key.encode("utf-8"))
@@ -62,6 +66,8 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._metrics is not None:
+            send = _count_response(send, self._metrics, scope["path"])
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin", "").lower()
         extra_headers = dict(SECURITY_HEADERS)
@@ -105,12 +111,23 @@ class AccessMiddleware:
 
     def _check_api_key(self, headers: dict[str, str], path: str) -> None:
         """Raise ApiError of status 401 if the path needs the API key and the request has another or none."""
-        if self._api_key_digest is None or not path.startswith(PROTECTED_PREFIX):
+        if self._api_key_digest is None or not path.startswith(PROTECTED_PREFIXES):
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key.strip().encode("latin-1"))
         if scheme.lower() != "bearer" or not hmac.compare_digest(digest, self._api_key_digest):
             raise ApiError("expected the API key as Authorization: Bearer KEY", 401, code="invalid_api_key")
+
+
+def _count_response(send: Send, metrics: Metrics, path: str) -> Send:
+    """Return a function that sends a message and counts the response that it begins."""
+
+    async def counting_send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            metrics.count_response(path, message["status"])
+        await send(message)
+
+    return counting_send
 
 
 def host_name(host: str) -> str:

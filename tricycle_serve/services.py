@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ from tricycle_serve.guides import GuideCompiler
 from tricycle_serve.output_processor import TokenDecoder
 from tricycle_serve.request_fields import RequestFields
 from tricycle_serve.responses import ChatCompletionResponse, CompletionResponse, TextCompletionResponse
+from tricycle_serve.responses_api import ResponsesResponse, parse_responses_request, renamed_error
 from tricycle_serve.tools import NO_TOOLS, is_supported
 
 MAX_NORMALIZATION_RATIO = 4  # by which a tokenizer's normalization may shorten a text
@@ -97,6 +99,10 @@ class ModelService:
         """Raise ApiError: chat completions are not supported."""
         raise ApiError(f"{self.name} does not support chat completions", code="unsupported_endpoint")
 
+    async def respond(self, fields: RequestFields) -> CompletionResponse:
+        """Raise ApiError: the Responses API is not supported."""
+        raise ApiError(f"{self.name} does not support responses", code="unsupported_endpoint")
+
     async def complete(self, fields: RequestFields) -> CompletionResponse:
         """Raise ApiError: completions are not supported."""
         raise ApiError(f"{self.name} does not support completions", code="unsupported_endpoint")
@@ -152,11 +158,33 @@ class GenerationService(ModelService):
 
     async def chat(self, fields: RequestFields) -> CompletionResponse:
         """Validate and queue a chat completion; return its response to `collect` or stream; else ApiError."""
+        return await self._answer(fields, parse_messages, ChatCompletionResponse)
+
+    async def respond(self, fields: RequestFields) -> CompletionResponse:
+        """Validate and queue a request of the Responses API; return its response to `collect` or stream; else ApiError.
+
+        Raises:
+            ApiError: an invalid request, or a full queue.
+        """
+        request = parse_responses_request(fields)
+        response_class = functools.partial(ResponsesResponse, shown=request.shown)
+        try:
+            return await self._answer(RequestFields(request.chat), lambda _: request.messages, response_class)
+        except ApiError as error:
+            raise renamed_error(error) from None
+
+    async def _answer(
+        self,
+        fields: RequestFields,
+        parse: Callable[[RequestFields], list[dict[str, Any]]],
+        response_class: Callable[..., CompletionResponse],
+    ) -> CompletionResponse:
+        """Validate and queue a chat request, whose messages `parse` returns."""
         if not self._has_chat_template:
             message = f"{self.name} has no chat template; /v1/completions continues a text"
             raise ApiError(message, code="no_chat_template")
         self.check_model_name(fields)
-        messages = parse_messages(fields)
+        messages = parse(fields)
         self._check_length(sum(len(message["content"]) for message in messages), "messages")
         request = parse_completion_request(fields, self._defaults.chat, is_chat=True)
         variables = self._tool_variables(request, messages)
@@ -167,7 +195,7 @@ class GenerationService(ModelService):
         except ValueError as error:
             message = f"expected messages that the model's chat template accepts: {error}"
             raise ApiError(message, param="messages") from None
-        return self._submit(ChatCompletionResponse, request, [prompt], [])
+        return self._submit(response_class, request, [prompt], [])
 
     async def complete(self, fields: RequestFields) -> CompletionResponse:
         """Validate and queue completions of prompts; return their response to `collect` or stream; else ApiError."""
@@ -216,7 +244,7 @@ class GenerationService(ModelService):
 
     def _submit(
         self,
-        response_class: type[CompletionResponse],
+        response_class: Callable[..., CompletionResponse],
         request: CompletionRequest,
         prompts: list[list[int]],
         prefixes: list[str],
@@ -257,4 +285,6 @@ class EmbeddingService(ModelService):
             raise ApiError(f"{message}; truncate: true cuts them", param="input", code="context_length_exceeded")
         engine_request = self.engine.submit(request.texts, self._timeout_seconds)
         n_tokens = sum(min(length, self.context_window) for length in lengths)
-        return EmbeddingsResponse(engine_request, self.name, n_tokens, request.as_base64)
+        if self.engine.metrics is not None:
+            self.engine.metrics.count_prompt(n_tokens)
+        return EmbeddingsResponse(engine_request, self.name, n_tokens, request.dimensions, request.as_base64)

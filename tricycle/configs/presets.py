@@ -159,3 +159,11 @@ PRESETS: dict[str, type[GPTConfig]] = {
 def model_fields(values: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a dict that are fields of `ModelConfig`."""
     return {name: value for name, value in values.items() if name in ModelConfig.__dataclass_fields__}
+
+
+def trainable_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a model's config that a `GPTConfig` has; ValueError if the config has others, as Mamba's."""
+    others = sorted({*config.__dataclass_fields__} - {*GPTConfig.__dataclass_fields__})
+    if others:
+        raise ValueError(f"expected a transformer, whose config can be that of a run, got one with {', '.join(others)}")
+    return model_fields(config.to_dict())

@@ -12,7 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle import kernels
+from tricycle.create_graph import unfused
 from tricycle.devices import Array
+from tricycle.functions import LogSoftmax
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.ops import as_floating
@@ -67,3 +69,10 @@ def _soft_loss(logits: Tensor, target: Array, temperature: float, factor: Any) -
         return (slope.astype(logits.array.dtype),)
 
     return record(value, (logits,), back, "distillation")
+
+
+@unfused("tricycle.finetuning.distillation._soft_loss")
+def _soft_cross_entropy(node: Tensor, v: Any) -> Tensor:
+    """Compute the loss plus the teacher's entropy, a constant."""
+    log_q = LogSoftmax()(node.args[0] / v.temperature)
+    return (log_q * -v.p).sum() * (v.temperature**2 * v.factor / v.n_tokens)

@@ -30,6 +30,7 @@ import numpy as np
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad, increment_versions
 from tricycle.configs.validated import Rule, ValidatedConfig
+from tricycle.create_graph import scatter, unfused
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.functions import linear
 from tricycle.kernels import FEW_ROWS
@@ -236,6 +237,17 @@ class AdaptedDense(Dense):
         return self._squares[2]
 
 
+@unfused("tricycle.finetuning.lora.AdaptedDense._apply_magnitudes")
+def _apply_magnitudes(node: Tensor, v: Any) -> Tensor:
+    y, *magnitudes = node.args
+    factor = v.factor.copy()
+    for columns in v.ranges:
+        factor[columns] = 0
+    scaled = [scatter(m / v.norms[c], (c,), factor, unique=True) for m, c in zip(magnitudes, v.ranges)]
+    y = y * sum(scaled, as_tensor(factor))
+    return y if v.self.bias is None else y + v.self.bias
+
+
 def squared_column_norms(weights: Tensor) -> Array:
     """Return the sum of squares of each column of a matrix, (out,)."""
     matrix: Any = weights.numpy() if isinstance(weights.array, QuantizedMatrix) else weights.array
@@ -286,6 +298,18 @@ def adapted_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRankUpdate
         return [dx.reshape(x.shape), ddown, *dups]
 
     return record(y.reshape(*x.shape[:-1], to_size), (x, low_rank.down, *low_rank.ups), backward, "dense")
+
+
+@unfused("tricycle.finetuning.lora.adapted_linear")
+def _adapted_linear(node: Tensor, v: Any) -> Tensor:
+    """Compute x W + s (x A) B by a product for each matrix; the bias has no gradient, and is left out."""
+    x, down, *ups = node.args
+    hidden = linear(x, down, precision=v.precision)
+    parts = [] if v.base is None else [linear(x, v.base.weights, precision=v.precision)]
+    for (target, ranks, _), up in zip(v.factors, ups):
+        update = linear(hidden[..., ranks] * target.scale, up, precision=v.precision)
+        parts.append(scatter(update, (..., slice(target.start, target.stop)), node.array, unique=True))
+    return sum(parts[1:], parts[0])
 
 
 def _matmul(a: Array, b: Array, precision: str) -> Array:

@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle import kernels
+from tricycle.create_graph import scatter, unfused
 from tricycle.devices import Array, array_module, to_cpu
+from tricycle.extra_ops import stack
 from tricycle.finetuning.packing import IGNORED, Batch, Example, PackedDataset
+from tricycle.functions import LogSoftmax
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, MAX_LOGITS
 from tricycle.tensor import Tensor, no_grad, record
@@ -153,6 +156,22 @@ def dpo_loss(model: GPT, beta: float = 0.1, on_margins: Callable[[Array], Any] |
         weights = xp.broadcast_to(xp.concatenate([slope, -slope])[:, None] * n_labels, labels.shape)
         weighted = model.loss_from_hidden(labels, hidden, loss_fn, weights.astype(np.float32))
         value = (preference_losses(margins).mean() * factor).astype(np.float32)
-        return record(value, (weighted,), lambda grad, needs_grad: (grad,), "dpo")
+        # the hidden states and parameters are args for derivatives of higher order, where the weights are not constants
+        others = (hidden, *(parameter for parameter in model.parameters() if parameter.requires_grad))
+        backward = lambda grad, needs_grad, *saved: (grad, *(None for _ in others))
+        return record(value, (weighted, *others), backward, "dpo", False, (model, batch, beta, factor))
 
     return batch_loss
+
+
+@unfused("tricycle.finetuning.preferences.dpo_loss", closure=True)
+def _dpo(node: Tensor, variables: Any) -> Tensor:
+    """Compute the loss by operations on Tensors, with the logits of all labels at once."""
+    hidden, (model, batch, beta, factor) = node.args[1], node._saved
+    xp, rows_and_columns = hidden.xp, np.nonzero(batch.labels != IGNORED)
+    rows, columns, ids = (xp.asarray(x) for x in (*rows_and_columns, batch.labels[rows_and_columns]))
+    log_probs = LogSoftmax()(model.logits(hidden[rows, columns]))[xp.arange(len(ids)), ids]
+    totals = scatter(log_probs, (rows,), xp.zeros(len(batch.labels), log_probs.dtype))
+    log_ratios = totals - xp.asarray(batch.reference_log_probs, log_probs.dtype)
+    margins = (log_ratios[: batch.n_labels] - log_ratios[batch.n_labels :]) * beta
+    return -LogSoftmax()(stack([margins, 0 * margins], axis=-1))[:, 0].mean() * factor

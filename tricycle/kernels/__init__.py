@@ -117,7 +117,7 @@ def swiglu_backward(grad: Array, x: Array) -> Array:
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
     gate = sigmoid(b)
-    dx = array_module(x).empty(x.shape, grad.dtype)
+    dx = array_module(x).empty_like(x, dtype=grad.dtype)
     dx[..., :half], dx[..., half:] = grad * (b * gate), grad * a * gate * (1 + b * (1 - gate))
     return dx
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad
+from tricycle.create_graph import rule
 from tricycle.devices import ARRAY_MODULES, Array, on_gpu
 from tricycle.functions import linear
 from tricycle.kernels import FEW_ROWS
@@ -218,6 +219,13 @@ class QuantizedMatrix:
 
 
 ARRAY_MODULES[QuantizedMatrix] = np  # it is in host memory, and np.asarray dequantizes it
+
+
+@rule("tricycle.kernels.quantized.QuantizedMatrix.linear")
+def _linear(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
+    dy = grad.reshape(v.n_rows, v.self.shape[1])
+    dx = linear(dy, Tensor(v.self.T, False)).reshape(v.shape) if node.args[0].requires_grad else None
+    return [dx, None, dy.sum(axis=0)][: len(node.args)]
 
 
 def quantized_dtype(dtype_name: str) -> np.dtype:

@@ -78,7 +78,7 @@ def from_hidden(
     return record(weights.dtype.type(total), inputs, backward, "cross_entropy", False, operands)
 
 
-@unfused("tricycle.losses.from_hidden")
+@unfused("tricycle.losses.from_hidden", closure=True)
 def _from_hidden(node: Tensor, variables: Any) -> Tensor:
     """Compute the loss with all logits at once."""
     (hidden, *_), (loss_fn, head, ids, weights) = node.args, node._saved

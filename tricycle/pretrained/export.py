@@ -83,7 +83,7 @@ def match_family(
         ValueError: no family computes the same; names the unsupported fields of the closest one.
     """
     candidates: list[tuple[int, Family, dict[str, Any], ModelConfig]] = []
-    nearest: tuple[int, int, str] = (10**6, 0, "")
+    nearest: tuple[int, int, str] = (10**6, 0, f"no family has a {type(config).__name__}")
     order = [family.architecture for family in ALL_FAMILIES]  # of equally close families, the first is named
     if config.activation == "swiglu":  # as Hugging Face's families express it
         config = replace(config, activation="swish", gated=True, hidden_size=config.mlp_width)

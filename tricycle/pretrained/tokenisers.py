@@ -61,7 +61,7 @@ class PretrainedTokeniser:
     def __init__(
         self, document: str, special: dict[str, str] | None = None, chat_templates: dict[str, str] | None = None
     ) -> None:
-        self.backend = _load_backend(document)
+        self.backend = load_backend(document)
         self._document = document
         ids = self.backend.get_vocab(with_added_tokens=True)
         self.special = {name: text for name, text in (special or {}).items() if text in ids}
@@ -129,7 +129,7 @@ class PretrainedTokeniser:
     @cached_property
     def _plain_backend(self) -> Any:
         """A backend that encodes names of special tokens as text: setting the flag of one is not thread-safe."""
-        backend = _load_backend(self._document)
+        backend = load_backend(self._document)
         backend.encode_special_tokens = True
         return backend
 
@@ -400,7 +400,7 @@ def _convert_library_errors(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {' '.join(str(error).split())}") from None
 
 
-def _load_backend(document: str) -> Any:
+def load_backend(document: str) -> Any:
     """Build a `tokenizers.Tokenizer` without truncation and padding; ValueError if invalid or it may inflate texts.
 
     Raises:
@@ -428,9 +428,10 @@ def _load_backend(document: str) -> Any:
 
 # -------------------------------------------------------------------- from a folder
 def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser:
-    """Load the tokenizer of a Hugging Face folder: tokenizer.json, else vocab.json and merges.txt, else vocab.txt.
+    """Load the tokenizer of a Hugging Face folder: tokenizer.json, else other files, see below.
 
-    The vocabulary comes from tokenizer.json, or vocab.json and merges.txt (GPT-2), or vocab.txt (BERT). Optional files
+    The vocabulary comes from tokenizer.json, or source.spm and vocab.json (Marian), or vocab.json and merges.txt
+    (GPT-2), or vocab.txt (BERT). Optional files
     are tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
 
     Raises:
@@ -444,6 +445,10 @@ def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser
         name: text for name in SPECIAL_TOKEN_FIELDS if (text := _token_text(config.get(name) or special_map.get(name)))
     }
     path = folder / "tokenizer.json"
+    if not path.is_file() and (folder / "source.spm").is_file() and (folder / "vocab.json").is_file():
+        from tricycle.pretrained.marian_tokeniser import marian_tokeniser_from_folder  # which imports this module
+
+        return marian_tokeniser_from_folder(folder, config)
     if path.is_file():
         document = read_json_object(path, *JSON_LIMITS)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
@@ -467,7 +472,7 @@ def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser
 
 def _add_configured_tokens(document: dict[str, Any], special: dict[str, str], config: dict[str, Any]) -> str:
     """Return a tokenizer.json's text with the added tokens of tokenizer_config.json; ValueError if their ids differ."""
-    backend = _load_backend(json.dumps(document))
+    backend = load_backend(json.dumps(document))
     import tokenizers
 
     known = {token.content for token in backend.get_added_tokens_decoder().values()}

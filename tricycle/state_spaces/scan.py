@@ -55,7 +55,8 @@ class StateSpaceScan(Op):
         _check_shapes(*arrays)
         dtype = array_module(arrays[0]).result_type(*arrays)
         arrays = [array.astype(dtype, copy=False) for array in arrays]
-        out, _, states = self._scan(*arrays, None, grad_enabled_for(*tensors))
+        values, log_decays, keys, queries = arrays
+        out, _, states = self._scan(values, log_decays, keys, queries, None, grad_enabled_for(*tensors))
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array]:
             return self._gradients(grad, arrays, states)

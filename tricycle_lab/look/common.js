@@ -40,7 +40,8 @@ function paint(canvas, bytes, height, width, colors, scale = 1) {
 
 /** Decode base64, and decompress if the bytes are deflated. */
 async function decodeBytes(text, deflated) {
-  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const binary = atob(text), bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = binary.charCodeAt(i);
   if (!deflated) return bytes;
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
@@ -63,3 +64,23 @@ const formatNumber = (value, digits = 3) => (value === null || value === undefin
 const percent = (p) => (p === null || p === undefined ? "–" : p >= 0.1 ? (100 * p).toFixed(0) + "%" : p >= 0.001 ? (100 * p).toFixed(1) + "%" : (100 * p).toPrecision(1) + "%");
 const visible = (text) => (text === "" ? "∅" : text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/\r/g, "␍"));
 const quoted = (text) => "“" + visible(text) + "”";
+const MAX_OPACITY = 0.55; // of a color behind text
+/** Return the color behind a token for a value from -1 to 1; "" for 0. */
+const tokenColor = (value) => (value ? "rgb(var(--" + (value > 0 ? "accent" : "less") + ") / " + (Math.abs(value) * MAX_OPACITY).toFixed(3) + ")" : "");
+const formatRank = (rank) => "rank " + (rank + 1).toLocaleString("en");
+const code = (text) => add(document.createElement("span"), "code", visible(text));
+
+/** Replace the content of a table by a header; columns are pairs of a text and a class. */
+function addHeader(table, columns) {
+  table.replaceChildren();
+  const row = add(add(table, "thead"), "tr");
+  for (const [text, className = ""] of columns) text ? add(row, "th", text, { className, scope: "col" }) : add(row, "td", "", { className });
+}
+
+/** Append an element for a token to a box; role is "option" or "span". */
+function addToken(box, text, role) {
+  const element = add(box, "span", "", role === "option" ? { role: "option" } : {});
+  if (role === "option" && !text.trim()) element.setAttribute("aria-label", text.includes("\n") ? "line break" : text ? "space" : "empty token");
+  for (const part of (text || "∅").split(/(\n)/)) part === "\n" ? add(element, "i", "↵\n") : element.append(part);
+  return element;
+}

@@ -16,10 +16,9 @@ import numpy as np
 from tricycle.attention import KeyValueCache, scores_and_weights
 from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.devices import to_cpu
-from tricycle.functions import linear
 from tricycle.models import GPT
 from tricycle.sequences.beam_search import beam_search
-from tricycle.sequences.seq2seq import EncoderDecoder, Seq2SeqAttention, Transformer
+from tricycle.sequences.seq2seq import EncoderDecoder, EncoderDecoderTransformer, Seq2SeqAttention
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.sequences.translators import load_translator
 from tricycle.softmaxes import new_softmax
@@ -96,6 +95,13 @@ class InspectableModel:
             ids = plain if start is None else [start, *plain]
         self.check_ids(ids)
         return ids
+
+    def encode_answer(self, text: str) -> int:
+        """Return the token of an answer; raise a ValueError unless it is exactly one token."""
+        ids = self.encode(text)
+        if len(ids) != 1:
+            raise ValueError(f"--answers: expected answers of one token each, got {len(ids)} tokens for {text!r}")
+        return ids[0]
 
     @property
     def start_token(self) -> int | None:
@@ -278,7 +284,8 @@ class InspectableStack(InspectableModel):
         if earlier.ids == list(ids):
             return interventions.first_changed_block(self.block_names, earlier.interventions), 0
         # positions are reusable if attention is causal, and projects each token without its neighbors
-        attentions = [block.attention for block in self.model.blocks] if isinstance(self.model, GPT) else [None]
+        blocks = self.model.blocks if isinstance(self.model, GPT) else [None]
+        attentions = [getattr(block, "attention", None) for block in blocks]
         is_cacheable = all(isinstance(layer, MultiHeadSelfAttention) and not layer.uses_shift for layer in attentions)
         if earlier.interventions != interventions or not is_cacheable:
             return 0, 0
@@ -301,7 +308,7 @@ class InspectableEncoderDecoder(InspectableModel):
     """An encoder-decoder such as a translation model: the trace is of its decoder, with cross-attention to the source.
 
     Args:
-        model: a `Transformer` or a `Seq2SeqAttention`.
+        model: an `EncoderDecoderTransformer` or a `Seq2SeqAttention`.
         encode: a function from a text to tokens.
         token_text: a function from a token to its text.
         begin: the token before each target.
@@ -383,7 +390,7 @@ class InspectableEncoderDecoder(InspectableModel):
                 scores, weights = (np.concatenate([row[i] for row in rows])[None] for i in (0, 1))
                 layers["attention"].compute_maps = lambda: (scores, weights)
         texts, source_texts = ([self.token_text(token) for token in tokens] for tokens in (ids, self.source_ids))
-        unembed = partial(unembed_decoder_states, model) if isinstance(model, Transformer) else None
+        unembed = partial(unembed_decoder_states, model) if isinstance(model, EncoderDecoderTransformer) else None
         trace = Trace(list(ids), texts, source_texts, list(layers.values()), stream, unembed, self.token_text)
         trace.source_ids = tuple(self.source_ids)
         next_tokens = np.array([*trace.ids[1:], -1])
@@ -424,10 +431,7 @@ def substitute_row_softmax(interventions: Interventions) -> Substitution:
     return substitute
 
 
-def unembed_decoder_states(model: Transformer, x: Tensor) -> Tensor:
+def unembed_decoder_states(model: EncoderDecoderTransformer, x: Tensor) -> Tensor:
     """Compute logits (..., V) of a Transformer decoder's residual stream (..., C): norm and head, no gradients."""
     with no_grad():
-        normalized = x if model.decoder.norm is None else model.decoder.norm(x)
-        if model.head is not None:
-            return model.head(normalized)
-        return linear(normalized, model.decoder.embedding.weights, precision=model.precision, transposed=True)
+        return model.logits(x)

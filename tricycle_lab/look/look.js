@@ -5,7 +5,6 @@ const TOKEN_COLORINGS = {
   norm: "norm after the last layer",
 };
 const MAX_LABELS = 40, MIN_CELL = 11; // tokens beside an attention map, and pixels for each
-const MAX_OPACITY = 0.55; // of a color behind text
 const N_KEYS = 6; // in the table of the keys with the highest weights
 let colors = palette();
 
@@ -281,10 +280,9 @@ class ModelPanel {
   }
 
   colorTokens() {
-    const color = (value) => (value ? "rgb(var(--" + (value > 0 ? "accent" : "less") + ") / " + (Math.abs(value) * MAX_OPACITY).toFixed(3) + ")" : "");
-    this.tokenColorValues().forEach((value, i) => (this.tokenElements[i].style.background = color(value)));
+    this.tokenColorValues().forEach((value, i) => (this.tokenElements[i].style.background = tokenColor(value)));
     const map = this.currentMap, isCross = map && this.attentionLayer.kind === "cross";
-    this.sourceElements.forEach((element, i) => (element.style.background = isCross ? color(this.selectedRow(map)[i] / 255) : ""));
+    this.sourceElements.forEach((element, i) => (element.style.background = isCross ? tokenColor(this.selectedRow(map)[i] / 255) : ""));
   }
 
   async showSelectedToken() {
@@ -585,27 +583,13 @@ class ModelPanel {
 }
 
 // ---------------------------------------------------------------- helpers
-const code = (text) => add(document.createElement("span"), "code", visible(text));
-const shortName = (name) => name.replace(/blocks\.(\d+)/, (_, i) => "layer " + i).replace(/\./g, " ").replace(/(layer \d+) attention$/, "$1");
-const formatRank = (rank) => "rank " + (rank + 1).toLocaleString("en");
-
-/** Replace the content of a table by a header; columns are pairs of a text and a class. */
-function addHeader(table, columns) {
-  table.replaceChildren();
-  const row = add(add(table, "thead"), "tr");
-  for (const [text, className = ""] of columns) text ? add(row, "th", text, { className, scope: "col" }) : add(row, "td", "", { className });
-}
-
 /** Replace the content of a box by an element for each token; role is "option" or "span". */
 function writeTokens(box, texts, role) {
   box.replaceChildren();
-  return texts.map((text) => {
-    const element = add(box, "span", "", role === "option" ? { role: "option" } : {});
-    if (role === "option" && !text.trim()) element.setAttribute("aria-label", text.includes("\n") ? "line break" : text ? "space" : "empty token");
-    for (const part of (text || "∅").split(/(\n)/)) part === "\n" ? add(element, "i", "↵\n") : element.append(part);
-    return element;
-  });
+  return texts.map((text) => addToken(box, text, role));
 }
+
+const shortName = (name) => name.replace(/blocks\.(\d+)/, (_, i) => "layer " + i).replace(/\./g, " ").replace(/(layer \d+) attention$/, "$1");
 
 // ---------------------------------------------------------------- all models
 const panels = data.models.map((given, index) => new ModelPanel(index, given));

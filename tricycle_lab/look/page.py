@@ -18,7 +18,7 @@ from tricycle_lab.look.trace import Trace
 FOLDER = Path(__file__).parent
 
 
-def render_page(name: str, title: str, data: Any, has_server: bool = False) -> str:
+def render_page(name: str, title: str, data: Any, has_server: bool = False, has_worker: bool = False) -> str:
     """Return an HTML document of a page's and the common HTML, CSS and JS files, with `data` embedded as JSON.
 
     Args:
@@ -26,12 +26,13 @@ def render_page(name: str, title: str, data: Any, has_server: bool = False) -> s
         title: the title of the document.
         data: JSON data for the script.
         has_server: the script may send requests to the server of the page.
+        has_worker: the script may start workers from Blob URLs.
     """
     style = _read_text("common.css") + _read_text(f"{name}.css")
     script = _read_text("common.js") + _read_text(f"{name}.js")
     json_data = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     values = {
-        "__POLICY__": content_security_policy(style, script, has_server),
+        "__POLICY__": content_security_policy(style, script, has_server, has_worker),
         "__TITLE__": html.escape(title),
         "__STYLE__": style,
         "__BODY__": _read_text(f"{name}.html"),
@@ -41,10 +42,10 @@ def render_page(name: str, title: str, data: Any, has_server: bool = False) -> s
     return re.sub("|".join(values), lambda match: values[match[0]], _read_text("common.html"))
 
 
-def content_security_policy(style: str, script: str, has_server: bool) -> str:
-    """Return a Content-Security-Policy that allows only this style and script, and requests if `has_server`."""
-    connect = "connect-src 'self'; " if has_server else ""
-    return f"default-src 'none'; {connect}script-src {_hash(script)}; style-src {_hash(style)}; img-src data:"
+def content_security_policy(style: str, script: str, has_server: bool, has_worker: bool = False) -> str:
+    """Return a Content-Security-Policy for this style and script, requests if `has_server`, workers if `has_worker`."""
+    more = "connect-src 'self'; " * has_server + "worker-src blob:; " * has_worker
+    return f"default-src 'none'; {more}script-src {_hash(script)}; style-src {_hash(style)}; img-src data:"
 
 
 def _hash(text: str) -> str:

@@ -1,0 +1,88 @@
+"""The tokenizer of Marian models: the pieces of source.spm, with the ids of vocab.json."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tricycle.pretrained import tokenizer_json
+from tricycle.pretrained.sentencepiece_model import metaspace, unigram_document
+from tricycle.pretrained.stored_model import error_prefix
+from tricycle.pretrained.tokenisers import JSON_LIMITS, MAX_FILE_BYTES, PretrainedTokeniser, load_backend
+from tricycle.system.files import read_file, read_json_object
+
+SPECIAL = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+
+class MarianTokeniser(PretrainedTokeniser):
+    """A tokenizer whose source texts are split by a SentencePiece model, and whose ids are those of a vocabulary.
+
+    Source and target share the vocabulary. A text may begin with the code of the target language, such as >>fr<<.
+
+    Args:
+        source: a tokenizer.json of the pieces of source texts.
+        vocab: ids by piece; it contains "</s>" and "<unk>".
+
+    Raises:
+        ValueError: a token is missing, or an id is not a whole number.
+    """
+
+    def __init__(self, source: str, vocab: dict[str, int]) -> None:
+        if not all(type(token) is int and 0 <= token < 2**31 for token in vocab.values()):
+            raise ValueError("expected an id for each token of vocab.json")
+        missing = [text for text in ("</s>", "<unk>") if text not in vocab]
+        if missing:
+            raise ValueError(f"expected {missing[0]} in vocab.json, got none")
+        self._source, self._vocab = source, vocab
+        added = [tokenizer_json.added_token(vocab[text], text) for text in SPECIAL.values() if text in vocab]
+        model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
+        document = tokenizer_json.new_document(model, added, decoder=metaspace())
+        super().__init__(json.dumps(document), SPECIAL)
+
+    # Cache: always valid, because the pieces never change.
+    @cached_property
+    def _splitters(self) -> dict[bool, Any]:
+        """The backends that split texts into pieces, by `allowed_special`."""
+        backends = {allowed: load_backend(self._source) for allowed in (False, True)}
+        backends[True].add_special_tokens([text for text in SPECIAL.values() if text in self._vocab])
+        return backends
+
+    def encode(self, text: str, add_special_tokens: bool = True, allowed_special: bool = True) -> list[int]:
+        """Encode a source text to ids; by default add "</s>" at the end, and parse names of special tokens.
+
+        Args:
+            add_special_tokens, allowed_special: see `PretrainedTokeniser.encode`.
+        """
+        end = text.find("<<") + 2 if text.startswith(">>") and "<<" in text else 0
+        pieces = [text[:end]] if end else []
+        pieces += self._splitters[allowed_special].encode(text[end:], add_special_tokens=False).tokens
+        ids = [self._vocab.get(piece, self._vocab["<unk>"]) for piece in pieces]
+        return [*ids, self._vocab["</s>"]] if add_special_tokens else ids
+
+    def to_dict(self) -> dict[str, Any]:
+        """Raise a ValueError, because a saved tokenizer has one vocabulary."""
+        raise ValueError("expected a tokenizer with one vocabulary to save or export, got a Marian model's")
+
+    def to_tokenizer_json(self) -> str:
+        """Raise a ValueError, see `to_dict`."""
+        return str(self.to_dict())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MarianTokeniser) and self.__reduce__() == other.__reduce__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MarianTokeniser, (self._source, self._vocab)
+
+
+def marian_tokeniser_from_folder(folder: Path, config: dict[str, Any]) -> MarianTokeniser:
+    """Load source.spm and vocab.json of a folder; `config` is its tokenizer_config.json; ValueError if unsupported."""
+    if config.get("separate_vocabs"):
+        raise ValueError(f"{folder}: expected one vocabulary for source and target, got separate_vocabs")
+    vocab = read_json_object(folder / "vocab.json", *JSON_LIMITS)
+    path = folder / "source.spm"
+    with error_prefix(f"{path}: "):
+        document = json.dumps(unigram_document(read_file(path, MAX_FILE_BYTES)))
+    with error_prefix(f"{folder / 'vocab.json'}: "):
+        return MarianTokeniser(document, vocab)

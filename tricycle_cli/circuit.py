@@ -1,0 +1,82 @@
+"""Find the heads of a model that solve a small task, and how faithful the strongest of them are to the whole model.
+
+The heads are ordered by attribution patching, or with --exact by activation patching, on prompts of the task. Then
+only the first n heads see the prompt, and all others keep their results of the corrupted prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from tricycle.configs.validated import OneOf
+from tricycle_cli.flags import parse
+from tricycle_cli.models import ModelFlags, load_model
+from tricycle_lab.circuits import TASKS, measure_faithfulness, rank_heads, task_prompts
+from tricycle_lab.look.inspectable import InspectableStack
+from tricycle_lab.patching import estimate_patches, patch_activations
+from tricycle_lab.plot import plot_curves, require_matplotlib
+
+Task = OneOf[str, TASKS]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags of `tricycle inspect circuit`."""
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """a model, as in `tricycle generate`"""
+    task: Task = "indirect-object"
+    """names of receivers, years after a year, or closing brackets"""
+    prompts: int = 10
+    """pairs of prompts; the first half orders the heads, and the second half measures them"""
+    exact: bool = False
+    """order the heads by exact patching, which takes a run for each head"""
+    top: int = 10
+    """the number of heads of the table"""
+    out: Path | None = None
+    """a PNG file of faithfulness by the number of heads (needs matplotlib)"""
+    tokeniser: Path | None = None
+    """a tokenizer file, for a model without a tokenizer"""
+    model: ModelFlags = field(default_factory=ModelFlags)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run `tricycle inspect circuit`: print the strongest heads and the faithfulness of the first of them."""
+    arguments = parse(Arguments, args=args, description=__doc__ or "")
+    if arguments.prompts < 2:
+        raise ValueError(f"--prompts: expected at least 2, got {arguments.prompts}")
+    if arguments.out is not None:
+        require_matplotlib("--out")
+    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
+    inspectable = InspectableStack(loaded.model, loaded.tokeniser, Path(arguments.source).name)
+    pairs = task_prompts(arguments.task, inspectable.encode, arguments.prompts)
+    n_ranked = len(pairs) // 2
+    effects = np.mean(
+        [
+            patch_activations(loaded.model, pair, "heads")
+            if arguments.exact
+            else estimate_patches(loaded.model, pair)["heads"]
+            for pair in pairs[:n_ranked]
+        ],
+        axis=0,
+    )
+    heads = rank_heads(effects)
+    print("   effect  layer  head")
+    for layer, head in heads[: arguments.top]:
+        print(f"{effects[layer, head]:9.4f}  {layer:5}  {head:4}")
+    counts = sorted({0, len(heads), *(2**i for i in range(20) if 2**i < len(heads))})
+    curves = [measure_faithfulness(loaded.model, pair, heads, counts) for pair in pairs[n_ranked:]]
+    print("\nheads  faithfulness")
+    for count, value in zip(counts, np.mean(curves, axis=0)):
+        print(f"{count:5}  {value:12.4f}")
+    if arguments.out is not None:
+        x = np.array(counts) + 1
+        drawn = {arguments.task: {"faithfulness of prompts, mean and range": (x, np.array(curves))}}
+        plot_curves(drawn, arguments.out, "heads + 1", "faithfulness", title=inspectable.title, log="x")
+        print(arguments.out)

@@ -1,0 +1,90 @@
+"""Compute a steering vector, the difference of the mean activations of two groups of prompts, and write it as GGUF.
+
+`tricycle generate --steer FILE` and llama.cpp's `--control-vector` add it to the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from tricycle.pretrained.gguf_adapters import find_architecture
+from tricycle.pretrained.gguf_control_vectors import write_control_vectors
+from tricycle_cli.flags import parse
+from tricycle_cli.models import ModelFlags, load_model
+from tricycle_lab.look.inspectable import InspectableStack
+from tricycle_lab.plot import plot_curves, require_matplotlib
+from tricycle_lab.steering import contrast_prompts, score_steering
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags of `tricycle inspect steer`."""
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """a model, as in `tricycle generate`"""
+    positive: tuple[str, ...]
+    """prompts to steer towards"""
+    negative: tuple[str, ...]
+    """prompts to steer away from"""
+    layers: tuple[int, ...] = ()
+    """the layers after which the vector is added, from 1; by default the one in the middle"""
+    score: tuple[str, ...] = ()
+    """prompts after which the logit difference of the answers is printed for each strength"""
+    answers: tuple[str, ...] = ()
+    """with --score: two answers of one token each, usually with a space in front"""
+    strengths: tuple[float, ...] = (-2.0, -1.0, 0.0, 1.0, 2.0)
+    """the strengths to score"""
+    vector: Path | None = None
+    """the GGUF file to write (needs the package gguf)"""
+    out: Path | None = None
+    """a PNG file of the scores to draw (needs matplotlib)"""
+    tokeniser: Path | None = None
+    """a tokenizer file, for a model without a tokenizer"""
+    model: ModelFlags = field(default_factory=ModelFlags)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run `tricycle inspect steer`: print the norm of the vector and the scores, and write the files."""
+    arguments = parse(Arguments, args=args, description=__doc__ or "")
+    if bool(arguments.score) != (len(arguments.answers) == 2):
+        raise ValueError(f"expected --score with two --answers, got {len(arguments.answers)}")
+    if arguments.out is not None:
+        require_matplotlib("--out")
+        if not arguments.score:
+            raise ValueError("expected --out with --score, whose values it draws")
+    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
+    inspectable = InspectableStack(loaded.model, loaded.tokeniser, Path(arguments.source).name)
+    groups = ([inspectable.encode_input(text) for text in texts] for texts in (arguments.positive, arguments.negative))
+    directions = contrast_prompts(loaded.model, *groups)
+    layers = arguments.layers or (max(1, len(directions) // 2),)
+    if not all(1 <= layer < len(directions) for layer in layers):
+        raise ValueError(f"--layers: expected layers from 1 to {len(directions) - 1}, got {layers}")
+    vectors = {layer: directions[layer] for layer in layers}
+    for layer, vector in vectors.items():
+        print(f"layer {layer}: a vector of norm {np.linalg.norm(vector):.4g}")
+    if arguments.score:
+        _print_scores(inspectable, arguments, vectors)
+    if arguments.vector is not None:
+        write_control_vectors(arguments.vector, vectors, find_architecture(loaded.source, loaded.model.config))
+        print(arguments.vector)
+
+
+def _print_scores(inspectable: InspectableStack, arguments: Arguments, vectors: dict[int, np.ndarray]) -> None:
+    """Print, and draw if --out is given, the mean logit difference of the answers for each strength."""
+    first, second = (inspectable.encode_answer(answer) for answer in arguments.answers)
+    prompts = [inspectable.encode_input(text) for text in arguments.score]
+    scores = score_steering(inspectable.model, vectors, prompts, (first, second), arguments.strengths)
+    print("\n strength  logit difference")
+    for strength, score in zip(arguments.strengths, scores):
+        print(f"{strength:9g}  {score:16.4f}")
+    if arguments.out is not None:
+        name = f"{arguments.answers[0]!r} - {arguments.answers[1]!r}"
+        curves = {"steering": {name: (arguments.strengths, scores)}}
+        plot_curves(curves, arguments.out, "strength", "logit difference", title=inspectable.title)
+        print(arguments.out)
