@@ -117,7 +117,7 @@ test_bad_input_is_refused = bad_input(
             lambda: TextEncoder(replace(SMALL, token_types=0))(TOKENS, token_type_ids=TOKENS),
             r"TextEncoder\(token_types=0\): .*token_type_ids",
         ),
-        "a window": (lambda: replace(SMALL, window=3), "EncoderConfig: .*window.*got 3"),
+        "a token shift": (lambda: replace(SMALL, token_shift=True), "EncoderConfig: .*token_shift.*got True"),
         "a head": (lambda: replace(SMALL, tied=False), "EncoderConfig: .*tied.*True"),
         "types below 0": (lambda: replace(SMALL, token_types=-1), "EncoderConfig: .*token_types"),
         "pooling": (lambda: SentencePooling("last"), "SentencePooling: .*mode.*mean, first"),

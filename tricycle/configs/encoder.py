@@ -9,12 +9,15 @@ from tricycle.configs.model import ModelConfig, NormPlacement
 from tricycle.configs.validated import OneOf
 
 # Fields that apply only to causal attention or to an output head.
-DECODER_FIELDS = "window full_layers token_shift key_shift tied head_bias embedding_size logit_cap".split()
+DECODER_FIELDS = "token_shift key_shift tied head_bias embedding_size logit_scale logit_cap".split()
 
 
 @dataclass(frozen=True)
 class EncoderConfig(ModelConfig):
-    """The architecture of a bidirectional encoder without a head. The defaults are BERT's (109M parameters)."""
+    """The architecture of a bidirectional encoder without a head. The defaults are BERT's (109M parameters).
+
+    With a `window`, a token attends to `window // 2` tokens on each side.
+    """
 
     is_decoder = False
 
@@ -26,9 +29,12 @@ class EncoderConfig(ModelConfig):
     # ---- fields of encoders only
     token_types: int = 2  # number of token type embeddings, such as for a first and a second text; 0 for none
     embedding_norm: bool = True  # whether the embeddings are normalized before the first block
+    first_norm: bool = True  # whether the first block has a norm before attention
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        with_first_norm = self.first_norm or self.norm_placement == "before"
+        self._require("first_norm", with_first_norm, "True unless norm_placement is before")
         self._require("token_types", self.token_types >= 0, "0 or more")
         for name in DECODER_FIELDS:
             usual = ModelConfig.__dataclass_fields__[name].default

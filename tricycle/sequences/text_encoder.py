@@ -17,7 +17,7 @@ from tricycle.configs.encoder import EncoderConfig
 from tricycle.devices import Array
 from tricycle.functions import to_compute_dtype
 from tricycle.initialisers import zeros
-from tricycle.layers import Dropout, Embedding, Layer
+from tricycle.layers import Dropout, Embedding, Layer, Sequential
 from tricycle.models import BlockStack, initialize_weights
 from tricycle.ops import as_tensor
 from tricycle.tensor import Operand, Tensor
@@ -49,6 +49,8 @@ class TextEncoder(BlockStack):
             TransformerBlock(config, layer, causal=False, initialiser=zeros, generator=self.generator)
             for layer in range(config.n_layers)
         ]
+        if not config.first_norm:
+            self.blocks[0].attention_norm = Sequential()
         self.norm = new_norm(config) if config.norm_placement != "after" else None
         if draw_weights:
             initialize_weights(self)
@@ -72,9 +74,10 @@ class TextEncoder(BlockStack):
             raise ValueError(f"TextEncoder(context_window={window}): expected shape {wanted}, got {tokens.shape}")
         mask = _checked(mask, tokens)
         x = self.dropout(to_compute_dtype(self._embed(tokens, token_type_ids), self.precision))
+        local = _local_mask(mask, tokens, self.config.window // 2) if self.config.window else None
         run = self.run_block
-        for block in self.blocks:
-            x = run(block, x, None, mask)
+        for layer, block in enumerate(self.blocks):
+            x = run(block, x, None, mask if self.config.window_size(layer) is None else local)
         return x if self.norm is None else self.norm(x)
 
     def _embed(self, tokens: Tensor, token_type_ids: Operand | None) -> Tensor:
@@ -108,6 +111,13 @@ def _checked(mask: Any, tokens: Tensor) -> Array | None:
         got = f"{array.dtype} of {array.shape}"
         raise ValueError(f"TextEncoder: expected a mask of booleans of shape {tokens.shape}, got {got}")
     return tokens.xp.asarray(array)
+
+
+def _local_mask(mask: Array | None, tokens: Tensor, distance: int) -> Array:
+    """Return the mask (1 or B, T, T), True for keys at most `distance` tokens away, of a mask (B, T) or None."""
+    places = tokens.xp.arange(tokens.shape[1])
+    near = (abs(places[:, None] - places) <= distance)[None]
+    return near if mask is None else near & mask[:, None]
 
 
 class SentencePooling(Layer):

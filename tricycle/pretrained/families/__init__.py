@@ -27,6 +27,7 @@ from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.mamba2 import MAMBA2
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
+from tricycle.pretrained.families.modernbert import MODERNBERT
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
@@ -42,7 +43,7 @@ ALL_FAMILIES: list[Family] = [
     *(LLAMA, MISTRAL, QWEN2, OLMO2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, PHI3, STABLELM, SMOLLM3, GRANITE),
     *(COHERE, FALCON, FALCON_TWO_NORMS, GPTJ),
     *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS),
-    *(BERT, ROBERTA),
+    *(BERT, ROBERTA, MODERNBERT),
     *(T5, T5_GATED, BART, MARIAN),
     MAMBA2,
 ]

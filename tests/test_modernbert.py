@@ -1,0 +1,132 @@
+"""ModernBERT against transformers: hidden states, gradients, masks, and folders either way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers_families import difference, read
+
+from tricycle.configs import EncoderConfig
+from tricycle.pretrained import load
+from tricycle.pretrained.config_fields import ConfigFields
+from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.families import FAMILIES
+from tricycle.sequences.text_encoder import TextEncoder
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "max_position_embeddings": 32,
+    "pad_token_id": None,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "usual": {"local_attention": 6},
+    "biases": {
+        "local_attention": 4,
+        "global_attn_every_n_layers": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "norm_bias": True,
+        "norm_eps": 1e-3,
+        "hidden_activation": "silu",
+        "global_rope_theta": 500.0,
+        "local_rope_theta": 50.0,
+    },
+}
+each_case = pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+AGREED = 5e-6
+
+
+def a_model(fields: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    config = transformers.ModernBertConfig(**{**SIZES, **fields}, attn_implementation="eager")
+    model = transformers.ModernBertModel(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.2 * torch.randn(p.shape)
+    return model
+
+
+TOKENS = np.random.default_rng(0).integers(0, 61, (3, 20))
+
+
+@each_case
+def test_hidden_states_and_gradients_agree(fields: dict[str, Any]) -> None:
+    encoder = a_model(fields)
+    model = read(encoder)
+    weights = np.random.default_rng(1).normal(size=(3, 20, 24)).astype(np.float32)
+    expected = encoder(torch.from_numpy(TOKENS)).last_hidden_state
+    actual = model(TOKENS)
+    assert difference(actual.array, expected.detach().numpy()) < AGREED
+    (actual * weights).sum().backward()
+    (expected * torch.from_numpy(weights)).sum().backward()
+    grads = read(encoder, "grad").state_dict()
+    assert max(difference(p.grad.array, grads[name]) for name, p in model.named_parameters()) < AGREED
+
+
+@each_case
+def test_padding_and_folders(fields: dict[str, Any], tmp_path: Path) -> None:
+    encoder = a_model(fields)
+    encoder.save_pretrained(tmp_path / "theirs")
+    model = load(tmp_path / "theirs").model
+    mask = np.ones((3, 20), bool)
+    mask[1, 13:] = mask[2, 2:] = False
+    with torch.no_grad():
+        expected = encoder(torch.from_numpy(TOKENS), torch.from_numpy(mask)).last_hidden_state.numpy()
+    assert difference(model(TOKENS, mask).array[mask], expected[mask]) < AGREED
+    assert export_folder(model, None, tmp_path / "ours") == "modernbert"
+    hf_model, info = transformers.AutoModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        again = hf_model.eval()(torch.from_numpy(TOKENS), torch.from_numpy(mask)).last_hidden_state.numpy()
+    assert difference(again[mask], expected[mask]) < AGREED
+
+
+def test_head_is_passed_over(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**SIZES)).eval()
+    whole.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = whole.model(torch.from_numpy(TOKENS)).last_hidden_state.numpy()
+    assert difference(load(tmp_path).model(TOKENS).array, expected) < AGREED
+
+
+def test_unsupported_fields_raise() -> None:
+    scaled = {"full_attention": {"rope_type": "linear", "factor": 2.0}}
+    for values, message in (
+        ({"rope_parameters": scaled}, "rope_type .*'default', the only supported value, got 'linear'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling .*the only supported value"),
+        ({"local_attention": 0}, "local_attention .*above 0, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FAMILIES["modernbert"].to_config(ConfigFields(values))
+    with pytest.raises(ValueError, match="first_norm to be True unless norm_placement is before"):
+        EncoderConfig(first_norm=False)
+
+
+def test_local_attention_sees_half_a_window_on_each_side() -> None:
+    config = EncoderConfig(
+        vocab_size=9,
+        embedding_dim=8,
+        n_heads=2,
+        n_layers=1,
+        context_window=12,
+        window=4,
+        positions="rotary",
+        token_types=0,
+    )
+    model = TextEncoder(config).eval()
+    tokens = np.arange(12)[None] % 9
+    changed = tokens.copy()
+    changed[0, 6] = (changed[0, 6] + 1) % 9
+    moved = np.abs(model(tokens).array - model(changed).array).max(axis=-1)[0] > 0
+    assert moved.nonzero()[0].tolist() == [4, 5, 6, 7, 8]
