@@ -145,6 +145,7 @@ def markdown_table(head: list[str], rows: list[list[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    """Return a float with 3 digits, or from 1,000 as an integer with commas; str() of any other value."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)

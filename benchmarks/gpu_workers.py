@@ -234,6 +234,7 @@ class Tricycle(Side):
         return next(self.state.model.parameters()).xp
 
     def _mark(self) -> Any:
+        """Record the current time: return a CUDA event, or on the CPU the seconds of a clock."""
         if not self.on_gpu:
             return time.perf_counter()
         import cupy
@@ -300,6 +301,7 @@ class Torch(Side):
         return torch.stack(losses).float().tolist()
 
     def _place(self, ids: np.ndarray) -> Any:
+        """Return ids as an int64 tensor on the device."""
         import torch
 
         tensor = torch.from_numpy(np.ascontiguousarray(ids, np.int64))

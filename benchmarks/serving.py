@@ -86,6 +86,7 @@ class ExpectedAnswers:
         return [*map(int, self.tokeniser.chat([{"role": "user", "content": prompt}], allowed_special=False))]
 
     def _generate(self, ids: list[int]) -> str:
+        """Return the greedy continuation of a prompt's ids by at most `n_tokens` as text, without stop tokens."""
         stream = self.tokeniser.stream(ids)
         parts = []
         for token in generate(self._model, ids, self.n_tokens, self._params):
@@ -133,6 +134,7 @@ class LoadGenerator:
         return RequestResult(kind, correct, time.monotonic() - start, n_tokens, error)
 
     def _send_valid(self, kind: str, prompt: str) -> tuple[bool, int, str]:
+        """Send a valid request of a kind; return (texts are as expected, number of new tokens, error message)."""
         streamed = kind.endswith("streaming")
         options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
         if kind.startswith("chat"):
@@ -152,6 +154,7 @@ class LoadGenerator:
         return texts == expected, n_tokens, "" if texts == expected else f"expected {expected}, got {texts}"
 
     def _open(self, body: bytes, receive_buffer: int = 2**16) -> socket.socket:
+        """Send a POST of `body` to /v1/completions; return the open socket, with the response unread."""
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         connection.settimeout(300)
@@ -170,7 +173,7 @@ class LoadGenerator:
         return json.dumps({**common, "stream": True, **fields}).encode()
 
     def _read_slowly(self, prompt: str) -> tuple[bool, int, str]:
-        """Read a response in small parts with pauses; it contains log-probabilities, which make it long."""
+        """Read a long response in small parts with pauses; return (text is as expected, 0, error message)."""
         raw = b"HTTP/1.1 429"
         while raw.startswith(b"HTTP/1.1 429"):  # retry while the server is busy
             raw = b""
@@ -184,13 +187,14 @@ class LoadGenerator:
         return text == expected, 0, "" if text == expected else f"expected {expected!r}, got {text!r}"
 
     def _drop_connection(self, prompt: str) -> tuple[bool, int, str]:
-        """Close the connection in the middle of a response, or before its start."""
+        """Close the connection in the middle of a response, or before its start; return (True, 0, "")."""
         with self._open(self._streaming_body(prompt)) as connection:
             if len(prompt) % 2:
                 connection.recv(100)
         return True, 0, ""
 
     def _send_malformed(self, prompt: str) -> tuple[bool, int, str]:
+        """Send a malformed body; return (the answer is an error of status 4xx, 0, error message)."""
         body = MALFORMED_BODIES[self.expected.prompts.index(prompt) % len(MALFORMED_BODIES)]
         with self._open(body) as connection:
             raw = b"".join(iter(lambda: connection.recv(4096), b""))
@@ -200,6 +204,7 @@ class LoadGenerator:
 
 
 def _choice_text(choice: Any) -> str:
+    """Return the text of a choice of a chat or completion, complete or streamed; "" if it has none."""
     message = getattr(choice, "message", None) or getattr(choice, "delta", None)
     return (message.content if message is not None else choice.text) or ""
 

@@ -15,9 +15,8 @@ from transformers_families import FAMILIES, HF_SIZES, LLAMA3_SCALING, new_hf_mod
 
 RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 ARCHITECTURES = {name: RENAMED.get(family.model_type, family.model_type) for name, family in FAMILIES.items()}
-ARCHITECTURES = {
-    name: kind for name, kind in ARCHITECTURES.items() if kind not in ("mistral", "opt", "stablelm", "smollm3")
-}
+NOT_READ = ("mistral", "opt", "stablelm", "smollm3", "phi3", "granitemoe", "gpt_oss")
+ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in NOT_READ and "YaRN" not in name}
 # What a file cannot say: llama.cpp knows it by heart.
 KNOWN = {
     "Qwen2": {"use_sliding_window": False, "sliding_window": None},
@@ -76,7 +75,7 @@ def stacked_experts(state: dict[str, Any]) -> dict[str, Any]:
 def _convert_values(architecture: str, name: str, values: np.ndarray, config: Any) -> np.ndarray:
     n_heads = config.num_attention_heads
     layer = name.split(".")[-2]
-    if architecture == "llama" and layer in ("attn_q", "attn_k"):
+    if architecture in ("llama", "granite") and layer in ("attn_q", "attn_k"):
         n = n_heads if layer == "attn_q" else config.num_key_value_heads
         return values.reshape(n, 2, values.shape[0] // n // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
@@ -140,6 +139,9 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
         keys["expert_feed_forward_length"] = config.moe_intermediate_size
     if getattr(config, "model_type", "") == "mixtral" and config.sliding_window:
         keys["attention.sliding_window"] = config.sliding_window
+    if architecture == "granite":
+        keys |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
+        keys |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
     if architecture == "gptneox":
         keys["use_parallel_residual"] = config.use_parallel_residual
     if architecture in ("gemma2", "gemma3"):

@@ -25,7 +25,9 @@ import tricycle.loss as loss
 import tricycle.sequences.convolution as convolution
 import tricycle.sequences.recurrent as recurrent
 from tricycle import extra_ops, linalg, ops, softmaxes
-from tricycle.activations import ExactGeLU, ReLUSquared
+from tricycle.activations import ClampedSwiGLU, ExactGeLU, ReLUSquared
+from tricycle.sequences.relative_positions import RelativePositionSoftmax, position_buckets
+from tricycle.state_spaces.scan import StateSpaceScan
 from tricycle.tensor import Tensor, to_tensor
 
 Draw = Callable[[st.SearchStrategy], Any]
@@ -123,6 +125,7 @@ UNARY: dict[str, tuple[Callable, list[float], Callable]] = {
     "sin": (extra_ops.sin, [-30, 0, 30], lambda xp, x: xp.sin(x)),
     "cos": (extra_ops.cos, [-30, 0, 30], lambda xp, x: xp.cos(x)),
     "absolute": (extra_ops.absolute, [-1e3, 1e3], lambda xp, x: abs(x)),
+    "softplus": (extra_ops.softplus, [-30, 0, 30], lambda xp, x: xp.log(1 + xp.exp(x))),
     "tanh": (ops.tanh, [-30, 0, 30], lambda xp, x: xp.tanh(x)),
     "sigmoid": (ops.sigmoid, [-30, 0, 30], lambda xp, x: sigmoid(xp, x)),
     "negative": (extra_ops.negative, [-1e3, 0, 1e3], lambda xp, x: -x),
@@ -540,6 +543,35 @@ def _sink_softmax(draw):
     return Sample(softmaxes.SinkSoftmax(), (x, sinks), sink_softmax, accepts_float16=False)
 
 
+@register("RelativePositionSoftmax")
+def _relative_position_softmax(draw):
+    op = RelativePositionSoftmax(4, 4, bidirectional=draw(st.booleans()))
+    n_heads, n_queries, more = draw(SMALL), draw(SMALL), draw(st.integers(0, 3))
+    n_keys = n_queries + (0 if op.bidirectional else more)
+    x, table = normal(draw, draw(SMALL), n_heads, n_queries, n_keys), normal(draw, 4, n_heads)
+    ids = position_buckets(op, n_queries, n_keys)
+    expected = lambda xp, x, table: softmax(xp, x + xp.moveaxis(table[ids], 2, 0))
+    return Sample(op, (x, table), expected, accepts_float16=False)
+
+
+@register("StateSpaceScan")
+def _state_space_scan(draw):
+    n_items, n_tokens = draw(SMALL), draw(SMALL)
+    groups, shared, size, state, chunk_size = (draw(SOME) for _ in range(5))
+    v = normal(draw, n_items, n_tokens, groups * shared, size)
+    k, q = (normal(draw, n_items, n_tokens, groups, state) for _ in range(2))
+
+    def expected(xp: Any, v: Any, decays: Any, k: Any, q: Any) -> Any:
+        """Attention with weights that decay between key and query."""
+        k, q = (x[:, :, np.arange(groups).repeat(shared)] for x in (k, q))
+        sums = xp.cumsum(decays, 1)
+        within = xp.asarray(np.tri(n_tokens))[None, :, :, None] * xp.exp(sums[:, :, None] - sums[:, None])
+        scores = (q[:, :, None] * k[:, None]).sum(-1) * within  # (B, T, S, H)
+        return (scores[..., None] * v[:, None]).sum(2)
+
+    return Sample(StateSpaceScan(chunk_size), (v, normal(draw, *v.shape[:3]), k, q), expected, accepts_float16=False)
+
+
 @register("BlockSoftmax")
 def _block_softmax(draw):
     n_blocks, correction = draw(SOME), draw(st.sampled_from(["learned", "none", "exact"]))
@@ -566,6 +598,20 @@ def _register_gate(name: str, make: Callable[[], Callable], gate: Callable) -> N
 
 _register_gate("GLU", activation.GLU, sigmoid)
 _register_gate("SwiGLU", activation.SwiGLU, lambda xp, x: x * sigmoid(xp, x))
+
+
+@register("ClampedSwiGLU")
+def _clamped_swiglu(draw):
+    *lead, half = draw(ROWS)
+    size = draw(st.sampled_from([1.0, 7.77]))  # no number is exactly 7, where half of the gradient passes
+
+    def expected(xp: Any, x: Any) -> Any:
+        a, b = xp.clip(x[..., :half], -7.0, 7.0), xp.clip(x[..., half:], -1e9, 7.0)
+        return (a + 1) * b * sigmoid(xp, 1.702 * b)
+
+    return Sample(ClampedSwiGLU(), (size * signed(draw, (*lead, 2 * half)),), expected)
+
+
 _register_gate("Gated", lambda: activation.Gated(ReLUSquared()), lambda xp, x: x * x * (x > 0))
 
 

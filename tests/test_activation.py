@@ -7,7 +7,7 @@ import pytest
 
 from tricycle import no_grad, ops, to_tensor
 from tricycle.activation import GLU, Gated, GeLU, ReLU, SwiGLU, Swish
-from tricycle.activations import erf
+from tricycle.activations import ClampedSwiGLU, erf
 from tricycle.functions import Tanh
 from tricycle.gradcheck import gradcheck
 
@@ -27,12 +27,13 @@ def sigmoid(x):
         (Swish(), lambda x: x * sigmoid(x)),
         (GLU(), lambda x: x * sigmoid(x)),
         (SwiGLU(), lambda x: x * x * sigmoid(x)),
+        (ClampedSwiGLU(), lambda x: (1 + max(-7, min(7, x))) * min(7, x) * sigmoid(1.702 * min(7, x))),
     ],
     ids=lambda value: repr(value) if isinstance(value, ops.Op) else "formula",
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-12)])
 def test_values_match_formula(op, formula, dtype, tolerance):
-    gated = isinstance(op, (GLU, SwiGLU))
+    gated = isinstance(op, Gated)
     x = to_tensor([[x, x] for x in X] if gated else X, dtype=dtype)
     y = op(x)
     y.backward()

@@ -23,6 +23,7 @@ from tricycle.attention import (
     causal_mask,
     length_mask,
 )
+from tricycle.attention.scaling import LongRotaryScaling
 from tricycle.configs import ModelConfig
 from tricycle.debug import use_reference
 from tricycle.decoding.ragged import select_items
@@ -78,6 +79,41 @@ def test_rope_scalings_match_formulas() -> None:
             expected = speed * ((1 - smooth) / 8 + smooth)
         assert scaled == pytest.approx(expected, rel=1e-12)
     assert (actual == speeds).any() and (actual == speeds / 8).any()
+
+
+def test_yarn_keeps_fast_pairs_and_divides_slow_ones() -> None:
+    """The pairs of Qwen 2.5: 32 rotations in 32,768 tokens at pair 23.7, and one at pair 39.7."""
+    speeds = 1e6 ** (-np.arange(0, 128, 2) / 128)
+    scaling = RotaryScaling("yarn", 4.0, 1.0, 32.0, 32_768)
+    ratio = scaling.scale_frequencies(speeds) / speeds
+    np.testing.assert_allclose(ratio[:24], 1, rtol=1e-12)
+    np.testing.assert_allclose(ratio[40:], 1 / 4, rtol=1e-12)
+    np.testing.assert_allclose(np.diff(ratio[23:41]), -0.75 / 17, rtol=1e-9)
+    exact = replace(scaling, rounded=False).scale_frequencies(speeds) / speeds
+    assert exact[24] < 1 and ratio[39] < exact[39] + 0.05
+    np.testing.assert_array_equal(scaling.scale_frequencies(speeds[:1]), speeds[:1])
+
+
+def test_longrope_depends_on_the_length_of_the_text(rng: np.random.Generator) -> None:
+    scaling = LongRotaryScaling((1.0, 2.0), (3.0, 5.0), original_window=4, attention_factor=1.5)
+    rotary = scaling.new_rotary(100.0, 1.0, scaling)
+    x = to_tensor(rng.standard_normal((1, 6, 1, 4)))
+    speeds = np.array([1, 0.1])
+    for n_tokens, divisors in ((4, [1, 2]), (6, [3, 5])):
+        angles = np.arange(n_tokens)[:, None] * (speeds / divisors)
+        a, b = x.array[0, :n_tokens, 0, :2], x.array[0, :n_tokens, 0, 2:]
+        expected = 1.5 * np.concatenate(
+            [a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)], 1
+        )
+        np.testing.assert_allclose(rotary(x[:, :n_tokens], ((0, n_tokens),)).array[0, :, 0], expected, rtol=1e-5)
+    together = rotary(x, ((3, 1), (5, 5))).array  # a short and a long text
+    np.testing.assert_array_equal(together[:, :1], rotary(x[:, :1], ((3, 1),)).array)
+    np.testing.assert_array_equal(together[:, 1:], rotary(x[:, 1:], ((5, 5),)).array)
+    with pytest.raises(ValueError, match=r"expected a cached text to stay within 4 tokens.*got 2 tokens after 3"):
+        rotary(x[:, :2], ((3, 2),))
+    config = {"positions": "rotary", "rotary_scaling": "longrope", "n_heads": 1, "embedding_dim": 4}
+    with pytest.raises(ValueError, match="expected rotary_divisors to be twice 2 numbers above 0"):
+        GPT(ModelConfig(**config, rotary_divisors=(1.0, 2.0, 3.0)))
 
 
 def test_rope_attention_depends_only_on_distance(rng: np.random.Generator) -> None:

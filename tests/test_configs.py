@@ -38,7 +38,7 @@ n_experts
 """.split()
 RULES = {
     "above 0": "expansion_ratio max_learning_rate matrix_rate rotary_base rotary_factor rotary_low_frequency "
-    "rotary_high_frequency norm_eps qk_norm_eps embedding_scale",
+    "rotary_high_frequency rotary_attention_factor norm_eps qk_norm_eps embedding_scale residual_scale logit_scale",
     "from 0 to below 1": "dropout beta1 beta2",
     "0 or more": "minutes min_learning_rate weight_decay max_gradient_norm score_scale score_cap logit_cap "
     "rotary_local_base router_loss",
@@ -50,7 +50,7 @@ CHOICES = {
     "norm": "one of layer_norm, rms_norm",
     "norm_placement": "one of before, after, both, output",
     "positions": "one of learned, rotary, none",
-    "rotary_scaling": "one of none, linear, llama3",
+    "rotary_scaling": "one of none, linear, llama3, yarn, longrope",
     "softmax": f"one of {', '.join(SOFTMAXES)}",
     "optimiser": f"one of {', '.join(OPTIMISERS)}",
     "schedule": f"one of {', '.join(SCHEDULES)}",
@@ -58,7 +58,7 @@ CHOICES = {
 }
 SWITCHES = """
 bias tied qk_norm qk_norm_gain qk_norm_per_head token_shift key_shift zero_projections gated norm_unit_offset parallel
-shared_norm head_bias recompute normalize_experts
+shared_norm head_bias recompute normalize_experts rotary_rounded router_bias
 """.split()
 THREE_WAYS = ("qkv_bias", "output_bias", "mlp_bias")  # also None: as bias is
 
@@ -89,6 +89,7 @@ def bad_values() -> list[tuple[str, Any, str]]:
     for name in ("full_layers", "unrotated_layers"):
         table += [(name, value, "whole numbers") for value in ([1], (1.5,), ("1",), 1, None)]
         table += [(name, value, "layers from 0 to 11") for value in ((12,), (0, -1))]
+    table += [("rotary_divisors", value, "finite numbers") for value in ([1.0], ("1",), (math.inf,), 1.0, None)]
     table += [("n_active_experts", value, "from 1 to n_experts") for value in (0, -7)]
     table += [("n_active_experts", value, "a whole number") for value in (1.5, "2", None, True)]
     table += [("rotary_original_window", value, "above 0") for value in (0, -1)]

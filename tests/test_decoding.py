@@ -22,12 +22,17 @@ from tricycle_lab.probe import Probe
 TINY = ModelConfig(vocab_size=40, context_window=24, embedding_dim=16, n_heads=4, n_layers=3)
 ROTARY = {"positions": "rotary", "norm": "rms_norm", "bias": False}
 LLAMA3 = {"rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_original_window": 8}
+YARN = {"rotary_scaling": "yarn", "rotary_factor": 8.0, "rotary_original_window": 16, "rotary_attention_factor": 1.2}
 OWN = {
     "gpt-2": {},
     "no positions": {"positions": "none"},
     "rotary": ROTARY,
     "a part turned": ROTARY | {"rotary_fraction": 0.5},
     "scaled": ROTARY | {"rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_original_window": 8},
+    "YaRN": ROTARY | YARN,
+    "YaRN, any bounds": ROTARY | YARN | {"rotary_rounded": False, "rotary_high_frequency": 3.0},
+    "scaled residuals and logits": {"residual_scale": 0.3, "logit_scale": 0.5},
+    "router with a bias": {"n_experts": 3, "router_bias": True},
     "shared key heads": {"n_key_heads": 2},
     "one key head": ROTARY | {"n_key_heads": 1, "head_size": 6},
     "window": {"window": 5},

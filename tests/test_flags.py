@@ -122,11 +122,12 @@ def test_errors_are_one_line_and_status_2(kind, words, message, capsys):
 def test_help_shows_descriptions_and_defaults(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as leaving:
-        parse(Outer, args=["--help"], description="What this is.")
+        parse(Outer, args=["--help"], description="What this is.\n\n    python -m a\n    python -m b --quick\n")
     assert leaving.value.code in (0, None)
     out, err = capsys.readouterr()
     assert err == ""
-    for expected in ("What this is.", "how large (default: 3)", "how fast (default: 0.5)", "(default: red)"):
+    assert "What this is.\n\n    python -m a\n    python -m b --quick\n\n" in out
+    for expected in ("how large (default: 3)", "how fast (default: 0.5)", "(default: red)"):
         assert expected in out
 
 

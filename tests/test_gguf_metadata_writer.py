@@ -31,6 +31,7 @@ ARCHITECTURES = {
     **dict.fromkeys(("Llama", "Llama 3", "Llama, linear"), "llama"),
     **{"Qwen2": "qwen2", "Qwen3": "qwen3", "OLMo 2": "olmo2", "Gemma 2": "gemma2", "Gemma 3": "gemma3"},
     **{"Pythia": "gptneox", "GPT-NeoX, one after the other": "gptneox", "GPT-2": "gpt2", "Phi": "phi2", "BERT": "bert"},
+    "Granite": "granite",
 }
 
 
@@ -47,7 +48,8 @@ def test_architecture_of_each_family(name):
     assert metadata[f"{architecture}.block_count"] == config.n_layers
     # llama.cpp reads a number with a decimal point as a float and another one as an integer.
     floats = {name for name, value in metadata.items() if isinstance(value, float)}
-    assert floats == {name for name in metadata if name.endswith(("epsilon", "softcapping", "base", "swa", "factor"))}
+    endings = ("epsilon", "softcapping", "base", "swa", "factor", "scale")
+    assert floats == {name for name in metadata if name.endswith(endings)}
 
 
 def test_each_architecture_that_is_read_is_written():

@@ -246,7 +246,7 @@ def test_curves_are_means_in_a_band(tmp_path, drawn, rng):
     assert left.lines[1].get_color() == right.lines[0].get_color() != left.lines[0].get_color()
     (legend,) = left.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["softmax", "softmax1"]
-    assert "range over seeds" in legend.get_title().get_text()
+    assert "range over runs" in legend.get_title().get_text()
 
 
 def test_many_curves_stay_apart(tmp_path, drawn):

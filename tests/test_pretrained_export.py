@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[ModelConfig, str]] = {
     "no positions": (ModelConfig(**SIZES, positions="none"), "positions='none'"),
     "learned positions": (replace(ModelConfig(**LLAMA), positions="learned"), "positions='learned'"),
     "caps": (ModelConfig(**LLAMA, score_cap=5.0), "score_cap=5.0"),
-    "scale": (ModelConfig(**LLAMA, score_scale=0.1), "score_scale=0.1"),
+    "scale": (ModelConfig(**LLAMA, score_scale=0.1, window=5), "score_scale=0.1"),
     "eps of q and k": (ModelConfig(**LLAMA, qk_norm=True), "qk_norm"),
     "laptop": (PRESETS["laptop"](), "token_shift=True"),
     "encoder, norms before": (replace(SMALL_ENCODER, norm_placement="before"), "norm_placement='before'"),

@@ -147,6 +147,19 @@ def stablelm(parallel: bool = False) -> Family:
     return Family("stablelm", hf_fields, ModelConfig(**sizes, **layer, **biases, **rotary, tied=False))
 
 
+def phi3(original_window: int) -> Family:
+    """Return a Phi-3: fused matrices, and other frequencies in texts that are longer than the original window."""
+    divisors = {"short_factor": [1.0, 1.1, 1.5], "long_factor": [1.0, 2.0, 6.0]}
+    rope = {**default_rope(10_000.0, partial_rotary_factor=0.75), "rope_type": "longrope", **divisors, "factor": 8.0}
+    sizes = {"hidden_size": 32, ORIGINAL_WINDOW: original_window}
+    hf_fields = hf_llama_fields(**sizes, sliding_window=9, rope_parameters=rope)
+    scaling = {"rotary_scaling": "longrope", "rotary_original_window": original_window, "rotary_fraction": 0.75}
+    scaling["rotary_attention_factor"] = (1 + np.log(8) / np.log(original_window)) ** 0.5
+    scaling["rotary_divisors"] = (1.0, 1.1, 1.5, 1.0, 2.0, 6.0)
+    return Family("phi3", hf_fields, llama_config(embedding_dim=32, window=9, **scaling))
+
+
+ORIGINAL_WINDOW = "original_max_position_embeddings"
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -154,6 +167,10 @@ LLAMA3_SCALING = {
     "high_freq_factor": 5.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_slow": 0.05, "beta_fast": 0.25}
+YARN_ROTARY = {"rotary_scaling": "yarn", "rotary_factor": 4.0, "rotary_original_window": 8}
+YARN_ROTARY |= {"rotary_low_frequency": 0.05, "rotary_high_frequency": 0.25}
+YARN_ROTARY |= {"rotary_attention_factor": 1 + 0.1 * np.log(4.0)}
 LLAMA3_ROTARY = {"rotary_factor": 8.0, "rotary_low_frequency": 1.5, "rotary_high_frequency": 5.0}
 EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.25, "rms_norm_eps": 1e-2}
 EXPERTS_CONFIG = {
@@ -163,6 +180,9 @@ EXPERTS_CONFIG = {
     "normalize_experts": False,
     "norm_eps": 1e-2,
 }
+MULTIPLIERS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.25, "attention_multiplier": 0.2}
+MULTIPLIERS |= {"logits_scaling": 8.0}
+SCALES = {"embedding_scale": 6.0, "residual_scale": 0.25, "score_scale": 0.2, "logit_scale": 0.125}
 QWEN2_LAYERS = {"num_hidden_layers": 3, "max_window_layers": 2, "use_sliding_window": True, "sliding_window": 5}
 QK_NORM = {"qk_norm": True, "qk_norm_gain": True}
 GPT2_SIZES = {"vocab_size": VOCABULARY, "n_positions": LONGEST, "n_embd": 24, "n_layer": N_LAYERS, "n_head": 3}
@@ -170,6 +190,11 @@ FAMILIES: dict[str, Family] = {
     "Llama": llama({"rope_type": "default"}),
     "Llama 3": llama(LLAMA3_SCALING, rotary_scaling="llama3", rotary_original_window=64, **LLAMA3_ROTARY),
     "Llama, linear": llama({"rope_type": "linear", "factor": 4.0}, rotary_scaling="linear", rotary_factor=4.0),
+    "Qwen2, YaRN": Family(
+        "qwen2",
+        hf_llama_fields(rope_parameters=default_rope(100.0) | YARN, use_sliding_window=False),
+        llama_config(qkv_bias=True, rotary_base=100.0, **YARN_ROTARY),
+    ),
     # a sliding window in every layer
     "Mistral": Family(
         "mistral",
@@ -217,6 +242,31 @@ FAMILIES: dict[str, Family] = {
         hf_llama_fields(**EXPERTS, num_experts=6, tie_word_embeddings=False, rope_parameters=default_rope(1e4)),
         llama_config(**EXPERTS_CONFIG, **QK_NORM, qk_norm_eps=1e-2, qk_norm_per_head=False, tied=False),
     ),
+    # factors of embeddings, residuals, scores and logits
+    "Granite": Family(
+        "granite",
+        hf_llama_fields(**MULTIPLIERS, rope_parameters=default_rope(1e4), mlp_bias=True),
+        llama_config(**SCALES, mlp_bias=True),
+    ),
+    "Granite-MoE": Family(
+        "granitemoe",
+        hf_llama_fields(**MULTIPLIERS, **EXPERTS, num_local_experts=6, rope_parameters=default_rope(1e4)),
+        llama_config(**EXPERTS_CONFIG | SCALES | {"normalize_experts": True}),
+    ),
+    # attention sinks, a window in every other layer, biases of the router and the experts
+    "gpt-oss": Family(
+        "gpt_oss",
+        hf_llama_fields(
+            **EXPERTS, num_local_experts=4, head_dim=8, sliding_window=5, rope_parameters=default_rope(100.0) | YARN
+        ),
+        llama_config(
+            **EXPERTS_CONFIG | {"normalize_experts": True, "router_bias": True, "n_experts": 4},
+            **YARN_ROTARY | {"rotary_base": 100.0},
+            **{"activation": "clamped_swiglu", "softmax": "sink", "window": 5, "full_layers": (1,), "head_size": 8},
+            gated=False,  # by the activation
+            bias=True,
+        ),
+    ),
     # norms before and after, soft-caps of scores and logits, and a window in every other layer
     "Gemma 2": Family(
         "gemma2",
@@ -234,6 +284,7 @@ FAMILIES: dict[str, Family] = {
         "gpt2", {**GPT2_SIZES, "bos_token_id": 1, "eos_token_id": 2}, ModelConfig(**TRICYCLE_SIZES, n_heads=3)
     ),
     "Phi": phi(),
+    "Phi-3": phi3(24),
     "StableLM": stablelm(),
     # no RoPE in the second layer
     "SmolLM3": Family(
@@ -272,6 +323,8 @@ def read(hf_model: Any, part: str = "data") -> Any:
 def checkpoint_arrays(hf_model: Any, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return a model's tensors as arrays by their names in checkpoints, which have one tensor for each expert."""
     split: dict[str, np.ndarray] = {}
+    if hf_model.config.model_type in STACKED:
+        return {stacked_name(name): tensor.numpy() for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         array = tensor.numpy()
         layer, _, kind = name.rpartition(".experts.")
@@ -282,6 +335,17 @@ def checkpoint_arrays(hf_model: Any, tensors: dict[str, Any]) -> dict[str, np.nd
         split |= {} if parts else {name: array}
     names = {name: mixtral_name(name) if hf_model.config.model_type == "mixtral" else name for name in split}
     return {names[name]: array for name, array in split.items()}
+
+
+STACKED = ("granitemoe", "gpt_oss")  # whose checkpoints have one tensor of all experts
+
+
+def stacked_name(name: str) -> str:
+    """Return the name of a tensor in checkpoints of Granite-MoE, from that of its parameter."""
+    parts = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+    for part, theirs in (parts | {"router.weight": "router.layer.weight"}).items():
+        name = name.replace(f"block_sparse_moe.{part}", f"block_sparse_moe.{theirs}")
+    return name
 
 
 def mixtral_name(name: str) -> str:

@@ -171,12 +171,14 @@ def package_files(root: Path) -> set[str]:
 
 
 def _check_names(archive: Path, names: set[str], expected: set[str]) -> None:
+    """Raise ValueError with the missing and the extra names unless both sets are equal."""
     missing, extra = sorted(expected - names), sorted(names - expected)
     if missing or extra:
         raise ValueError(f"{archive.name}: missing files {missing or 'none'}, extra files {extra or 'none'}")
 
 
 def _match(path: Path, pattern: str) -> re.Match[str]:
+    """Return the first match of a pattern in a file; raise ValueError if there is none."""
     match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
     if match is None:
         raise ValueError(f"expected a line like {pattern} in {path}, got none")
@@ -184,12 +186,14 @@ def _match(path: Path, pattern: str) -> re.Match[str]:
 
 
 def _replace(path: Path, pattern: str, value: str) -> None:
+    """Replace group 1 of a pattern's first match in a file by `value`; raise ValueError without a match."""
     match = _match(path, pattern)
     text = match.string[: match.start(1)] + value + match.string[match.end(1) :]
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _run(root: Path, module: str, *args: str) -> None:
+    """Run a Python module in the folder `root`; raise CalledProcessError if it fails."""
     subprocess.run([sys.executable, "-m", module, *args], cwd=root, check=True, stdin=subprocess.DEVNULL)
 
 

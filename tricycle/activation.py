@@ -88,7 +88,7 @@ class GLU(Gated):
     name, activation = "glu", Sigmoid()
 
     def __init__(self) -> None:
-        """Initialize without options."""
+        """Do nothing: GLU has no options, and `activation` is set on the class."""
 
 
 class SwiGLU(GLU):

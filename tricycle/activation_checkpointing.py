@@ -59,6 +59,7 @@ def checkpoint_activations(layer: Layer, x: Operand, *args: Any, **kwargs: Any) 
 
 @unfused("tricycle.activation_checkpointing.checkpoint_activations", closure=True)
 def _recompute(node: Tensor, variables: Any) -> Tensor:
+    """Recompute the layer's result by operations on Tensors, with the saved modes and generator states."""
     with variables.saved.restored():
         result: Tensor = variables.context.run(variables.recompute, node.args[0])
     return result
@@ -135,6 +136,7 @@ class SavedState:
 
 
 def _set(layers: list[tuple[Layer, bool, str]], generators: list[tuple[np.random.Generator, Any]]) -> None:
+    """Set the mode and precision of each layer, and the state of each random generator."""
     for layer, training, precision in layers:
         layer.training = training
         layer.precision = precision

@@ -16,7 +16,7 @@ class EndlessDataset:
 
     _items: Callable[[list[int]], tuple[np.ndarray, np.ndarray]]  # defined by subclasses: inputs and outputs of indices
 
-    def _begin(self, n_items: int, batch_size: int, seed: int) -> None:
+    def _initialize(self, n_items: int, batch_size: int, seed: int) -> None:
         self.n_items, self.batch_size, self.seed = n_items, batch_size, seed
         self.position = 0  # number of items returned so far, in all epochs
         self._step, self._is_batched, self._is_shuffled, self._as_tensors = 1, False, False, False
@@ -48,11 +48,11 @@ class EndlessDataset:
         return self
 
     def __next__(self) -> tuple[Any, Any]:
-        batch = self._give(self.position, self.position + self._step)
+        batch = self._item_or_batch(self.position, self.position + self._step)
         self.position += self._step
         return batch
 
-    def _give(self, start: int, stop: int) -> tuple[Any, Any]:
+    def _item_or_batch(self, start: int, stop: int) -> tuple[Any, Any]:
         arrays = self._items(self._indices(start, stop))
         x, y = arrays if self._is_batched else (arrays[0][0], arrays[1][0])
         return (self._tensor(x), self._tensor(y)) if self._as_tensors else (x, y)
@@ -63,9 +63,9 @@ class EndlessDataset:
 
     def _indices(self, start: int, stop: int) -> list[int]:
         """Return the item indices at positions start .. stop-1 of the endless sequence of epochs."""
-        return [int(self._order(number // self.n_items)[number % self.n_items]) for number in range(start, stop)]
+        return [int(self._cached_order(number // self.n_items)[number % self.n_items]) for number in range(start, stop)]
 
-    def _order(self, epoch: int) -> Sequence[int]:
+    def _cached_order(self, epoch: int) -> Sequence[int]:
         if self._latest_order[0] != epoch:
             self._latest_order = epoch, self._new_order(epoch)
         return self._latest_order[1]
@@ -117,7 +117,7 @@ class CausalLMDataset(EndlessDataset):
         n_windows, self._spare = divmod(n_pairs, context_window)
         if n_windows > 1:  # one window fewer, so that any offset fits
             n_windows, self._spare = n_windows - 1, self._spare + context_window
-        self._begin(n_windows, batch_size, seed)
+        self._initialize(n_windows, batch_size, seed)
 
     def _new_order(self, epoch: int) -> Any:
         """Return the start of each window of an epoch, in order."""

@@ -83,6 +83,7 @@ class MultiHeadSelfAttention(MultiHead):
     """
 
     qk_norm_per_head: bool = True  # for models pickled before the option existed
+    uses_shift = property(lambda self: self.shift is not None or self.key_shift is not None)  # a token or key shift
 
     def __init__(
         self,
@@ -139,10 +140,9 @@ class MultiHeadSelfAttention(MultiHead):
             raise ValueError(f"{title}: expected shape (batch, tokens, {self.embedding_dim}), got {shape}")
         rows = x if len(shape) == 3 else reshape(x, -1, *shape[-2:])
         segments = ((0, shape[-2]),) if cache is None else cache.segments(shape[-2])
-        for first, n_tokens in segments:
-            if first + n_tokens > self.context_window:
-                title = f"MultiHeadSelfAttention(context_window={self.context_window})"
-                raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {first + n_tokens}")
+        if (longest := max(first + n_tokens for first, n_tokens in segments)) > self.context_window:
+            title = f"MultiHeadSelfAttention(context_window={self.context_window})"
+            raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {longest}")
         dtype = x.dtype if dtype is None and self.precision != "float32" else dtype
         q, k, v = self._queries_keys_values(rows, segments, cache, self.hidden_dtype(x) if cache is None else dtype)
         if cache is None:
@@ -167,11 +167,9 @@ class MultiHeadSelfAttention(MultiHead):
         if self.key_shift is not None:
             k = reshape(self.key_shift(merge_heads(k), cache), k.shape)
         if self.query_norm is not None and self.key_norm is not None:
-            if self.qk_norm_per_head:
-                q, k = self.query_norm(q), self.key_norm(k)
-            else:
-                q = reshape(self.query_norm(merge_heads(q)), q.shape)
-                k = reshape(self.key_norm(merge_heads(k)), k.shape)
+            joined = [q, k] if self.qk_norm_per_head else [merge_heads(q), merge_heads(k)]
+            normal = self.query_norm(joined[0]), self.key_norm(joined[1])
+            q, k = normal if self.qk_norm_per_head else (reshape(y, x.shape) for x, y in zip((q, k), normal))
         if self.rotary is not None:
             q, k = self.rotary(q, segments), self.rotary(k, segments)
         return [q, k, v]
@@ -184,11 +182,6 @@ class MultiHeadSelfAttention(MultiHead):
             # float32, as converting the cache for every token would take longer than 16-bit products save
             results.append(self.attention(*tensors, mask, self.softmax_scales, "float32"))
         return concatenate_texts(results)
-
-    @property
-    def uses_shift(self) -> bool:
-        """Whether the layer has a token shift or key shift."""
-        return self.shift is not None or self.key_shift is not None
 
 
 class MLPBlock(Layer):
@@ -261,7 +254,7 @@ class TransformerBlock(Layer):
         fields: dict[str, Any] = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
         fields |= {"initialiser": initialiser, "generator": new_generator(generator)}
         both = config.norm_placement == "both"
-        self.norm_placement, self.parallel = config.norm_placement, config.parallel
+        self.norm_placement, self.parallel, self.scale = config.norm_placement, config.parallel, config.residual_scale
         self.attention_norm = new_norm(config)
         self.attention: Any = attention or MultiHeadSelfAttention(**fields, layer=layer, causal=causal)
         self.attention_post_norm = new_norm(config) if both else None
@@ -275,20 +268,24 @@ class TransformerBlock(Layer):
         x = as_tensor(x)
         if self.parallel:
             normal = self._normalize(self.attention_norm, self.attention, x)
-            attended = add_residual(x, self._run(self.attention, normal, x.dtype, cache, mask))
+            attended = self._add(x, self._run(self.attention, normal, x.dtype, cache, mask))
             normal = normal if self.mlp_norm is None else self._normalize(self.mlp_norm, self.mlp, x)
-            return add_residual(attended, self._run(self.mlp, normal, x.dtype))
+            return self._add(attended, self._run(self.mlp, normal, x.dtype))
         x = self.add_sublayer(x, self.attention, self.attention_norm, self.attention_post_norm, cache, mask)
         return self.add_sublayer(x, self.mlp, self.mlp_norm, self.mlp_post_norm)
 
     def add_sublayer(self, x: Tensor, part: Any, norm: Any, post_norm: Any, *args: Any) -> Tensor:
         """Return x + post_norm(part(norm(x), *args)), or norm(x + part(x)) or x + norm(part(x)) by `norm_placement`."""
         if self.norm_placement == "after":
-            return norm(add_residual(x, self._run(part, x, x.dtype, *args)))
+            return norm(self._add(x, self._run(part, x, x.dtype, *args)))
         if self.norm_placement == "output":
-            return add_residual(x, norm(self._run(part, x, x.dtype, *args)))
+            return self._add(x, norm(self._run(part, x, x.dtype, *args)))
         out = self._run(part, self._normalize(norm, part, x), x.dtype, *args)
-        return add_residual(x, out if post_norm is None else post_norm(out))
+        return self._add(x, out if post_norm is None else post_norm(out))
+
+    def _add(self, x: Tensor, branch: Tensor) -> Tensor:
+        scale = getattr(self, "scale", 1)  # models pickled before the option existed have none
+        return add_residual(x, branch if scale == 1 else branch * scale)
 
     def _normalize(self, norm: Any, part: Any, x: Tensor) -> Tensor:
         """Return norm(x) for a sublayer, in the sublayer's hidden dtype if it can return the dtype of x."""

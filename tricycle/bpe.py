@@ -156,7 +156,7 @@ def learn_merges(counts: Counter[str], n_merges: int) -> Iterator[tuple[int, int
 
 
 def _grouped(pairs: np.ndarray, places: np.ndarray, weight: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield (-count, pair, places in the given order) of each pair with a count of at least 2."""
+    """Yield (-count, pair, its places) for each distinct pair; count, the sum of the weights, is at least 2."""
     order = pairs.argsort(kind="stable")
     pairs, places = pairs[order], places[order]
     is_first = np.empty(len(pairs), bool)

@@ -121,7 +121,7 @@ def _read(path: Path, infos: dict[str, TensorInfo], start: int) -> dict[str, np.
 
 
 def _checksum(about: str, tensors: dict[str, np.ndarray]) -> str:
-    """Return a CRC-32 of the metadata and all tensors, to detect corruption on disk."""
+    """Return the CRC-32 of the metadata and all tensors' names, dtypes, shapes and bytes, as 8 hexadecimal digits."""
     number = zlib.crc32(about.encode("utf-8"))
     for name in sorted(tensors):
         array = tensors[name]

@@ -70,6 +70,7 @@ def check_builds_graph() -> None:
 
 
 def _add(sums: dict[Tensor, Tensor | None], nodes: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Add the gradients of nodes that depend on an input to `sums`, cast to the node's dtype; TypeError if complex."""
     for node, grad in zip(nodes, grads, strict=True):
         if grad is None or node not in sums:
             continue
@@ -129,7 +130,7 @@ def unfused(*names: str, closure: bool = False) -> Callable[[Unfused], Unfused]:
 
 
 def gradients_through(result: Tensor, node: Tensor, grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients of the args of a node, with `result`, computed from the same args, in its place."""
+    """Return the gradients of a node's args by differentiating `result`, the same value computed from the same args."""
     args = list(dict.fromkeys(node.args))  # an arg that occurs twice gets its gradient once
     found = dict(zip(args, gradients([result], [grad], args)))
     return [found.pop(arg, None) for arg in node.args]

@@ -32,7 +32,7 @@ class Dataset(EndlessDataset):
         if n_inputs != n_outputs or not n_inputs:
             got = f"{n_inputs} inputs and {n_outputs} outputs"
             raise ValueError(f"{type(self).__name__}: expected as many outputs as inputs, at least one, got {got}")
-        self._begin(n_inputs, 0, seed)  # no batch size yet
+        self._initialize(n_inputs, 0, seed)  # no batch size yet
 
     def batch(self, batch_size: int | None = None) -> Self:
         """Return batches of `batch_size` items (default: as set before, else ValueError) from now on; return self."""
@@ -44,10 +44,11 @@ class Dataset(EndlessDataset):
         return self.inputs[indices], self.outputs[indices]
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Yield one epoch from the current position, which moves to the next epoch even if iteration stops early."""
         start = self.position
         self.position = stop = start + self.n_items  # the next epoch follows even if this one is left early
         for first in range(start, stop, self._step):
-            yield self._give(first, min(first + self._step, stop))
+            yield self._item_or_batch(first, min(first + self._step, stop))
 
 
 class InfiniteBatchDataset(Dataset):

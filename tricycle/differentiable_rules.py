@@ -237,6 +237,21 @@ def _swiglu(node: Tensor, v: Any) -> Tensor:
     return x[..., :half] * (b * ops.sigmoid(b))
 
 
+@unfused("tricycle.state_spaces.scan.StateSpaceScan.forward")
+def _state_space_scan(node: Tensor, v: Any) -> Tensor:
+    values, decays, k, q = node.args
+    xp, n_tokens, n_shared = values.xp, values.shape[1], values.shape[2] // k.shape[2]
+    visible = xp.tri(n_tokens, dtype=bool)
+    sums = matmul(Tensor(visible.astype(decays.dtype), False), decays)  # (B, T, H), of the decays up to each token
+    by_head = extra_ops.transpose(sums, 0, 2, 1)
+    exponents = by_head.reshape(*by_head.shape, 1) - by_head.reshape(*by_head.shape[:2], 1, n_tokens)
+    weights = extra_ops.exp(extra_ops.where(visible, exponents, -xp.inf))
+    heads = [group for group in range(k.shape[2]) for _ in range(n_shared)]
+    queries, keys = (extra_ops.transpose(x[:, :, heads], 0, 2, 1, 3) for x in (q, k))
+    scores = matmul(queries, extra_ops.transpose(keys, 0, 1, 3, 2)) * weights
+    return extra_ops.transpose(matmul(scores, extra_ops.transpose(values, 0, 2, 1, 3)), 0, 2, 1, 3)
+
+
 # -------------------------------------------------------------------- reductions
 @rule("tricycle.extra_ops.sum", "tricycle.extra_ops.mean")
 def _sum(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:

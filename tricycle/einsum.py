@@ -84,7 +84,7 @@ def contraction(
 def gradient_labels(
     i: int, shape: tuple[int, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int]
 ) -> tuple[tuple[str, ...], str]:
-    """Return labels and output of the einsum that computes the gradient of input i, which the output's replaces.
+    """Return (labels, output) of the einsum of input i's gradient, in which the output's gradient replaces input i.
 
     The result lacks axes of length 1 that were broadcast: it must be reshaped to `shape`, that of the input.
     """
@@ -96,7 +96,7 @@ def gradient_labels(
 # Cache: a pure function of the text; the results are tuples.
 @lru_cache(maxsize=1024)
 def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
-    """Return the subscripts of the inputs and the output, without spaces, and with an explicit output."""
+    """Parse subscripts to those of the inputs and the output, made explicit, without spaces; ValueError if invalid."""
     text = subscripts.replace(" ", "")
     left, arrow, output = text.partition("->")
     inputs = tuple(left.split(","))
@@ -118,7 +118,7 @@ def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
 def _resolve(
     einsum: Einsum, shapes: tuple[tuple[int, ...], ...], batched: tuple[bool, ...]
 ) -> tuple[tuple[str, ...], str, dict[str, int]]:
-    """Return subscripts with a letter for each axis, including batch and "...", and the length of each axis."""
+    """Return the inputs' labels and the output's, a letter per axis (also batch, "..."), and each letter's length."""
     inputs, out = einsum._terms, einsum._target
     title = f"Einsum({einsum.subscripts!r})"
     if len(inputs) != len(shapes):
@@ -182,7 +182,7 @@ def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes
 # Cache: a pure function of labels and sizes; the results are tuples.
 @lru_cache(maxsize=1024)
 def _pair_order(labels: tuple[str, ...], out: str, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of terms to multiply in order; each result is appended to the list of terms."""
+    """Return the index pairs (i, j) of terms to multiply, in order; a pair is removed, and its product appended."""
     if len(labels) <= 2:
         return ((0, 1),) * (len(labels) - 1)
     lengths = dict(sizes)
@@ -202,7 +202,7 @@ def _pair_order(labels: tuple[str, ...], out: str, sizes: tuple[tuple[str, int],
 
 
 def _diagonal(array: Array, labels: str, sizes: dict[str, int]) -> tuple[Array, str]:
-    """Take the diagonal of repeated indices, and remove axes of length 1 that broadcast."""
+    """Return (array, labels) with the diagonal of repeated labels, without axes of length 1 that broadcast."""
     for letter in dict.fromkeys(labels):
         while labels.count(letter) > 1:
             i = labels.index(letter)
@@ -235,7 +235,7 @@ def _align(array: Array, labels: str, out: str) -> Array:
 
 
 def _multiply(first: tuple[Array, str], second: tuple[Array, str], kept: set[str]) -> tuple[Array, str]:
-    """Multiply two terms, and sum over the letters that no other term needs.
+    """Multiply two terms, and sum over labels that are not in `kept`; return (product, its labels).
 
     There are four groups of letters: batch (in both, kept), rows (in the first), columns (in the second) and
     inner (in both, summed). With inner letters this is one matmul, otherwise an elementwise product.

@@ -213,6 +213,7 @@ class MixtureOfExperts(Layer):
         new_expert: makes an expert from `embedding_dim` and `fields`, such as `blocks.MLPBlock`.
         embedding_dim: C. n_experts: E. n_active_experts: K, at most E.
         normalize_experts: whether the weights of a token's experts are divided by their sum.
+        router_bias: whether the router has a bias.
         router_loss: the weight of the load-balancing loss in `add_loss`.
         dropout: the dropout probability of the result.
         fields: further fields of `ModelConfig`, such as `hidden_size`, the width of each expert.
@@ -226,6 +227,7 @@ class MixtureOfExperts(Layer):
         n_active_experts: int = 2,
         *,
         normalize_experts: bool = True,
+        router_bias: bool = False,
         router_loss: float = 0.0,
         dropout: float = 0.0,
         initialiser: Initialiser = xavier,
@@ -240,7 +242,7 @@ class MixtureOfExperts(Layer):
         options: dict[str, Any] = {**fields, "initialiser": initialiser, "generator": generator}
         self.embedding_dim, self.n_active = embedding_dim, n_active_experts
         self.normalized, self.router_loss = normalize_experts, router_loss
-        self.router = Router(embedding_dim, n_experts, False, initialiser, generator, role="router")
+        self.router = Router(embedding_dim, n_experts, router_bias, initialiser, generator, role="router")
         self.experts = [new_expert(embedding_dim, **options) for _ in range(n_experts)]
         self.dropout = Dropout(dropout, generator)
 

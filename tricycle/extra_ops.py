@@ -37,6 +37,7 @@ log = unary_op("log", lambda xp, x: xp.log(x), lambda xp, g, x, y: g / x)
 sqrt = unary_op("sqrt", lambda xp, x: xp.sqrt(x), lambda xp, g, x, y: g / (2 * y))
 sin = unary_op("sin", lambda xp, x: xp.sin(x), lambda xp, g, x, y: g * xp.cos(x))
 cos = unary_op("cos", lambda xp, x: xp.cos(x), lambda xp, g, x, y: -g * xp.sin(x))
+softplus = unary_op("softplus", lambda xp, x: xp.logaddexp(x, 0), lambda xp, g, x, y: g * xp.exp(x - y))
 absolute = unary_op("absolute", lambda xp, x: xp.abs(x), lambda xp, g, x, y: g * xp.sign(x))
 
 
@@ -170,7 +171,7 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 # -------------------------------------------------------------------- reductions
 def _axes(op: str, x: Tensor, axis: Axis) -> tuple[int, ...]:
-    """Return the axes given by `axis` as non-negative integers."""
+    """Return `axis` (an integer, several, or None for all) as integers >= 0; ValueError if out of range or repeated."""
     axes = range(x.ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
     for a in axes:
         if not -x.ndim <= operator.index(a) < x.ndim:
@@ -210,7 +211,7 @@ def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
-    """Compute `max` or `min`; the gradient is divided evenly among equal extremes."""
+    """Compute `max` or `min`, by `name`, over axes; the gradient is divided evenly among equal extremes."""
     x = as_tensor(x)
     axes, array = _axes(name, x, axis), x.array
     if 0 in [array.shape[a] for a in axes]:

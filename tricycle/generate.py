@@ -29,15 +29,21 @@ class DecodingState:
 
     def truncate(self, length: int) -> None:
         """Truncate the caches to the first `length` tokens, or clear them if they cannot be truncated there."""
-        if length == 0 or not all(cache.can_truncate(length) for cache in self.caches):
+        if length == 0 or self._crosses(length) or not all(cache.can_truncate(length) for cache in self.caches):
             return self.reset()
         for cache in self.caches:
             cache.truncate(length)
         self.tokens = self.tokens[:length]
 
+    def _crosses(self, length: int) -> bool:
+        """Return whether a text of `length` tokens has other RoPE frequencies than the cached text."""
+        limit = self.model.config.rotary_original_window
+        return self.model.config.rotary_scaling == "longrope" and (length > limit) != (len(self.tokens) > limit)
+
     def uncached_tokens(self, text: list[int], n_last: int = 1) -> list[int]:
         """Truncate the caches to a prefix of `text`, set `tokens` to [], return the ids after it, at least `n_last`."""
-        n_shared = min(common_prefix_length(self.tokens, text), len(text) - n_last)
+        n_shared = 0 if self._crosses(len(text)) else common_prefix_length(self.tokens, text)
+        n_shared = min(n_shared, len(text) - n_last)
         if n_shared == 0 or n_shared < len(self.tokens):
             self.truncate(n_shared)
         # no tokens count as cached until all layers are done: an interruption leaves the caches inconsistent

@@ -70,6 +70,7 @@ def gradcheck(
 
 
 def _in_float64(x: Operand) -> Tensor:
+    """Return a copy as a float64 Tensor (integers and Booleans stay); arrays will require a gradient."""
     array = x.numpy() if isinstance(x, Tensor) else np.asarray(x)
     is_batched = isinstance(x, Tensor) and x.is_batched
     requires_grad = not isinstance(x, Tensor) or x.requires_grad

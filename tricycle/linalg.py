@@ -62,7 +62,7 @@ def _record(
     values: Sequence[Array],
     name: str,
 ) -> Tensor:
-    """Record a result of an operation; `values` has the arrays of its args, and all its results."""
+    """Return `result` as a Tensor in the graph; `values` (the arrays of args and all results) is for `gradient`."""
     batched = any(x.is_batched and x.ndim > 2 for x in args)
     return record(result, tuple(args), _backward, name, batched, (gradient, op, *values))
 
@@ -73,6 +73,7 @@ def _backward(grad: Array, needs_grad: NeedsGrad, gradient: Gradient, op: Any, *
 
 @create_graph.rule("tricycle.linalg._backward")
 def _differentiable(node: Tensor, grad: Tensor, variables: Any) -> Sequence[Any]:
+    """Return gradients with a graph: recompute the operation on Tensors, then call its gradient function on them."""
     gradient, op, *_ = node._saved
     results = op(*node.args)
     results = results if isinstance(results, tuple) else (results,)
@@ -115,7 +116,7 @@ def _solve_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, a: Matrix, b:
 
 @register
 def solve(a: Operand, b: Operand) -> Tensor:
-    """Solve a x = b for x.
+    """Solve a x = b for x; a is (..., n, n), b (n,) or (..., n, k); ValueError if a is singular or shapes do not fit.
 
     Args:
         a: invertible matrices (..., n, n).

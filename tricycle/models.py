@@ -50,19 +50,14 @@ class BlockStack(Layer):
     def use_precision(self, precision: str) -> Self:
         """Set the precision of matrix products, one of PRECISIONS, also in the config; return self."""
         super().use_precision(precision)
-        self.config = _changed(self.config, precision=precision)
+        self.config = self.config if self.config.precision == precision else replace(self.config, precision=precision)
         return self
 
     def use_softmax(self, name: str, n_blocks: int = 2) -> None:
         """Switch all blocks, and the config, to a variant in `functions.SOFTMAXES`; `n_blocks` is for "blocks"."""
-        self.config = _changed(self.config, softmax=name, softmax_blocks=n_blocks)
+        self.config = replace(self.config, softmax=name, softmax_blocks=n_blocks)
         for block in self.blocks:
             block.attention.use_softmax(new_softmax(name, self.config))
-
-
-def _changed(config: ModelConfig, **values: Any) -> ModelConfig:
-    same = all(getattr(config, name) == value for name, value in values.items())
-    return config if same else replace(config, **values)
 
 
 class GPT(BlockStack):
@@ -83,14 +78,14 @@ class GPT(BlockStack):
         self.config = config
         # one generator for weights and dropout masks, saved in checkpoints
         self.generator = np.random.default_rng(config.seed)
-        width = config.embedding_dim
-        narrow = config.embedding_size or width
+        width, narrow = config.embedding_dim, config.embedding_size or config.embedding_dim
         self.token_embedding = Embedding(config.vocab_size, narrow, zeros)
         self.embedding_projection = Dense(narrow, width, False, zeros) if narrow != width else None
         self.position_embedding = POSITIONS[config.positions].new_embedding(config)
         self.dropout = Dropout(config.dropout, self.generator)
         options: Any = {"initialiser": zeros, "generator": self.generator}
-        self.blocks = [TransformerBlock(config, layer, **options) for layer in range(config.n_layers)]
+        new_block: Any = getattr(config, "new_block", partial(TransformerBlock, config))  # configs may have their own
+        self.blocks = [new_block(layer, **options) for layer in range(config.n_layers)]
         self.norm = new_norm(config) if config.norm_placement != "after" else None
         self.head_projection = Dense(width, narrow, False, zeros) if narrow != width else None
         self.head = None if config.tied else Dense(narrow, config.vocab_size, config.head_bias, zeros, role="head")
@@ -159,8 +154,9 @@ class GPT(BlockStack):
         return x
 
     def logits(self, x: Tensor, dtype: Any = None) -> Tensor:
-        """Apply the last norm and head (or tied embedding) to x (..., C); return soft-capped logits (..., V)."""
+        """Apply the last norm and head (or tied embedding) to x (..., C); return scaled and capped logits (..., V)."""
         x = x if self.norm is None else self.norm(x)
+        x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
         x = x if self.head_projection is None else self.head_projection(x)
         if self.head is None:
             logits = linear(x, self.token_embedding.weights, precision=self.precision, dtype=dtype, transposed=True)

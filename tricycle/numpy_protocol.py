@@ -67,7 +67,7 @@ UFUNCS: dict[np.ufunc, Callable[..., Any]] = {
 
 
 def apply_ufunc(ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-    """Apply the operation of a ufunc to Tensors, arrays and numbers; see NEP 13.
+    """Apply a ufunc's operation to Tensors, arrays and numbers (NEP 13); TypeError if there is none.
 
     Raises:
         TypeError: the ufunc has no operation; or a method such as `reduce`, or an argument such as `out`, is used.
@@ -94,6 +94,7 @@ class UfuncMethod:
     """
 
     def __get__(self, instance: Tensor | None, owner: type[Tensor]) -> Callable[..., Any] | None:
+        """Return `_call_ufunc` when read from the class, as NumPy does, and None from an instance."""
         return _call_ufunc if instance is None else None
 
 

@@ -197,7 +197,7 @@ def binary_op(
 
 
 def _beside_number(array: Array, number: Any) -> tuple[Array, Any]:
-    """Return an array and a Python number, which unlike a NumPy scalar does not change the array's dtype."""
+    """Return (array, number): a NumPy scalar becomes a Python number; for a float, an integer array becomes float32."""
     number = number.item() if isinstance(number, np.generic) else number
     return as_floating(array) if isinstance(number, float) else array, number
 

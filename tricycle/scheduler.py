@@ -18,7 +18,7 @@ class WarmupCosine:
         self.warmup_steps, self.total_steps = warmup_steps, total_steps
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step (from 1)."""
+        """Return a step's rate (steps from 1): linear warm-up to max_rate, then decay to min_rate at total_steps."""
         if step < self.warmup_steps:
             return self.max_rate * step / self.warmup_steps
         if step >= self.total_steps:

@@ -118,9 +118,8 @@ class Tensor:
         sums = autograd.GradientSums()
         for leaf, grad in autograd.walk_backward(self, ones, sums, retain_graph):
             if grad.shape != leaf.array.shape:
-                raise RuntimeError(
-                    f"backward: expected the gradient of {autograd.describe(leaf)}, got shape {grad.shape}"
-                )
+                what = autograd.describe(leaf)
+                raise RuntimeError(f"backward: expected the gradient of {what}, got shape {grad.shape}")
             # the user may change the gradient in place, so it must not share memory
             grad = sums.unshare(leaf, grad) if leaf.grad is None else leaf.grad.array + grad
             leaf.grad = Tensor(grad, False, leaf.is_batched)

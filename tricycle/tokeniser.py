@@ -192,7 +192,7 @@ class BPETokeniser(ByteLevelBPE):
         return np.concatenate(parts, dtype=self.dtype, casting="unsafe")
 
     def _encode_run(self, text: str) -> np.ndarray:
-        """As `ByteLevelBPE.encode`, in tiktoken's core where that is installed."""
+        """Encode text of valid UTF-8 to ids as `ByteLevelBPE.encode` does, by tiktoken's core if it is installed."""
         if self._encoding is None:
             self._encoding = self._new_encoding()
         if isinstance(self._encoding, PieceIds):
@@ -315,6 +315,7 @@ class PieceIds(dict[str, list[int]]):
         self.ranks = ranks
 
     def __missing__(self, piece: str) -> list[int]:
+        """Encode a piece to ids, and cache them if the piece is short and the cache is not full."""
         raw = piece.encode("utf-8")
         ids = [self.ranks[raw]] if raw in self.ranks else self._merge(raw)
         if len(piece) <= _LONGEST_KEPT and len(self) < _MOST_KEPT:
@@ -322,7 +323,7 @@ class PieceIds(dict[str, list[int]]):
         return ids
 
     def _merge(self, piece: bytes) -> list[int]:
-        """Repeatedly merge the adjacent pair that forms the token with the lowest id, the leftmost of several.
+        """Return a piece's ids: repeatedly merge the adjacent pair that forms the lowest token id, leftmost first.
 
         The pairs are in a heap. Pairs that no longer exist are skipped, so n bytes take O(n log n) time.
         """
@@ -385,7 +386,7 @@ def gpt2_pattern() -> str:
 
 
 def _characters(kind: str) -> str:
-    """Return the character class of all characters whose Unicode category begins with a letter."""
+    """Return, for a regex class, the ranges of the characters whose Unicode category begins with `kind`."""
     codes = [code for code in range(0x110000) if unicodedata.category(chr(code))[0] == kind]
     starts = [code for before, code in zip([-2, *codes], codes) if code != before + 1]
     ends = [code for code, after in zip(codes, [*codes[1:], -2]) if after != code + 1]

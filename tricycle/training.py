@@ -173,7 +173,7 @@ def compute_gradients(
 
 
 def _first_nonfinite(compute_loss: Callable[[], Tensor], model: Layer) -> str:
-    """Recompute the loss, and describe the first Tensor in the order of computation that is not finite."""
+    """Recompute the loss; describe the first parameter, else result, that is not finite, or say "none but the loss"."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     problems = [f"the parameter {name}" for parameter, name in names.items() if not _all_finite(parameter)]
     places = count()

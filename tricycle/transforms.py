@@ -113,6 +113,7 @@ def _depend_only_on(inputs: Sequence[Tensor], outputs: Sequence[Tensor], constan
 
 
 def _gradient_of(x: Tensor, grad: Tensor | None) -> Tensor:
+    """Return the gradient of x as a Tensor with its `is_batched`: zeros if it is None."""
     if grad is None:
         return Tensor(x.xp.zeros_like(x.array), False, x.is_batched)
     if grad.is_batched == x.is_batched:

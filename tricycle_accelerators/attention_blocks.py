@@ -36,6 +36,7 @@ class QueryBlock(NamedTuple):
 
 
 def _query_blocks(n_queries: int, n_keys: int, score_options: ScoreOptions, step: int) -> list[QueryBlock]:
+    """Return blocks of `step` queries, each with its visible key blocks, diagonal and window edge."""
     blocks = []
     for start in range(0, n_queries, step):
         queries = slice(start, min(start + step, n_queries))
@@ -106,7 +107,7 @@ def plan_attention(q: np.ndarray, k: np.ndarray, score_options: ScoreOptions) ->
 
 
 def _query_block_size(n_stacked: int, n_seen: int) -> int:
-    """How many queries of each of so many heads that share their keys; BLAS likes multiples of 16.
+    """Return the queries per block: 16 or more, fewer for many `n_stacked` heads, up to twice QUERY_BLOCK if long.
 
     Args:
         n_seen: keys that a query sees at most, about.
@@ -116,14 +117,14 @@ def _query_block_size(n_stacked: int, n_seen: int) -> int:
 
 
 def _whole_groups(n_items: int, n_key_heads: int, n_sharing: int, step: int) -> list[HeadGroup]:
-    """So many key heads each, with all of their query heads."""
+    """Return a HeadGroup for each item and each `step` key heads, with all of their query heads."""
     parts = [slice(start, min(start + step, n_key_heads)) for start in range(0, n_key_heads, step)]
     heads = [slice(part.start * n_sharing, part.stop * n_sharing) for part in parts]
     return [HeadGroup(item, *pair) for item in range(n_items) for pair in zip(heads, parts)]
 
 
 def _split_groups(n_items: int, n_key_heads: int, n_sharing: int, step: int) -> list[HeadGroup]:
-    """So many query heads of one key head each."""
+    """Return a HeadGroup for each item, key head and `step` of its query heads."""
     return [
         HeadGroup(item, slice(start, min(start + step, (key_head + 1) * n_sharing)), slice(key_head, key_head + 1))
         for item, key_head in np.ndindex(n_items, n_key_heads)

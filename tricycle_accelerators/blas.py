@@ -43,7 +43,7 @@ def unavailable_reason() -> str | None:
 # Cache: valid for the life of the process: depends on the processor and on what is installed.
 @cache
 def _mkl() -> _Mkl | str:
-    """Return its functions, or why there are none."""
+    """Load MKL on the first call, and return its functions, or the reason (a text) why it is not used."""
     if why := exclusion_reason("mkl"):
         return why
     if not processor.is_intel():
@@ -108,6 +108,7 @@ def _fits(x: np.ndarray, dtype: Any) -> bool:
 
 
 def _gemm(function: Any, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """Write a @ b into `out` by a CBLAS function; the rows or the columns of each matrix are contiguous."""
     (n_rows, n_inner), n_columns = a.shape, b.shape[1]
     function(
         ROW_MAJOR,

@@ -59,6 +59,7 @@ class _Lease(np.ndarray):
     place: tuple[int, int]
 
     def __del__(self) -> None:
+        """Report the memory of this deleted array as returned to the arena."""
         self.returned.append(self.place)
 
 
@@ -149,10 +150,12 @@ class _Arena:
             self.insert(start, size)
 
     def insert(self, start: int, size: int) -> None:
+        """Add a free part to the indices by size, by start and by end."""
         insort(self.free, (size, start))
         self.starts[start] = self.ends[start + size] = size
 
     def remove(self, start: int, size: int) -> None:
+        """Remove a free part from the indices by size, by start and by end."""
         del self.free[bisect_left(self.free, (size, start))], self.starts[start], self.ends[start + size]
 
     def watch(self) -> None:
@@ -162,6 +165,7 @@ class _Arena:
             self.watcher.start()
 
     def release_when_idle(self) -> None:
+        """Block until nothing was taken for IDLE_SECONDS, then give all free memory back to the system."""
         n_seen = None
         while n_seen != self.n_taken:
             n_seen = self.n_taken

@@ -50,7 +50,7 @@ def _tune() -> Tuning:
 
 # -------------------------------------------------------------------- memory
 def _keep_memory() -> bool:
-    """Configure glibc's malloc to keep freed memory in the process, in 2 MB pages where available.
+    """Configure glibc's malloc to keep freed memory, in 2 MB pages where available; return whether it does.
 
     Otherwise large arrays go back to the system when they are freed, and it clears every page that it hands out to
     the next step; and with pages of 4 kB the processor spends time on address translation. Most large arrays are

@@ -42,6 +42,7 @@ class SpinPolicy:
         self.until = 0.0
 
     def __bool__(self) -> bool:
+        """Return whether threads may spin now: more than one, not resting, and not within a worker."""
         return perf_counter() >= self.until and threads.n_threads() > 1 and not threads.in_worker()
 
     def record_seconds(self, seconds: float, n_bytes: int) -> None:

@@ -86,7 +86,7 @@ def reset_n_threads() -> None:
 
 
 def _count_threads() -> tuple[int, bool]:
-    """Return how many threads share the work now, and whether that will stay so."""
+    """Return (number of threads to share work now, whether that will stay so): by variables, BLAS or 1."""
     asked_for = requested_threads()
     if asked_for is not None:
         return asked_for, True
@@ -139,7 +139,7 @@ def set_blas_threads(library: Any, number: int) -> None:
 
 
 def _limit_blas_threads(of_each_thread: bool) -> list[tuple[Any, int]]:
-    """Set some of the libraries to one thread.
+    """Set one thread in BLAS libraries that count per thread (OpenMP), or in the others; return (library, former).
 
     Args:
         of_each_thread: those where every thread has a number of its own, as OpenMP does it; else those where the
@@ -157,6 +157,7 @@ def _limit_blas_threads(of_each_thread: bool) -> list[tuple[Any, int]]:
 
 
 def _restore_blas_threads(usual: list[tuple[Any, int]]) -> None:
+    """Set the thread numbers of the (library, number) pairs, and clear the list."""
     for library, number in usual:
         set_blas_threads(library, number)
     usual.clear()
@@ -257,6 +258,7 @@ class _Helper:
         self.thread.start()
 
     def _run(self) -> None:
+        """Run the work of each `begin`, without end; store an exception in `error`."""
         _thread_state.in_worker = True
         _limit_blas_threads(of_each_thread=True)
         while True:
@@ -270,6 +272,7 @@ class _Helper:
             self.done.release()
 
     def begin(self, work: Callable[[], None]) -> None:
+        """Start to run `work` in the helper's thread, and return at once."""
         self.work = work
         self.finished = False
         self.done.acquire(blocking=False)
@@ -300,7 +303,7 @@ _started: list[_Helper] = []
 
 
 def _helpers() -> list[_Helper]:
-    """Return as many as there are threads beside the caller's, and start those that are needed for the first time.
+    """Return the worker threads beside the caller's, n_threads() - 1, and start those that are missing.
 
     The caller holds `pool_lock`.
     """
@@ -329,7 +332,7 @@ def start_serving(serve: Callable[[int], None], stop: Callable[[bool], None]) ->
 
 
 def _stop_serving_helpers() -> None:
-    """Stop the workers that serve a mailbox, so that all workers are idle."""
+    """Stop workers that serve a mailbox, so that all are idle; raise the first of their errors."""
     if _stop_serving is None or all(helper.finished for helper in _started):
         return
     _stop_serving(True)

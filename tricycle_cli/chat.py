@@ -135,6 +135,7 @@ class Conversation:
         return list(self.tokeniser.chat(messages, allowed_special=False))
 
     def _answer(self, ids: list[int]) -> Iterator[str]:
+        """Yield the parts of a generated answer, and append it to the messages as it grows."""
         answer: Message = {"role": "assistant", "content": ""}
         self.messages.append(answer)
         n_tokens = min(self.n_tokens, self.model.config.context_window - len(ids))

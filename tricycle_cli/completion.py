@@ -146,7 +146,7 @@ fi
 
 
 def _filled(template: str, commands: str, flags: Flags, choice: str, names: str) -> str:
-    """Return a script for bash or zsh.
+    """Return a bash or zsh script: `template` with COMMANDS, CHOICES and FLAGS replaced by the commands' and flags'.
 
     Args:
         template: the script with the placeholders COMMANDS, CHOICES (values of flags) and FLAGS.

@@ -134,6 +134,7 @@ def tokenize_text(tokeniser: Tokeniser, text: bytes, name: str = "evaluate") -> 
 
 
 def _score(name: str, n_tokens: int, n_bytes: int, loss: float) -> Score:
+    """Return a Score of the mean loss in nats per token, with perplexity and bits per byte."""
     bits = loss * n_tokens / math.log(2) / max(1, n_bytes)
     return Score(name, n_tokens, n_bytes, loss, math.exp(min(loss, 700.0)), bits)
 

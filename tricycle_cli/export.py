@@ -18,6 +18,7 @@ from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.gguf_file_types import FILE_TYPES
 from tricycle.pretrained.importance import measure_importance
 from tricycle.pretrained.stored_model import error_prefix
+from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.files import read_file, read_json_object
 from tricycle_cli.flags import parse
@@ -64,7 +65,7 @@ def main(args: Sequence[str] | None = None) -> None:
     check_outputs(arguments)
     text = b"" if arguments.calibrate is None else read_file(arguments.calibrate)
     loaded = load_file(arguments.source)
-    if not isinstance(loaded.model, TextEncoder):
+    if not isinstance(loaded.model, (TextEncoder, EncoderDecoderTransformer)):
         loaded = load_model(arguments.source, arguments.tokeniser, device="cpu", loaded=loaded)
     if arguments.adapter is not None:
         adapter = load_adapter(loaded, arguments.adapter)
@@ -93,7 +94,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def check_outputs(arguments: Arguments) -> None:
-    """Raise an exception unless a new output is requested, and an adapter only together with --adapter."""
+    """Raise ValueError for no output or flags that do not fit together, FileExistsError if a file to write exists."""
     files = [arguments.gguf, arguments.gguf_adapter]
     if arguments.folder is None and files == [None, None]:
         raise ValueError("expected an output folder, --gguf or --gguf-adapter, got none")

@@ -284,7 +284,7 @@ class FinetuneTask(Task):
         return state
 
     def _split(self, examples: ExampleSplit, window: int) -> None:
-        """Make the dataset for training and the held-out dataset."""
+        """Set `dataset` (training) and `held_out` from the examples: packed rows, or pairs with --loss dpo."""
         arguments, loaded = self.arguments, self.loaded
         order = arguments.batch_size, window, arguments.seed
         n_held = arguments.eval_batches * arguments.batch_size
@@ -298,6 +298,7 @@ class FinetuneTask(Task):
         self.held_out = HeldOutRows.from_dataset(rows, n_held, loaded.tokeniser)
 
     def _new_state(self, config: GPTConfig, adapter: Adapter | None, base: str) -> TuningState:
+        """Return the initial training state, the model in training mode; `beta` is 0 without DPO."""
         arguments, model = self.arguments, self.loaded.model
         model.recompute = checkpoint_activations if config.recompute else None
         model.train()
@@ -481,6 +482,7 @@ def print_summary(examples: ExampleSplit, dataset: PackedDataset, state: TuningS
 
 
 def _prompts(arguments: Arguments, examples: ExampleSplit) -> list[tuple[str, list[int]]]:
+    """Return (text, ids) of --prompts, else of up to three examples; [] if no samples are written."""
     if not arguments.sample_tokens:
         return []
     if not arguments.prompts:

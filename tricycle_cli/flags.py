@@ -59,13 +59,15 @@ def parse_known(kind: type[T], args: Sequence[str]) -> tuple[T, list[str]]:
 
 
 def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
+    """Parse words by tyro, resolving old flags; print help, or an error in one line, and exit."""
     import tyro
 
     options["config"] = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     args = _resolve_aliases(kind, args)
     has_rare_flags = "config" in getattr(kind, "__dataclass_fields__", ())
     if {"-h", "--help", *["--help-all"] * has_rare_flags} & set(args):
-        _print_help(lambda: tyro.cli(kind, args=["--help"], **options), "--help-all" in args)
+        show_help = lambda: tyro.cli(kind, args=["--help"], prog=_command(), **options)
+        _print_help(show_help, "--help-all" in args, options.get("description", ""))
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -78,8 +80,8 @@ def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
         fail(str(error), status=2)
 
 
-def _print_help(print_tyros: Callable[[], Any], show_all: bool) -> NoReturn:
-    """Print the help in groups, and exit."""
+def _print_help(print_tyros: Callable[[], Any], show_all: bool, description: str) -> NoReturn:
+    """Print the grouped help, `print_tyros`'s text in another form, and exit with status 0."""
     from tricycle_cli.help_text import WIDE, format_help
 
     columns, text = os.environ.get("COLUMNS"), io.StringIO()
@@ -87,7 +89,7 @@ def _print_help(print_tyros: Callable[[], Any], show_all: bool) -> NoReturn:
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         print_tyros()
     os.environ["COLUMNS"] = columns or ""
-    print(format_help(text.getvalue(), show_all), end="")
+    print(format_help(text.getvalue(), show_all, description), end="")
     raise SystemExit(0)
 
 
@@ -188,6 +190,14 @@ def _tune_host() -> None:
 def _program() -> str:
     *folders, name = sys.argv[0].replace("\\", "/").split("/")
     return folders[-1] if folders and name == "__main__.py" else name
+
+
+def _command() -> str:
+    """Return the command that started this program, without its arguments, such as "python -m experiments.names"."""
+    spec = sys.modules["__main__"].__spec__
+    if spec is None or not sys.argv[0].endswith(".py"):
+        return _program()
+    return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def _one_line(box: str) -> str:

@@ -97,6 +97,7 @@ def _wait(folder: Path, seconds: float, stop: Callable[[], bool]) -> bool:
 
 
 def _free(folder: Path) -> int:
+    """Return the free bytes of a folder's file system; 0 if unknown."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:

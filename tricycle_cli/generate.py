@@ -11,6 +11,12 @@ from typing import Annotated
 
 import tyro
 
+from tricycle.decoding.beam_search import generate_beam_search
+from tricycle.decoding.encoder_decoder import TargetSettings, generate_target
+from tricycle.decoding.penalties import PenalizedSamplingParams
+from tricycle.models import GPT
+from tricycle.pretrained import Pretrained
+from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
 from tricycle_cli.models import (
@@ -35,6 +41,8 @@ class Arguments:
     """the text to continue; without a prompt the model starts a new text"""
     length: int = 400
     """the maximum number of tokens to generate"""
+    beams: int | None = None
+    """beam search with this many hypotheses, without sampling; by default 1, or an encoder-decoder's own setting"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     decoding: DecodingFlags = field(default_factory=DecodingFlags)
     stop: bool = True
@@ -45,15 +53,24 @@ class Arguments:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle generate`: load a model, and print the prompt and its sampled continuation as it is generated."""
+    """Run `tricycle generate`: print the prompt and its continuation, or only the text of an encoder-decoder."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
-    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
+    kinds = GPT, EncoderDecoderTransformer
+    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model), kinds=kinds)
     tokeniser = loaded.tokeniser
     sampling = arguments.sampling.for_model(loaded)
     if not arguments.stop:
         sampling = replace(sampling, stop_tokens=())
     sampling = arguments.decoding.constrain(sampling, tokeniser)
     ids = prompt_ids(tokeniser, arguments.prompt)
+    if isinstance(loaded.model, EncoderDecoderTransformer):
+        return print_stream("", target_text(loaded, ids, arguments, sampling))
+    if arguments.beams not in (None, 1):
+        found = generate_beam_search(
+            loaded.model, [ids], arguments.length, arguments.beams, 1.0, sampling.stop_tokens, sampling.n_vocab
+        )
+        text = stream_text(iter(found[0]), tokeniser, stop_tokens(loaded), ids)
+        return print_stream(arguments.prompt or "", text)
     state, generate = new_decoder(loaded.model, arguments.decoding)
     tokens = generate(loaded.model, ids, arguments.length, sampling, state=state, overflow=arguments.decoding.overflow)
     print_stream(arguments.prompt or "", stream_text(tokens, tokeniser, stop_tokens(loaded), ids))
@@ -68,6 +85,25 @@ def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:
     if prompt == "" or not ids:
         raise ValueError("expected a prompt of at least one character; leave it out to start a new text")
     return ids
+
+
+def target_text(
+    loaded: Pretrained, source: list[int], arguments: Arguments, sampling: PenalizedSamplingParams
+) -> Iterator[str]:
+    """Return the parts of the text that an encoder-decoder generates for a source, by its own generation settings.
+
+    Raises:
+        ValueError: the source is too long, or a flag is given that only decoders support.
+    """
+    if arguments.decoding != DecodingFlags():
+        names = ", ".join(f"--{field.replace('_', '-')}" for field in DecodingFlags.__dataclass_fields__)
+        raise ValueError(f"{arguments.source}: expected none of {names}, which encoder-decoders do not support")
+    stored = loaded.source
+    settings = TargetSettings() if stored is None else TargetSettings.from_fields(stored.generation, stored.fields)
+    if arguments.beams is not None:
+        settings = replace(settings, num_beams=arguments.beams)
+    tokens = generate_target(loaded.model, source, arguments.length, sampling, settings)
+    return stream_text(tokens, loaded.tokeniser, [*loaded.tokeniser.special_ids, *stop_tokens(loaded)], [])
 
 
 def stream_text(

@@ -22,8 +22,12 @@ NO_DEFAULT = re.compile(r" \(default: (|''|None|False|0|0\.0)\)$")
 DASHES = re.compile(r"^ +-{9,}$", re.MULTILINE)
 
 
-def format_help(text: str, show_all: bool) -> str:
-    """Return tyro's help with its flags in groups, wrapped for the terminal, without rare ones unless `show_all`."""
+def format_help(text: str, show_all: bool, description: str = "") -> str:
+    """Return tyro's help with its flags in groups, wrapped for the terminal, without rare ones unless `show_all`.
+
+    Args:
+        description: replaces the one in `text`, in which the lines of examples have been joined.
+    """
     head, *boxes = re.split(r"\n (?=\S[^\n]*\n -{9})", text)
     sections: dict[str, list[tuple[str, str]]] = {}
     n_hidden = 0
@@ -39,7 +43,9 @@ def format_help(text: str, show_all: bool) -> str:
             else:
                 n_hidden += 1
     columns = min(MAX_COLUMNS, shutil.get_terminal_size((MAX_COLUMNS, 50)).columns)
-    lines = ["\n\n".join(textwrap.fill(paragraph, columns) for paragraph in head.strip().split("\n\n"))]
+    usage, *paragraphs = head.strip().split("\n\n")
+    paragraphs = description.strip().split("\n\n") if description else paragraphs
+    lines = ["\n\n".join(p if p.startswith(" ") else textwrap.fill(p, columns) for p in (usage, *paragraphs))]
     for title, entries in sections.items():
         lines.append(f"\n{title}:")
         for name, words in entries:

@@ -191,7 +191,7 @@ class _Text:
         self._n_tokens = 0
 
     def push(self, token: int) -> bool:
-        """Add a token; return whether the text is complete."""
+        """Add a token to the text; return whether it is complete: by a stop token, a stop string or its length."""
         self._n_tokens += 1
         is_last = self.sampling.is_stop_token(token) or self._n_tokens == self.max_tokens
         decoded = "" if token in self._skipped else self._stream.push([token])

@@ -54,7 +54,7 @@ class Arguments:
 
 
 def installed(*packages: str) -> list[str]:
-    """Return the installed ones of some packages, each as NAME==VERSION."""
+    """Return those of the packages that are installed, each as "NAME==VERSION"."""
     found = []
     for package in packages:
         with contextlib.suppress(PackageNotFoundError):

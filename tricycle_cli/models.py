@@ -77,7 +77,7 @@ class DecodingFlags:
     """generate only text that this regular expression matches as a whole"""
 
     def constrain(self, sampling: PenalizedSamplingParams, tokeniser: Tokeniser) -> PenalizedSamplingParams:
-        """Return the parameters with the constraint of a given flag, if any.
+        """Return the parameters with the constraint of --json-schema or --regex, else unchanged; ValueError if bad.
 
         Raises:
             ImportError: llguidance is not installed.
@@ -146,6 +146,7 @@ def load_model(
     weights: str = "float32",
     adapter: Path | None = None,
     loaded: Pretrained | None = None,
+    kinds: tuple[Any, ...] = (GPT,),
 ) -> Pretrained:
     """Load a decoder, or change `loaded` in place: set the tokenizer, attach the adapter, set softmax and device.
 
@@ -157,6 +158,7 @@ def load_model(
         weights: as in `tricycle.pretrained.load`; types of fewer than 32 bits are for CPUs.
         adapter: a LoRA adapter, a folder in PEFT's format or a GGUF file, which is attached.
         loaded: the result of `load_file` for this source, if the caller has loaded it already.
+        kinds: the classes of models that the command supports.
 
     Raises:
         FileNotFoundError, ValueError: the source, or a flag for it, is wrong.
@@ -164,8 +166,9 @@ def load_model(
     on_gpu = use_gpu(device, weights)
     if loaded is None:
         loaded = load_file(source, weights, device)
-    if not isinstance(loaded.model, GPT):
-        raise ValueError(f"{source}: expected a model that generates text, got a {type(loaded.model).__name__}")
+    if not isinstance(loaded.model, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"{source}: expected a {names}, which generates text, got a {type(loaded.model).__name__}")
     if tokeniser is not None:
         loaded.tokeniser = load_tokeniser(tokeniser)
     if loaded.tokeniser is None and Path(source).suffix in PICKLES:  # the toy Shakespeare script writes such a pickle
@@ -182,6 +185,8 @@ def load_model(
     if adapter is not None:
         load_adapter(loaded, adapter)
     if softmax is not None:
+        if not isinstance(loaded.model, GPT):
+            raise ValueError(f"--softmax: expected a GPT, got a {type(loaded.model).__name__}")
         loaded.model.use_softmax(softmax, loaded.model.config.softmax_blocks)
     if on_gpu:
         loaded.model.to_gpu()

@@ -62,6 +62,7 @@ def read_items(path: Path) -> list[Item]:
 
 
 def _parse_item(value: Any) -> Item:
+    """Return an Item of a JSON value, with the answer as an index; ValueError if invalid."""
     fields = value if isinstance(value, dict) else {}
     prompt, choices, answer = (fields.get(name) for name in ("prompt", "choices", "answer"))
     are_texts = isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)
@@ -80,7 +81,7 @@ def _parse_item(value: Any) -> Item:
 
 
 def score_items(model: GPT, tokeniser: Tokeniser, items: list[Item], batch_size: int | None = None) -> list[ItemScore]:
-    """Score the choices of each item after its prompt and a space; see `iter_likelihoods` for the batch size.
+    """Return an ItemScore per item: its choices' log-likelihoods after the prompt, and the two answers they choose.
 
     Raises:
         ValueError: a choice that is longer than the context window.

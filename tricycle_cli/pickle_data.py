@@ -95,6 +95,7 @@ class _File:
         return bytes(part) if n_bytes == 1 else part  # an opcode must be bytes
 
     def readline(self) -> bytes:
+        """Return a line with its end; UnsupportedPickleError if it is too long."""
         name, newline, _ = bytes(self.content[self.offset : self.offset + MAX_NAME_BYTES]).partition(b"\n")
         if not newline:
             raise UnsupportedPickleError(f"expected a name of at most {MAX_NAME_BYTES} bytes on one line, got none")
@@ -122,18 +123,21 @@ class _Reader(pickle._Unpickler):
         self.resolve_name, self.string_bytes_left = resolve_name, MAX_STRING_BYTES
 
     def find_class(self, module: str, name: str) -> GlobalName:
+        """Return a GlobalName in place of a class; UnsupportedPickleError if no model needs it."""
         full_name = self.resolve_name(module, name)
         if full_name is None:
             raise UnsupportedPickleError(f"it asks for {module}.{name}, which no model needs"[:300])
         return GlobalName(full_name)
 
     def record_call(self) -> None:
+        """Replace a function and its arguments on the stack by a `RecordedCall`, without calling it."""
         args, function = self.stack.pop(), self.stack.pop()
         if type(function) is not GlobalName or type(args) is not tuple:
             raise UnsupportedPickleError(f"it would call a {type(function).__name__}, which no model needs")
         self.append(RecordedCall(function.name, args))
 
     def record_state(self) -> None:
+        """Take a state from the stack and store it in the `RecordedCall` below, which must have none yet."""
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is not RecordedCall or target.state is not None:
             name = getattr(target, "name", type(target).__name__)
@@ -146,6 +150,7 @@ class _Reader(pickle._Unpickler):
         return self.read(n_bytes)
 
     def append_string(self, raw: Buffer) -> None:
+        """Push a string; UnsupportedPickleError for more than MAX_STRING_BYTES in all."""
         self.string_bytes_left -= len(raw)
         if self.string_bytes_left < 0:
             raise UnsupportedPickleError(f"expected at most {MAX_STRING_BYTES} bytes of strings, got more")
@@ -165,6 +170,7 @@ class _Reader(pickle._Unpickler):
             target[key] = value
 
     def expect_top(self, kind: type) -> Any:
+        """Return the top of the stack; UnsupportedPickleError unless it is exactly of a type."""
         found = type(self.stack[-1])
         if found is not kind:
             raise UnsupportedPickleError(f"it would change a {found.__name__} as if it were a {kind.__name__}")

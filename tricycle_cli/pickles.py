@@ -79,6 +79,7 @@ def load_pickled_model(path: str | os.PathLike[str]) -> GPT:
 
 
 def _resolve_name(module: str, name: str) -> str | None:
+    """Return the present full name of an allowed class or function of NumPy or Tricycle; None for others."""
     module = _MOVED_MODULES.get(module, module.replace("numpy.core.", "numpy._core."))
     full = f"{module}.{name}"
     full = _MOVED.get(full, full)
@@ -108,6 +109,7 @@ def _state_of(call: RecordedCall) -> dict[str, Any]:
 
 
 def _config_of(config: Any) -> GPTConfig:
+    """Return a GPTConfig of a pickled config, missing fields by default; UnsupportedPickleError if none."""
     kind: Any = _class_of(config)
     if not issubclass(kind, ModelConfig):
         raise UnsupportedPickleError("expected a config class of Tricycle in the model, got another")
@@ -118,7 +120,7 @@ def _config_of(config: Any) -> GPTConfig:
 
 # -------------------------------------------------------------------- weights
 def _weights(state: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each parameter once, with the name that `Layer.named_parameters` gives it."""
+    """Yield (name, array) of each parameter once, named as by `Layer.named_parameters`; an error if nested too deep."""
     seen: set[int] = set()
 
     def walk(values: Any, prefix: str, depth: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -140,7 +142,7 @@ def _weights(state: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _array(call: Any) -> np.ndarray:
-    """Return a view of an array's bytes in the file.
+    """Return a recorded array as a view of its bytes in the file; UnsupportedPickleError if it is no such array.
 
     Raises:
         UnsupportedPickleError: not a numeric array, or one whose bytes do not match its shape.
@@ -164,6 +166,7 @@ def _array(call: Any) -> np.ndarray:
 
 
 def _dtype(call: Any) -> np.dtype:
+    """Return the dtype of a recorded call; UnsupportedPickleError for another than weights may have."""
     match call:
         case RecordedCall(name=name, args=(letters, *_), state=(_, "<" | ">" as byte_order, None, None, None, *_)):
             if name == _DTYPE and isinstance(letters, str) and letters in _DTYPES:

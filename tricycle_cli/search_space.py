@@ -90,7 +90,7 @@ def parse_search_space(words: Sequence[str]) -> SearchSpace:
 
 
 def _range(word: str, text: str, kind: Any) -> Range | Categorical:
-    """Parse LOW..HIGH, followed in any order by :log and a number of values."""
+    """Parse LOW..HIGH, then :log and a number of values in any order; ValueError if invalid."""
     if kind not in (int, float):
         raise ValueError(f"--over {word}: expected choices such as A,B for a field without numbers, got a range")
     bounds, *more = text.split(":")
@@ -110,6 +110,7 @@ def _range(word: str, text: str, kind: Any) -> Range | Categorical:
 
 
 def _choices(word: str, text: str, kind: Any) -> Categorical:
+    """Return a Categorical of values separated by commas; ValueError for equal or invalid values."""
     values = [_value(word, choice.strip(), kind) for choice in text.split(",")]
     if len(set(values)) < len(values):
         raise ValueError(f"--over {word}: expected different values, got a value twice")
@@ -117,7 +118,7 @@ def _choices(word: str, text: str, kind: Any) -> Categorical:
 
 
 def _value(word: str, text: str, kind: Any) -> Any:
-    """Convert a text to the type of a field.
+    """Return a text as a value of a field's type; ValueError if it is none, or the field is a list.
 
     Raises:
         ValueError: the text is no value of this type.

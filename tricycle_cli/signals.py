@@ -76,6 +76,7 @@ class Signals:
             sys.unraisablehook, self._hook = self._hook, None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Store the first signal; if deferred only print a note, else, or at another Ctrl-C, raise `Interrupted`."""
         first = not self.number
         self.number = self.number or number
         if self._deferring and first:

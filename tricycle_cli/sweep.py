@@ -423,13 +423,13 @@ def trial_rows(sweep: Sweep) -> list[dict[str, Any]]:
         bits = trial.value if trial.state.name == "COMPLETE" else None
         last = trial.intermediate_values[max(trial.intermediate_values)] if trial.intermediate_values else None
         seconds = (trial.datetime_complete - trial.datetime_start).total_seconds()
-        params = {name: _short(trial.params.get(name)) for name in sweep.over}
+        params = {name: _six_digits(trial.params.get(name)) for name in sweep.over}
         row = {"trial": trial.number, "state": trial.state.name.lower(), "bits_per_byte": bits, "last_estimate": last}
         rows.append({**row, "seconds": round(seconds, 1), **params, "folder": sweep.run_folder(trial.number).name})
     return rows
 
 
-def _short(value: Any) -> Any:
+def _six_digits(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -470,7 +470,7 @@ def report(sweep: Sweep) -> None:
     if not done:
         raise RuntimeError(f"{sweep.folder}: expected a completed trial, got none")
     best = sweep.study.best_trial
-    params = {name: _short(best.params[name]) for name in sweep.over}
+    params = {name: _six_digits(best.params[name]) for name in sweep.over}
     print(f"best trial: {best.number}, {best.value:.4f} bits/byte. Train with these settings:")
     print(f"  {command_name('train', 'sweep')} {shlex.join([*sweep.plan.train, *sweep.flags(params)])}")
     best_folder = shlex.quote(sweep.run_folder(best.number).as_posix())

@@ -129,7 +129,7 @@ class _Worker:
             self._fail("it does not respond")
 
     def wait(self, seconds: float) -> None:
-        """Wait until the tracker has finished."""
+        """Wait up to `seconds` until the tracker has finished; after that count it as failed and print a line."""
         if not self._has_failed:
             self.thread.join(seconds)
         if self.thread.is_alive() and not self._has_failed:
@@ -142,17 +142,17 @@ class _Worker:
 
     # -------------------------------------------------------------------- in the tracker's thread
     def _work(self) -> None:
-        """Pass the messages to the tracker, until the end or the first failure."""
+        """Pass the messages to the tracker, until "finish" or the first failure, which is printed."""
         try:
             self.tracker.start(self.run_settings, self.is_new)
-            self._keep()
+            self._save_position()
             self.tracking.print_line(f"tracking with {self.name}: {self.tracker.where}")
             self.ready.set()
             while not self._has_failed:
                 action, content = self._messages.get()
                 if action == "finish":
                     self.tracker.finish(content)
-                    self._keep()
+                    self._save_position()
                     return
                 if action == "synchronize":
                     self._rewind(content)
@@ -164,7 +164,7 @@ class _Worker:
             self.ready.set()
 
     def _rewind(self, lines: Sequence[Line]) -> None:
-        """Rewind the tracker to the last step of the run."""
+        """Rewind a tracker that can do so, and its position, to the last step of `lines` if it is further."""
         if self.tracker.rewinds and self.position != START:
             last = max((line["step"] for line in lines), default=0)
             step = min(last, self.position[0])
@@ -172,7 +172,7 @@ class _Worker:
             self.position = (step, -1)
 
     def _log(self, lines: Sequence[Line]) -> None:
-        """Log the lines that the tracker does not have."""
+        """Log the lines after the position, without values that the tracker has, and advance the position."""
         for line in lines:
             step, position = line["step"], _position(line)
             if position <= self.position:
@@ -183,9 +183,9 @@ class _Worker:
             self.position = position
         self.tracker.flush()
         if self.tracker.keeps:
-            self._keep()
+            self._save_position()
 
-    def _keep(self) -> None:
+    def _save_position(self) -> None:
         self.tracking.save_position(self.name, self.tracker.id, self.position)
 
 

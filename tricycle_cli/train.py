@@ -364,6 +364,7 @@ class TrainTask(TextTask):
 
 
 def _is_yet_to_compile() -> bool:
+    """Return whether compiled kernels must be compiled first; False without the package."""
     try:
         from tricycle_accelerators.compiled import needs_compilation
     except ModuleNotFoundError:

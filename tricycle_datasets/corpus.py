@@ -138,7 +138,7 @@ class Corpus:
         return digest.hexdigest()
 
     def _build(self, folder: Path, untrained: BPETokeniser) -> None:
-        """Write the files of the cache to a temporary folder, then move them to their final paths.
+        """Encode the texts by the given or a newly trained tokenizer; write the cache's files, moved when complete.
 
         The hashes are moved last: without them the other files are ignored. The caller holds the folder's lock, so
         temporary folders of processes that were killed can be removed.
@@ -175,6 +175,7 @@ class Corpus:
                 return
 
     def _write(self, folder: Path, tokeniser: Tokeniser) -> None:
+        """Write tokenizer, training tokens, held-out tokens and bytes; raise ValueError if a part is empty."""
         from tqdm import tqdm
 
         tokeniser.save(folder / "tokeniser.json")
@@ -279,6 +280,7 @@ class _TokenWriter:
         self._write_header()
 
     def add(self, text: bytes) -> None:
+        """Append the tokens of a text to the file, after an end-of-text token unless the text is the first."""
         ids = self.tokeniser.encode_plain(text)
         if self.n_tokens:
             ids = np.concatenate([[self.tokeniser.end_of_text], ids]).astype(ids.dtype)
@@ -286,6 +288,7 @@ class _TokenWriter:
         self.n_tokens += len(ids)
 
     def finish(self) -> None:
+        """Write the number of tokens into the header; do not close the file."""
         # NumPy pads its headers, so the header of a longer array has the same size
         self.file.seek(0)
         self._write_header()

@@ -74,6 +74,7 @@ def fetch(name: str, url: str, sha256: str, folder: str) -> Path:
 
 
 def _download(url: str, path: Path, sha256: str) -> None:
+    """Download to a .part file, then to `path`; raise ValueError for a wrong hash, unless it was resumed: retry."""
     part = path.with_name(f"{path.name}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
     resumed = part.exists()
@@ -94,7 +95,7 @@ def _download(url: str, path: Path, sha256: str) -> None:
 
 
 def _append(url: str, path: Path) -> None:
-    """Append the rest of a download to the partial file `path`; resume it after dropped connections."""
+    """Append the rest of a download to the partial file `path`; retry dropped connections, then ConnectionError."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import Request, urlopen

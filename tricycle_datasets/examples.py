@@ -72,6 +72,7 @@ def read_records(paths: Sequence[str | os.PathLike[str]]) -> list[Record]:
 
 
 def _records_of(path: Path) -> Iterator[Record]:
+    """Yield the records of a .jsonl file, or any other file as one text; raise the errors of `read_records`."""
     content = read_file(path)
     if path.suffix != ".jsonl":
         yield Record(str(path), "text", content.decode("utf-8", "replace"))
@@ -120,6 +121,7 @@ def _is_nested_deeper(value: Any, most: int) -> bool:
 
 
 def _text(where: str, name: str, value: Any) -> str:
+    """Return `value` if it is a text, not empty unless named "prompt"; else raise ValueError."""
     if not isinstance(value, str) or (not value and name != "prompt"):
         least = "" if name == "prompt" else " of a character or more"
         raise ValueError(f"{where}: expected {name} to be a text{least}, got {_short(value)}")
@@ -127,6 +129,7 @@ def _text(where: str, name: str, value: Any) -> str:
 
 
 def _messages(where: str, name: str, value: Any) -> list[dict[str, Any]]:
+    """Return `value` if it is a list of messages with roles and texts; else raise ValueError."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: expected {name} to be a list of messages, got {_short(value)}")
     for number, message in enumerate(value, 1):
@@ -140,6 +143,7 @@ def _messages(where: str, name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _with_answer(where: str, name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `messages` if one is of the assistant; else raise ValueError."""
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError(f'{where}: expected a message in {name} of the role "assistant" to learn from, got none')
     return messages
@@ -163,6 +167,7 @@ def _preference(where: str, value: dict[str, Any]) -> Record:
 
 
 def _short(value: Any) -> str:
+    """Return the repr of a value, cut to MAX_SHOWN characters."""
     shown = repr(value)
     return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
 
@@ -209,7 +214,7 @@ class ExampleEncoder:
         return [example]
 
     def _cut(self, examples: list[Example], keep_start: bool) -> list[Example]:
-        """Return examples of at most `window` + 1 tokens, cut alike at the end or the beginning, and count them."""
+        """Return examples of at most `window` + 1 tokens, all cut at the end (`keep_start`) or the beginning."""
         n_over = max(len(example.ids) for example in examples) - 1 - self.window
         if n_over <= 0:
             return examples
@@ -232,13 +237,14 @@ class ExampleEncoder:
             yield Example(window, np.ones(len(window), bool))
 
     def _pair(self, record: Record) -> Example:
+        """Return the example of prompt, completion and end-of-text token; only the last two count in the loss."""
         prompt, completion = record.value
         before = self.encode_prompt(prompt)
         answer = [*map(int, self.tokeniser.encode_plain(completion)), self.tokeniser.end_of_text]
         return self._joined(record, [(before, False), (answer, True)])
 
     def _preference(self, record: Record) -> list[Example]:
-        """Return the examples of the chosen and the rejected answer after the same prompt.
+        """Return examples of the chosen and the rejected answer to a prompt; [] if equal, too long or without labels.
 
         A prompt that is too long loses its beginning. A conversation that is too long is skipped, because it must be
         complete; a pair of equal answers is skipped too.
@@ -264,7 +270,7 @@ class ExampleEncoder:
         return ids or [self.tokeniser.new_text]
 
     def _conversation(self, record: Record, messages: list[dict[str, Any]], n_known: int = 0) -> Example:
-        """Return the example of a conversation.
+        """Return a conversation's example, in which answers after `n_known` messages count in the loss, or ValueError.
 
         Args:
             n_known: answers among the first `n_known` messages do not count in the loss.
@@ -280,6 +286,7 @@ class ExampleEncoder:
         return self._joined(record, known + parts[2 * n_answers :])
 
     def _joined(self, record: Record, parts: list[tuple[list[int], bool]]) -> Example:
+        """Return the example of joined parts, in which answers count; ValueError if one is too long to keep whole."""
         longest = max(len(ids) for ids, is_answer in parts if is_answer)
         if longest > self.window and not self.cut_answers:
             got = f"got one of {longest}; --truncate-answers cuts such answers"
@@ -290,7 +297,7 @@ class ExampleEncoder:
         return Example(ids, np.concatenate(counts))
 
     def _counted(self, answer: list[int]) -> np.ndarray:
-        """Return a mask of the answer's tokens up to its last special token, without later text of the template."""
+        """Return a mask of an answer's tokens: True up to the last special token, or everywhere if there is none."""
         special: frozenset[int] = getattr(self.tokeniser, "special_ids", frozenset())
         ends = [i for i, token in enumerate(answer) if token in special]
         last = ends[-1] if ends else len(answer) - 1
@@ -349,6 +356,7 @@ def load_examples(records: Sequence[Record], encoder: ExampleEncoder, held_out: 
 
 
 def _split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """Return training and held-out records: 1 in 20 by hash of the content, or else those of the least hash."""
     numbers = [record.content_hash for record in records]
     held = [number % HELD_OUT_EVERY == 0 for number in numbers]
     if not any(held) or all(held):
@@ -357,7 +365,7 @@ def _split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
 
 
 def _cut_texts(records: Sequence[Record], encoder: ExampleEncoder) -> tuple[list[Example], list[Example]]:
-    """Hold out the last part of each text; raise a ValueError if all texts are too short."""
+    """Return training and held-out examples, the last twentieth of each text; ValueError if all are too short."""
     train: list[Example] = []
     held: list[Example] = []
     for record in records:
@@ -373,13 +381,13 @@ def _cut_texts(records: Sequence[Record], encoder: ExampleEncoder) -> tuple[list
 
 
 def _opening(ids: np.ndarray, encoder: ExampleEncoder) -> tuple[str, list[int]]:
-    """Return the beginning of a text, as text and as token ids."""
+    """Return the first PROMPT_TOKENS tokens of a text, as text and as token ids."""
     first = ids[:PROMPT_TOKENS].tolist()
     return encoder.tokeniser.decode(first), first
 
 
 def _prompt(record: Record, encoder: ExampleEncoder) -> tuple[str, list[int]]:
-    """Return the prompt of a record, as text and as token ids."""
+    """Return the prompt of a record (a text's beginning, a chat's last question) as text and as token ids."""
     if record.kind == "text":
         return _opening(encoder.encode_text(record.value), encoder)
     if record.kind in ("pair", "preference"):

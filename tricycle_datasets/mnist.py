@@ -43,6 +43,7 @@ def load_mnist(split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _content(name: str) -> bytes:
+    """Return a file's uncompressed content, from TRICYCLE_DATA or a download; ValueError for a wrong hash."""
     unpacked, packed = Path(os.environ.get("TRICYCLE_DATA") or "-", "mnist", name), f"{name}.gz"
     if unpacked.is_file():
         check_hash(unpacked, SHA256[name])

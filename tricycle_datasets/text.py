@@ -61,7 +61,7 @@ class TextFiles(Corpus):
 
 
 def find_text_files(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield (path, POSIX name) of a text file, else ValueError, or of a folder's, sorted, not hidden, empty, binary."""
+    """Yield (path, name) of a text file, or ValueError; of a folder, all sorted ones not hidden, empty or binary."""
     if root.is_file():
         if _is_binary(root):
             raise ValueError(f"TextFiles: expected a text file, got one with NUL bytes (binary, or UTF-16): {root}")
@@ -78,5 +78,6 @@ def find_text_files(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _is_binary(path: Path) -> bool:
+    """Return whether the first 8 KiB of a file contain a NUL byte."""
     with open(path, "rb") as file:
         return b"\0" in file.read(2**13)

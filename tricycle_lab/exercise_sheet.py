@@ -75,7 +75,7 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 
 
 def _norm(grad: Any, x: Any, gain: Any, centred: bool, by_mean: bool, by_scale: bool, with_gain: bool = True) -> Any:
-    """Return gradients of a norm without the terms of the mean, of the scale or of the gain."""
+    """Return a norm's gradients of x, gain (and bias if centred); flags set to False omit terms, as a mistake."""
     deviation = x - x.mean(-1, keepdims=True) if centred else x
     scale = np.sqrt((deviation**2).mean(-1, keepdims=True) + EPS)
     hat = deviation / scale
@@ -90,7 +90,7 @@ def _norm(grad: Any, x: Any, gain: Any, centred: bool, by_mean: bool, by_scale: 
 
 
 def _attention(grad: Any, q: Any, k: Any, v: Any, scaled: bool, through_softmax: bool) -> Any:
-    """Return gradients of attention without the scale or the gradient of the softmax."""
+    """Return attention's gradients of q, k and v; flags set to False omit the scale or the softmax, as a mistake."""
     scale = 1 / np.sqrt(q.shape[-1])
     w = _softmax(q @ k.T * scale)
     dw = grad @ v.T

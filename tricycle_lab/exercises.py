@@ -122,7 +122,7 @@ def _close(answer: np.ndarray, right: np.ndarray) -> bool:
 def _call_function(
     exercise: Exercise, function: Callable[..., Any], grad: np.ndarray, inputs: list[np.ndarray], y: np.ndarray
 ) -> Gradients:
-    """Call the student's function, check the form of its result, and return its gradients."""
+    """Call the student's function; return its gradients as float64 arrays; raise WrongAnswerError for a wrong form."""
     copies = [grad.copy(), *(array.copy() for array in inputs), y.copy()]
     try:
         with np.errstate(all="ignore"):
@@ -144,6 +144,7 @@ def _call_function(
 
 
 def _check_gradient(answer: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a gradient as a float64 array; raise WrongAnswerError if it is None, not finite or not of `shape`."""
     if answer is None:
         raise WrongAnswerError(f"the gradient of {name}: it returns None")
     try:
@@ -162,7 +163,7 @@ def _check_gradient(answer: Any, name: str, shape: tuple[int, ...]) -> np.ndarra
 
 
 def _describe_error(answer: np.ndarray, twice: np.ndarray, right: np.ndarray) -> str:
-    """Describe how an answer of the correct shape differs from the correct gradient."""
+    """Say how a wrong answer differs from `right`: 0, independent of grad (as `twice`), scaled, or its worst value."""
     if not answer.any():
         return "it is 0 everywhere"
     if _close(answer, twice):

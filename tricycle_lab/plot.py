@@ -268,13 +268,13 @@ def plot_curves(
     share_y: bool = True,
     n_columns: int = 3,
 ) -> None:
-    """Plot curves[panel][label], (x, y), or mean and range of y (seeds, points), as a PNG; ValueError if invalid.
+    """Plot curves[panel][label], (x, y), or mean and range of y (runs, points), as a PNG; ValueError if invalid.
 
     A label has the same color in all panels.
 
     Args:
         curves: by the panel's title and the line's label, (x, ys): x is (n_points,); ys is (n_points,), or
-            (n_seeds, n_points), of which the mean is drawn with a band from the minimum to the maximum.
+            (n_runs, n_points), of which the mean is drawn with a band from the minimum to the maximum.
         log: the axes with logarithmic scales: "x", "y" or "xy".
         share_y: use the same y axis in all panels.
         n_columns: the maximum number of panels in a row.
@@ -303,7 +303,7 @@ def plot_curves(
     for axes in panels[::n_columns]:
         axes.set_ylabel(ylabel)
     figure.suptitle(title, fontsize=11)
-    seeds = any(np.ndim(ys) > 1 and len(ys) > 1 for lines in curves.values() for _, ys in lines.values())
+    repeated = any(np.ndim(ys) > 1 and len(ys) > 1 for lines in curves.values() for _, ys in lines.values())
     figure.legend(
         [drawn[label] for label in labels],
         labels,
@@ -311,14 +311,14 @@ def plot_curves(
         ncols=4,
         frameon=False,
         fontsize=9,
-        title="mean and range over seeds" if seeds else None,
+        title="mean and range over runs" if repeated else None,
         title_fontsize=8,
     )
     save_figure(figure, path)
 
 
 def _draw_line(axes: Any, label: str, x: Any, ys: Any, index: int) -> Any:
-    """Draw a line with the color and line style of its index, for several seeds with a band; return the line."""
+    """Draw a line with the color and line style of its index, for several runs with a band; return the line."""
     x = np.asarray(x)
     ys = np.atleast_2d(ys)
     if x.ndim != 1 or ys.shape[1:] != x.shape:
@@ -368,7 +368,7 @@ def write_attention_page(
 
 
 def _check_weights(caller: str, weights: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """Check attention weights, and return them in host memory.
+    """Return attention weights in host memory; ValueError if none, not finite or not (heads, queries, keys).
 
     Raises:
         ValueError: no layer, or an array that is not finite or not (heads, queries, keys).

@@ -184,6 +184,7 @@ class Probe:
     def _add_changes(
         self, caller: str, pattern: str, heads: Any, positions: Any, make_change: Callable[..., Change]
     ) -> ExitStack:
+        """Add the changes that `make_change` returns for the layers that match; return what removes them."""
         selection = as_indices(caller, "heads", heads), as_indices(caller, "positions", positions)
         targets = []
         for layer in self._matching_layers(caller, pattern):
@@ -195,6 +196,7 @@ class Probe:
         return self._add_hooks(caller, "changes", targets)
 
     def _add_hooks(self, caller: str, kind: str, targets: Sequence[tuple[Any, Change | Substitution]]) -> ExitStack:
+        """Add hooks of a kind to layers until the probe ends; return an ExitStack that removes them earlier."""
         if not self._is_active:
             raise RuntimeError(f"{caller}: expected an active probe; call it within the probe's `with` block")
         if any(getattr(layer, "recompute", False) for layer in self._model.layers()):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ def plot_sweep(trials: Sequence[TrialResult], path: Path, log_fields: Collection
         log_fields: the fields with a logarithmic axis.
     """
     names = list(trials[0].params) if trials else []
+    values = [value for value in map(_result, trials) if value is not None]
+    low, high = _y_limits(values) if values else (0.0, 1.0)
+    trials = [_clipped(trial, high) for trial in trials]
     figure, panels = new_panels(1 + len(names), 3, (4.2, 3.2), (0, 0), sharey=True)
     done = [trial for trial in trials if trial.bits_per_byte is not None]
     early = [trial for trial in trials if trial.bits_per_byte is None and trial.last_estimate is not None]
@@ -48,7 +51,7 @@ def plot_sweep(trials: Sequence[TrialResult], path: Path, log_fields: Collection
         best = np.minimum.accumulate([trial.bits_per_byte or 0.0 for trial in done])
         first.step([trial.number for trial in done], best, where="post", color=COLOURS[1], label="best so far")
         first.legend(frameon=False, fontsize=8)
-        first.set_ylim(*_y_limits(done, early))
+        first.set_ylim(low, high)
     first.xaxis.get_major_locator().set_params(integer=True)
     first.set_xlabel("trial")
     for axes, name in zip(panels[1:], names):
@@ -89,6 +92,7 @@ def use_log_x_axis(axes: Any) -> None:
 def _plot_trials(
     axes: Any, xs: Sequence[Any], done: Sequence[TrialResult], early_xs: Sequence[Any], early: Sequence[TrialResult]
 ) -> None:
+    """Plot results of finished trials, last estimates of early ones as open circles, and the best in colour."""
     axes.plot(xs, [trial.bits_per_byte for trial in done], "o", color=COLOURS[0], markersize=5, label="trial")
     if early:
         ys = [trial.last_estimate for trial in early]
@@ -98,12 +102,19 @@ def _plot_trials(
         axes.plot(xs[best], done[best].bits_per_byte, "o", color=COLOURS[1], markersize=8)
 
 
-def _y_limits(done: Sequence[TrialResult], early: Sequence[TrialResult]) -> tuple[float, float]:
-    """Return limits of the y axis that may exclude outliers far above the other results."""
-    results = [trial.bits_per_byte for trial in done if trial.bits_per_byte is not None]
-    low, usual = min(results), float(np.quantile(results, 0.8))
-    high = max(usual + 2 * (usual - low), low * 1.02)
-    all_values = [*results, *(trial.last_estimate for trial in early if trial.last_estimate is not None)]
-    high = min(high, max(all_values))
+def _result(trial: TrialResult) -> float | None:
+    return trial.last_estimate if trial.bits_per_byte is None else trial.bits_per_byte
+
+
+def _y_limits(values: Sequence[float]) -> tuple[float, float]:
+    """Return limits of the y axis, which exclude outliers far above the other values."""
+    low, usual = min(values), float(np.quantile(values, 0.8))
+    high = min(max(usual + 2 * (usual - low), low * 1.02), max(values))
     margin = 0.06 * (high - low) or 0.01 * low
     return low - margin, high + margin
+
+
+def _clipped(trial: TrialResult, high: float) -> TrialResult:
+    """Return the trial with results of at most `high`, so that outliers are drawn at the upper edge."""
+    done, early = trial.bits_per_byte, trial.last_estimate
+    return replace(trial, bits_per_byte=done and min(done, high), last_estimate=early and min(early, high))

@@ -66,6 +66,7 @@ class HostTransport:
         return self._operation(array, host, self.gradients.Ibcast(_flat(host), rank))
 
     def _operation(self, array: Array, host: Array, request: Any) -> Operation:
+        """Return the operation that waits for an MPI request on `host`, with a timeout, and copies it to `array`."""
         return Operation(array, host, lambda: self.ranks.wait(request), request.Test)
 
 
@@ -84,6 +85,7 @@ class CUDAAwareTransport(HostTransport):
         return self._blocking(array, lambda part: self.gradients.Bcast(part, rank))
 
     def _blocking(self, array: Array, call: Callable[[Array], Any]) -> Operation:
+        """Return an operation whose `wait` synchronizes stream and ranks, then calls a function on the flat array."""
         dense = _dense(array)
 
         def complete() -> None:
@@ -122,6 +124,7 @@ class NCCLTransport(HostTransport):
         return self._start(array, lambda at, n, kind: self.all.broadcast(at, at, n, kind, rank, self.stream.ptr))
 
     def _start(self, array: Array, call: Any) -> Operation:
+        """Start an NCCL call on its own stream, after the current one's work; TypeError for an unsupported dtype."""
         kind = NCCL_TYPES.get(array.dtype.name)
         if kind is None:
             raise TypeError(f"NCCL: expected an array of {', '.join(NCCL_TYPES)}, got {array.dtype}")
@@ -132,6 +135,7 @@ class NCCLTransport(HostTransport):
         return Operation(array, dense, lambda: self.cuda.get_current_stream().wait_event(done))
 
     def _record(self, stream: Any) -> Any:
+        """Return a new event recorded on a stream."""
         event = self.cuda.Event(disable_timing=True)
         event.record(stream)
         return event
@@ -164,7 +168,7 @@ def select_gpu_transport(ranks: ProcessGroup, gradients: Any, cuda: Any) -> Host
 
 
 def _problem_of_nccl(ranks: ProcessGroup, cuda: Any) -> str:
-    """Return the reason why NCCL cannot be used, the same on all ranks; "" if it can."""
+    """Return why NCCL cannot be used, "" if it can; all ranks must call it, and get the same answer."""
     has_it = bool(getattr(getattr(cuda, "nccl", None), "available", False))
     bus = cuda.Device().pci_bus_id
     everybody = ranks.all_gather((has_it, socket.gethostname(), bus))

@@ -98,6 +98,7 @@ class _Endpoints:
         return endpoint
 
     def _on_done(self) -> None:
+        """Count an open request as done."""
         self._n_open -= 1
 
     async def _read_body(self, request: Request) -> bytes:
@@ -127,11 +128,11 @@ class _Endpoints:
         return ApiError(message, 503, code="model_failed").response()
 
     async def list_models(self, request: Request) -> Response:
-        """Return the list of models, which contains the served model."""
+        """Return a JSON response with OpenAI's list of models, which contains only the served one."""
         return _json_response({"object": "list", "data": [self._service.model_info()]})
 
     async def get_model(self, request: Request) -> Response:
-        """Return the model whose name is in the path."""
+        """Return a JSON response about the model named in the path; raise ApiError of status 404 if not served."""
         name = request.path_params["name"]
         if name != self._service.name:
             raise model_not_found(name, self._service.name)
@@ -150,6 +151,7 @@ class _ResponseSender:
         self._on_done = on_done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, or its events if streamed; cancel the request if the client disconnects."""
         engine_request = self._response.engine_request
 
         async def cancel_on_disconnect() -> None:
@@ -171,6 +173,7 @@ class _ResponseSender:
             self._on_done()
 
     async def _complete_response(self, path: str) -> Response:
+        """Return the collected result, or the error, as a JSON response; let cancellations pass."""
         try:
             return _json_response(await self._response.collect())
         except (RequestCancelled, asyncio.CancelledError):
@@ -192,7 +195,7 @@ def _json_response(value: Any) -> Response:
 
 
 def _page_endpoint(name: str, media_type: str) -> Endpoint:
-    """Return the endpoint of a file in `pages`, which is read once."""
+    """Return an endpoint that sends a file of `pages`, read once when this is called."""
     content = (files("tricycle_serve") / "pages" / name).read_bytes()
 
     async def page(request: Request) -> Response:

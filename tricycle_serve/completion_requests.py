@@ -75,7 +75,7 @@ class CompletionRequest:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt's tokens are returned."""
+        """Whether log-probabilities of the prompt's tokens are returned: both they and `echo` were requested."""
         return self.echo and self.n_top_logprobs is not None
 
     def sequence_requests(
@@ -140,7 +140,7 @@ def parse_completion_request(
 
 
 def _parse_stream_options(fields: RequestFields, stream: bool) -> bool:
-    """Return whether the stream ends with the token counts."""
+    """Return whether the stream ends with token counts; ApiError for invalid options or options without `stream`."""
     options = fields.get("stream_options")
     if options is None:
         return False
@@ -156,6 +156,7 @@ def _parse_stream_options(fields: RequestFields, stream: bool) -> bool:
 
 
 def _parse_chat_logprobs(fields: RequestFields) -> int | None:
+    """Return `top_logprobs` (0 if absent), or None if `logprobs` is not true; raise ApiError if invalid."""
     has_logprobs = fields.get_bool("logprobs")
     n = fields.get_int("top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
     if n and not has_logprobs:
@@ -174,6 +175,7 @@ def _parse_stop_strings(fields: RequestFields) -> tuple[str, ...]:
 
 
 def _parse_sampling(fields: RequestFields, default: PenalizedSamplingParams) -> PenalizedSamplingParams:
+    """Return `default` with the values of the request's fields in place of its own; raise ApiError if invalid."""
     changes: dict[str, Any] = {
         "temperature": fields.get_float("temperature", None, 0, 2),
         "top_p": fields.get_float("top_p", None, 0, 1),
@@ -242,6 +244,7 @@ def _parse_message(message: Any, path: str) -> dict[str, Any]:
 
 
 def _parse_content(content: Any, path: str) -> str:
+    """Return a text: a string, or the joined texts of a list's parts; raise ApiError for any other content."""
     if isinstance(content, str):
         return replace_surrogates(content)
     texts = []

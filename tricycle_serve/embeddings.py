@@ -71,6 +71,7 @@ class EmbeddingEngine(Engine):
         return engine_request
 
     def _step(self) -> None:
+        """Encode the first batch of the oldest request; append the rest of its texts to the end of the queue."""
         with self._condition:
             engine_request, texts = self._queue.popleft()
         if engine_request.is_finished:

@@ -55,7 +55,7 @@ class Engine(ABC):
             self._thread.join(timeout_seconds)
 
     def _check_capacity(self, n: int) -> None:
-        """Check that the queue has room for `n` items; the caller holds the condition.
+        """Raise ApiError if closing, or if `n` more items exceed a non-empty queue; the caller holds the condition.
 
         Raises:
             ApiError: the queue is full, or the server is shutting down.
@@ -74,6 +74,7 @@ class Engine(ABC):
         return self._thread.ident is None or self._thread.is_alive()
 
     def _run(self) -> None:
+        """Do steps until the engine closes; fail all requests if a step raises, and at the end."""
         try:
             while self._wait_for_work():
                 try:
@@ -86,14 +87,14 @@ class Engine(ABC):
             self._fail_all(ApiError("the server is shutting down", status=503, code="shutting_down"))
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is work; return False if the engine is closing."""
+        """Wait for work or the closing of the engine; return True for work, False if it is closing."""
         with self._condition:
             while not self._closing and not self._has_work():
                 self._condition.wait()
             return not self._closing
 
     def _print_traceback(self, error: BaseException) -> None:
-        """Print an error for the operator of the server; clients receive a general message."""
+        """Print an error's traceback to stderr for the server's operator; clients receive a general message."""
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
 
     def _n_waiting(self) -> int:
@@ -228,13 +229,14 @@ class GenerationEngine(Engine):
         return [*self._prefilling, *self._decoding.values()]
 
     def _step(self) -> None:
+        """Remove finished sequences, admit queued ones, process a chunk of a prompt, generate a token of each."""
         self._remove_finished()
         self._admit()
         self._prefill()
         self._decode()
 
     def _remove_finished(self) -> None:
-        """Remove sequences whose request is finished, cancelled or timed out."""
+        """Remove finished requests' sequences and timed-out ones, which fail, or while decoding end with "length"."""
         is_over = lambda sequence: sequence.engine_request.is_finished or sequence.engine_request.has_timed_out
         with self._condition:
             removed = list(filter(is_over, self._queue))
@@ -252,7 +254,7 @@ class GenerationEngine(Engine):
                 sequence.engine_request.put(sequence.output.finish("length"), is_last=True)
 
     def _release(self, sequence: _Sequence) -> None:
-        """Remove an active sequence, and move its decoding state to the prefix cache."""
+        """Remove an active sequence, and move its decoding state to the prefix cache if it holds tokens."""
         if sequence.batch_number is None:
             self._prefilling.remove(sequence)
         else:
@@ -262,7 +264,7 @@ class GenerationEngine(Engine):
             self._prefix_cache.append(sequence.state)
 
     def _admit(self) -> None:
-        """Start the prefill of queued sequences, within the limits."""
+        """Start the prefill of queued sequences within batch and cache limits; cached prefixes may be evicted."""
         with self._condition:
             queued = list(self._queue)
         for sequence in queued:
@@ -286,7 +288,7 @@ class GenerationEngine(Engine):
             self._prefilling.append(sequence)
 
     def _new_state(self, prompt: list[int]) -> SpeculativeState:
-        """Return a decoding state for a prompt, with the longest prefix that any sequence or the cache contains."""
+        """Return a decoding state with the prompt's longest prefix in a sequence or the cache, empty if it is short."""
         active = [sequence.state for sequence in (*self._decoding.values(), *self._prefilling)]
         candidates = [(common_prefix_length(state.tokens, prompt), state) for state in (*active, *self._prefix_cache)]
         n_shared, best = max(candidates, key=lambda pair: pair[0], default=(0, None))
@@ -299,7 +301,7 @@ class GenerationEngine(Engine):
         return best.fork(n_shared)
 
     def _prefill(self) -> None:
-        """Process at most one chunk of prompt tokens, round-robin over the sequences."""
+        """Process at most one chunk of prompt tokens, round-robin; a sequence with few tokens left starts decoding."""
         n_left = PREFILL_CHUNK_TOKENS
         for _ in range(len(self._prefilling)):
             sequence = self._prefilling[0]
@@ -348,7 +350,7 @@ class GenerationEngine(Engine):
         self._decoding[sequence.batch_number] = sequence
 
     def _decode(self) -> None:
-        """Generate one token of each sequence in the batch."""
+        """Generate one token of each sequence in the batch; send new text, and release those that end or fail."""
         if not len(self._batch):
             return
         for batch_number, token in self._batch.step():
@@ -372,6 +374,7 @@ class GenerationEngine(Engine):
             sequence.engine_request.put(delta, is_last)
 
     def _fail_all(self, error: BaseException) -> None:
+        """Fail all sequences; clear the queue, the batch and the prefix cache."""
         with self._condition:
             sequences = [*self._queue, *self._active()]
             self._queue.clear()

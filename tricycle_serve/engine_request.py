@@ -61,6 +61,7 @@ class EngineRequest:
         self._send(None, False, error)
 
     def _send(self, output: Any, is_complete: bool, error: BaseException | None = None) -> None:
+        """Pass an item from any thread to `outputs`; if the event loop is closed, mark the request as cancelled."""
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (output, is_complete, error))
         except RuntimeError:  # the event loop is closed

@@ -37,6 +37,7 @@ def parse_guide(fields: RequestFields) -> Guide | None:
 
 
 def _parse_response_format(fields: RequestFields) -> Guide | None:
+    """Return the guide of JSON mode or a JSON schema; None for text or if absent; ApiError if invalid."""
     value = fields.get("response_format")
     if value is None:
         return None
@@ -68,7 +69,7 @@ class GuideCompiler:
         self._lock = threading.Lock()
 
     def compile(self, guide: Guide) -> Constraint:
-        """Return the constraint of a guide; it may take seconds.
+        """Return the constraint of a guide, which may take seconds; raise ApiError if it cannot be used.
 
         Raises:
             ApiError: llguidance is not installed or does not support the guide; the message has the reason.

@@ -58,7 +58,7 @@ class AccessMiddleware:
         self._api_key_digest = None if api_key is None else _digest(api_key.encode("utf-8"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reject a request with an error response, or pass it to the application."""
+        """Reject a request by an error response, answer a preflight, or pass it on; add security headers."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -90,6 +90,7 @@ class AccessMiddleware:
         await self._app(scope, receive, send_with_headers)
 
     def _check_host_and_origin(self, headers: dict[str, str], origin: str) -> None:
+        """Raise ApiError of status 403 unless the host is known or an IP address, and an origin known or this one."""
         host = headers.get("host", "")
         name = host_name(host)
         is_allowed = name in self._allowed_hosts
@@ -103,6 +104,7 @@ class AccessMiddleware:
             raise ApiError(f"{message}; --allowed-origins adds an origin", 403, code="wrong_origin")
 
     def _check_api_key(self, headers: dict[str, str], path: str) -> None:
+        """Raise ApiError of status 401 if the path needs the API key and the request has another or none."""
         if self._api_key_digest is None or not path.startswith(PROTECTED_PREFIX):
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -118,5 +120,5 @@ def host_name(host: str) -> str:
 
 
 def _digest(key: bytes) -> bytes:
-    """Return a hash of fixed length, so that the duration of a comparison does not reveal the key's length."""
+    """Return a key's SHA-256: by its fixed length the duration of a comparison does not reveal the key's length."""
     return hashlib.sha256(key).digest()

@@ -112,7 +112,7 @@ class OutputProcessor:
         self._prompt_logprobs += map(self._token_logprob, tokens, logits)
 
     def prompt_delta(self, detokenizer: Any) -> TextDelta:
-        """Return the echoed prompt with the log-probabilities of its tokens.
+        """Return a delta of the echoed prompt with log-probabilities and text offsets of its tokens, not a last one.
 
         Args:
             detokenizer: an incremental decoder at the start of a text. If the tokenizer adds tokens before the text,
@@ -130,6 +130,7 @@ class OutputProcessor:
         return self._new_delta(text, None)
 
     def _token_logprob(self, token: int, logits: np.ndarray) -> TokenLogprob:
+        """Return the log-probabilities of a token and of the most probable ones, without its text offset yet."""
         logprobs = kernels.log_softmax(logits[: self.request.sampling.n_vocab].astype(np.float64))
         n = min(self.request.n_top_logprobs or 0, len(logprobs))
         top = np.argpartition(-logprobs, n - 1)[:n] if n else np.array([], int)
@@ -165,6 +166,7 @@ class OutputProcessor:
         return self._new_delta(text + self._stop_filter.flush(), finish_reason)
 
     def _new_delta(self, text: str, finish_reason: str | None) -> TextDelta:
+        """Return a delta of `text` and the log-probabilities since the last, without tokens whose text was cut off."""
         self._n_sent_characters += len(text)
         logprobs = self._logprobs
         if self._stop_filter.has_stopped:  # omit tokens whose text was cut off
@@ -185,7 +187,7 @@ class TokenDecoder:
         self._cache: dict[int, tuple[str, list[int] | None]] = {}
 
     def __call__(self, token: int) -> tuple[str, list[int] | None]:
-        """Return the text and the bytes of a token; no bytes if it is an unknown part of a character."""
+        """Return a token's text, and its bytes as integers; None as bytes if it is an unknown part of a character."""
         if token not in self._cache:
             text = self._tokeniser.decode([*self._prefix, token])[self._n_prefix_characters :]
             token_bytes: bytes | None = None if "\ufffd" in text else text.encode("utf-8")

@@ -34,7 +34,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def format_value(value: Any) -> str:
-    """Return a short description of a JSON value for an error message."""
+    """Return a short description of a JSON value for an error message: "an object", "a list of 3", or the value."""
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:

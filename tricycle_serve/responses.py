@@ -165,7 +165,7 @@ class ChatCompletionResponse(CompletionResponse):
     chunk_object_type = "chat.completion.chunk"
 
     def content(self, index: int, text: str) -> dict[str, Any]:
-        """Return the message of the assistant, whose tool calls are separated from its text."""
+        """Return {"message"} of the assistant, whose tool calls are separated from its text."""
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self.request.tools is not None:
             parser = ToolCallParser(self.request.tools.names)
@@ -212,7 +212,7 @@ class ChatCompletionResponse(CompletionResponse):
         return choices
 
     def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Return the tokens with their bytes and their most probable alternatives."""
+        """Return {"content"}: tokens with log-probability, bytes and alternatives."""
 
         def format_token(token: int, logprob: float | None) -> dict[str, Any]:
             text, token_bytes = self.decode_token(token)
@@ -246,6 +246,7 @@ class TextCompletionResponse(CompletionResponse):
         return [self.choice(delta.sequence_index, {"text": delta.text}, delta.logprobs, delta.finish_reason)]
 
     def _echoed_prompt(self, index: int) -> str:
+        """Return the prompt before the text of a sequence; "" if it is not echoed."""
         return self.prefixes[index // self.request.n] if self.prefixes else ""
 
     def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class TimeoutProtocol(H11Protocol):
         self._check_timer = self.loop.call_later(CHECK_INTERVAL_SECONDS, self._check_timeouts)
 
     def _check_timeouts(self) -> None:
+        """Abort a connection that was blocked or idle for too long; else schedule the next check."""
         n_unsent_bytes = self.transport.get_write_buffer_size()
         is_blocked = 0 < self._n_unsent_bytes <= n_unsent_bytes
         self._blocked_seconds = self._blocked_seconds + CHECK_INTERVAL_SECONDS if is_blocked else 0.0

@@ -208,6 +208,7 @@ class GenerationService(ModelService):
             raise ApiError(message, param=param, code="context_length_exceeded")
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
+        """Return a prompt as token ids, or the token of a new text if it is empty; copy a list of ids."""
         if isinstance(prompt, list):
             return list(prompt)
         ids = [int(token) for token in self.tokeniser.encode(prompt)] if prompt else []

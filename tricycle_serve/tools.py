@@ -42,7 +42,7 @@ class Tools:
         return [tool["function"]["name"] for tool in self.functions]
 
     def guide(self) -> Guide | None:
-        """Return the grammar of a text that is one call, if the model must call a function."""
+        """Return the guide for a text that is one call of an allowed function; None if the choice is "auto"."""
         if self.choice == "auto":
             return None
         calls = []
@@ -153,6 +153,7 @@ class ToolCallParser:
         return ("", calls) if calls and not rest[end:].strip() else (rest, [])
 
     def _parse_call(self, text: str) -> dict[str, Any] | None:
+        """Return a call in OpenAI's format, with a random id; None unless it is JSON that calls a known function."""
         try:
             value = json.loads(text)
             name, arguments = value["name"], value["arguments"]

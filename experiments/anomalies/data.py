@@ -35,7 +35,7 @@ def series_with_events(n_each: int, generator: np.random.Generator) -> Series:
 
 
 def _series(n_samples: int, planned: list[tuple[str, int]], generator: np.random.Generator) -> Series:
-    """Return a series with the planned anomalies.
+    """Return a random Series of beats, drift and noise with `planned` anomalies: (kind, approximate start), in order.
 
     Args:
         planned: kinds of events and about where they begin, in order.
@@ -61,7 +61,7 @@ def _series(n_samples: int, planned: list[tuple[str, int]], generator: np.random
 
 
 def _beats(n_samples: int, planned: list[tuple[str, int]], generator: np.random.Generator) -> tuple[np.ndarray, list]:
-    """Yield the beats of a series, including anomalous ones."""
+    """Return the waves (n_samples,) of all beats, and (kind, first, last) of the planned anomalous beats."""
     values, events, waiting = np.zeros(n_samples), [], list(planned)
     breath, place, fast_until = generator.random(), -float(BEAT), 0.0
     while place < n_samples + BEAT:
@@ -89,6 +89,7 @@ def _beats(n_samples: int, planned: list[tuple[str, int]], generator: np.random.
 
 
 def _add_wave(values: np.ndarray, centre: float, width: float, height: float) -> None:
+    """Add a Gaussian wave around `centre` to the values, in place."""
     first, last = (min(max(0, int(centre + side)), len(values)) for side in (-5 * width, 5 * width + 1))
     time = np.arange(first, last)
     values[first:last] += height * np.exp(-0.5 * ((time - centre) / width) ** 2)

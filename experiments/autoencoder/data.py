@@ -36,6 +36,7 @@ def load(name: str) -> Data:
 
 
 def _digits() -> Data:
+    """Return the 8 x 8 digits, 0 to 1, in parts that are the same in every run; ImportError without scikit-learn."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -48,6 +49,7 @@ def _digits() -> Data:
 
 
 def _mnist() -> Data:
+    """Return MNIST, 0 to 1; the last HELD_OUT_MNIST training images are the validation part."""
     images, labels = load_mnist("train")
     known = part(images / np.float32(255), labels)
     test_images, test_labels = load_mnist("test")

@@ -60,7 +60,7 @@ class LinearFilter:
         self.weights = np.linalg.solve(covariance + noise, covariance)
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
-        """Return the filtered images."""
+        """Return the best linear estimates of the clean images, in the shape of the noisy `images`."""
         return ((flat(images) - self.mean) @ self.weights + self.mean).reshape(images.shape)
 
 

@@ -46,6 +46,7 @@ class Chains(np.ndarray):
     """An array that holds, for each number, the length of its chain of products; used within `count_operations`."""
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
+        """Return the chain lengths of a ufunc's result, or write them to `out`: those joined, plus 1 for a product."""
         rule = _rule.get()
         if ufunc in YES_OR_NO:  # nothing is known of numbers; no layer here asks but to avoid a division by 0
             return np.zeros(np.broadcast_shapes(*map(np.shape, inputs)), bool)
@@ -67,11 +68,12 @@ class Chains(np.ndarray):
         return out[0]
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        """Set chain lengths; other values than Chains become the length of nothing."""
         np.asarray(self)[key] = value if isinstance(value, Chains) else _rule.get().nothing
 
 
 def _library() -> ModuleType:
-    """Return NumPy without the functions that would create plain arrays."""
+    """Return a copy of NumPy's module whose functions that create arrays return Chains."""
     library = ModuleType("chains")
     of_nothing = lambda shape, *_: np.full(shape, _rule.get().nothing, np.float32).view(Chains)
     known = lambda x: x if isinstance(x, Chains) else _rule.get().nothing
@@ -126,6 +128,7 @@ def shortest_path(layer: Layer, n_tokens: int, width: int) -> float:
 
 
 def _run(layer: Layer, start: np.ndarray, of_weights: float) -> np.ndarray:
+    """Overwrite the weights by chains of one length, and return the chain lengths of the output for `start`."""
     for parameter in layer.parameters():
         parameter.array = np.full(parameter.shape, of_weights, np.float32).view(Chains)
     return np.asarray(layer(Tensor(start.view(Chains))).array)

@@ -54,6 +54,7 @@ class Language(NamedTuple):
 
 
 def _languages() -> dict[str, Language]:
+    """Return {name: Language} of languages.toml, in which forms of numbers are added to lists."""
     tables = tomllib.loads(Path(__file__).with_name("languages.toml").read_text(encoding="utf-8"))
     numbers = tables.pop("numbers")["forms"]
     listed = lambda value: value.split() if isinstance(value, str) else value + numbers
@@ -206,7 +207,7 @@ def split() -> tuple[list[date], list[date], list[date]]:
 
 
 def examples(days: Sequence[date], n: int, lengths: tuple[int, int], generator: np.random.Generator) -> list[Example]:
-    """Return n examples of one date each.
+    """Return n examples of one date each, alone or within text of a length in `lengths`; dates are used in turn.
 
     Args:
         lengths: (0, most) for dates of which BARE stand alone and the others in texts of up to `most` characters;

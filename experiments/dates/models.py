@@ -51,6 +51,7 @@ class Seq2SeqHard(Seq2SeqAttention):
         return {**Seq2Seq.start_decoding(self, source, lengths), "weights": None}
 
     def _attend(self, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """Return the context of hard attention and the soft weights; store the choice's log probability in `state`."""
         keys, mask = state["outputs"], state["mask"]
         context, state["log_probability"] = self.attention(query, keys, mask=mask)
         soft = self.attention.soft

@@ -99,7 +99,7 @@ def multiple_dates_table(runs: Runs) -> str:
 
 # -------------------------------------------------------------------- pictures
 def plot_training(runs: Runs, path: Path) -> None:
-    """Write an image of losses and validation accuracies during training."""
+    """Write an image of training losses and of exact validation answers in %, against the step."""
     losses, checks = {}, {}
     for name in distinct(runs):
         model_runs = select(runs, model=name)

@@ -140,7 +140,7 @@ class RunningMeanReward:
         self.expected: np.ndarray | None = None
 
     def __call__(self, reward: np.ndarray) -> np.ndarray:
-        """Return the mean reward (T,) before this batch of rewards (B, T); at first the mean of the batch."""
+        """Return the running mean of rewards (T,) before these (B, T), at first their own mean; then update it."""
         mean = reward.mean(axis=0)
         before = mean if self.expected is None else self.expected
         self.expected = BASELINE * before + (1 - BASELINE) * mean

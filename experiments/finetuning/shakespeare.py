@@ -14,7 +14,7 @@ OPENING_WORDS, N_OPENINGS = 24, 12
 
 @cache
 def plays() -> str:
-    """Return the plays as text."""
+    """Return Shakespeare's plays as one text, downloaded if necessary; cached."""
     return texts.plays().decode("utf-8")
 
 
@@ -26,6 +26,7 @@ def part(name: str) -> str:
 
 
 def _line_end(text: str, place: int) -> int:
+    """Return the index of the first beginning of a line at `place` or later, or the text's length."""
     return 0 if place == 0 else min(len(text), text.find("\n", place - 1) + 1 or len(text))
 
 

@@ -153,6 +153,6 @@ def page_data(results: Mapping[str, Any], scales: Mapping[str, Sequence[np.ndarr
 
 
 def _packed(values: np.ndarray) -> str:
-    """Return values (L, n, W) as bytes from 0 (LEAST) to 255 (MOST)."""
+    """Return values (L, n, W), clipped to LEAST to MOST, as base64 text of a byte each, 0 to 255."""
     codes = np.rint(255 * (values.clip(LEAST, MOST) - LEAST) / (MOST - LEAST)).astype(np.uint8)
     return base64.b64encode(codes.tobytes()).decode()

@@ -108,7 +108,7 @@ def grain_table(results: Results) -> str:
 
 
 def _texts_table(results: Results, jobs: dict[str, Job]) -> str:
-    """Return a table with a row for each job and two columns for each text."""
+    """Return a Markdown table of perplexity and top-1 agreement on each text, a row for each job with results."""
     titles = ["scales", *TEXTS, *(f"top-1 agreement, {text}, %" for text in TEXTS)]
     lines = []
     for name, job in jobs.items():

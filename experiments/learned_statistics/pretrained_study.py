@@ -238,7 +238,7 @@ class PretrainedEvaluator(VariantEvaluator):
         return {**job._asdict(), "tokens": tokens, "seconds": round(time.perf_counter() - started, 1)}
 
     def _likeliest(self, text: str, job: Job, found: np.ndarray) -> np.ndarray:
-        """Return the most probable tokens with the full softmax, computed once."""
+        """Return a text's likeliest tokens with full softmax from a file; for job "whole" write `found` there first."""
         path = self.folder / f"likeliest-{text}.npy"
         if job.kind == "whole":
             with atomic_write(path) as file:

@@ -63,6 +63,7 @@ def largest_number_task(n: int, words: Sequence[str], generator: np.random.Gener
 
 
 def _numbers(n: int, generator: np.random.Generator) -> list[int]:
+    """Return n different random integers from 0, below a random limit of at most 1,000."""
     below = int(generator.integers(max(100, n), 1000))
     return generator.permutation(below)[:n].tolist()
 

@@ -99,6 +99,8 @@ def use_temperature(model: GPT, temperature: Temperature) -> Iterator[None]:
 
 
 def _substitution(layer: int, temperature: Betas | LogN | RowSoftmax) -> Callable[[Any, tuple], tuple[Any, tuple]]:
+    """Return a substitution that gives attention another softmax, or multiplies queries by the temperatures."""
+
     def substitute(op: Attention, args: tuple[Any, ...]) -> tuple[Attention, tuple[Any, ...]]:
         if isinstance(temperature, RowSoftmax):
             return Attention(temperature, op.causal, op.window, op.scale, op.softcap), args

@@ -87,7 +87,7 @@ def load(path: Path | None = None) -> Speller:
 
 
 def _converted_arrays(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Return Tricycle's name and layout of an array; g2p-en has (out, in) and PyTorch's order of gates."""
+    """Return [(Tricycle's name, array in its layout)] for an array of g2p-en; ValueError for an unknown name."""
     names = {"enc_emb": "letters.weights", "dec_emb": "sounds.weights", "fc_w": "output.weights", "fc_b": "output.bias"}
     parts = {"w_ih": "input_weights", "w_hh": "hidden_weights", "b_ih": "input_bias", "b_hh": "hidden_bias"}
     layer, _, part = name.partition("_")

@@ -75,6 +75,7 @@ def read(model: CharacterModel, vocabulary: dict[str, int], texts: Sequence[str]
 
 
 def _read_windows(model: CharacterModel, tokens: np.ndarray, labels: np.ndarray) -> Read:
+    """Run the network over windows (N, T); return a Read with states, scores and attention weights."""
     with model.evaluating():
         states = model.states(model.embedding(to_tensor(tokens, dtype=int)))
         _, weights = model.attend(states)

@@ -89,12 +89,13 @@ class Package:
 
 
 def _from_zip(path: Path, file_name: str) -> bytes | None:
+    """Return the content of a file in a zip archive; None if it is not there."""
     with zipfile.ZipFile(path) as archive:
         return archive.read(file_name) if file_name in archive.namelist() else None
 
 
 def _from_tar(path: Path, file_name: str) -> bytes | None:
-    """Return a file of a source archive, whose files are in a folder with the package's name and version."""
+    """Return a file of a source archive, ignoring the outer folder's name; None if it is not there."""
     with tarfile.open(path) as archive:
         for member in archive:
             if member.isfile() and member.name.partition("/")[2] == file_name:

@@ -105,6 +105,7 @@ def train_variant(loaded: Pretrained, variant: Variant, plan: TrainingPlan) -> l
 
 
 def _train(model: Any, sinks: list[tuple[str, Tensor]], variant: Variant, plan: TrainingPlan) -> list[float]:
+    """Update sinks and the weights of the variant's method in place, by the plan; return each update's loss in nats."""
     generator = np.random.default_rng((variant.seed, 23))
     optimiser = AdamW(_schedule(RATES.get(variant.method, 0.0), plan.steps), weight_decay=0.0)
     of_sinks = AdamW(_schedule(SINK_RATE, plan.steps), weight_decay=0.0)

@@ -84,6 +84,8 @@ def simulate_int8(model: GPT, rounding: Rounding) -> Iterator[None]:
 
 
 def _rounds_input(rounding: Rounding) -> Any:
+    """Return a substitution that rounds a layer's input, but the first token's only if `rounding.first`."""
+
     def substitute(layer: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         x, *rest = args
         if rounding.first:

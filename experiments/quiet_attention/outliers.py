@@ -129,11 +129,12 @@ def weight_outliers(model: GPT) -> dict[str, Any]:
 
 
 def _outliers(matrix: np.ndarray) -> list[float]:
+    """Return [kurtosis, largest absolute value in standard deviations] of a matrix."""
     return [round(excess_kurtosis(matrix), 3), round(float(abs(matrix).max() / matrix.std()), 2)]
 
 
 def _head_parts(attention: Any) -> dict[str, list[np.ndarray]]:
-    """Return the columns of each head in the projection of queries, keys and values."""
+    """Return {"queries", "keys", "values": a list of each head's columns of the QKV weights}."""
     counts = {"queries": attention.n_heads, "keys": attention.n_key_heads, "values": attention.n_key_heads}
     matrix, size = attention.qkv.weights.numpy(), attention.head_size
     parts: dict[str, list[np.ndarray]] = {}

@@ -114,6 +114,7 @@ def weight_table(before: Result) -> str:
 
 
 def _spread(values: np.ndarray) -> list[str]:
+    """Return [median, maximum] as text."""
     return [f"{np.median(values):.2f}", f"{values.max():.1f}"]
 
 

@@ -23,7 +23,7 @@ Solution = Callable[[Tensor, Tensor], Tensor]
 
 
 def new_network(width: int, seed: int) -> Sequential:
-    """Make an MLP from (x, t) to one number, with two hidden layers."""
+    """Return a new MLP from (x, t), (N, 2), to (N, 1), with two hidden tanh layers."""
     sizes, generator = (2, width, width, 1), np.random.default_rng(seed)
     first, second, last = (Dense(m, n, generator=generator) for m, n in pairwise(sizes))
     return Sequential(first, tanh, second, tanh, last)

@@ -56,18 +56,20 @@ def text_of(name: str, part: str) -> str:
 
 
 def _code(held_out: bool) -> str:
-    """Return the source files ordered by a hash of their names, so that a prefix is a mixed sample."""
+    """Return source files as one text, ordered by a hash of their names, so that a prefix is a mixed sample."""
     names = [name for name in python_files() if is_held_out(name) == held_out]
     names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
     return "\n\n".join((python_root() / name).read_text(encoding="utf-8", errors="ignore") for name in names)
 
 
 def _plays(held_out: bool) -> str:
+    """Return Shakespeare's plays: the last tenth if `held_out`, else the text before it."""
     learnt, kept = hold_out_tail(plays())
     return (kept if held_out else learnt)[0].decode("utf-8")
 
 
 def _captions(held_out: bool) -> str:
+    """Return image captions, one per line: of validation and test if `held_out`, else of training."""
     splits = ("val", "test_2016_flickr") if held_out else ("train",)
     return "\n".join(line for split in splits for line in load_multi30k(split, "en"))
 
@@ -153,7 +155,7 @@ def read(model: GPT, ids: np.ndarray, n_rows: int = 0) -> Read:
 
 
 def _read(model: GPT, rows: np.ndarray) -> Read:
-    """Yield the logits of some tokens at a time, because those of long rows do not fit into memory."""
+    """Return the Read of a batch of rows; compute logits for some positions at a time, to save memory."""
     losses, likeliest = [], []
     hidden = model.hidden_states(model.place(rows[:, :-1]))
     step = max(1, ROWS_OF_LOGITS // len(rows))

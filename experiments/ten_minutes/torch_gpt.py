@@ -230,6 +230,7 @@ class Muon(torch.optim.Optimizer):
                     self._update(weights, weights.grad, group["lr"], group["decay_rate"])
 
     def _update(self, weights: torch.Tensor, grad: torch.Tensor, rate: float, decay_rate: float) -> None:
+        """Decay a matrix, then subtract the orthogonalized Nesterov momentum of its square blocks; in place."""
         state = self.state[weights]
         if not state:
             state["velocity"] = torch.zeros_like(weights)

@@ -96,6 +96,7 @@ def draw(runs: dict[tuple[str, str], list[Run]], folder: Path) -> list[str]:
 
 
 def _curves(chosen: dict[str, list[Run]]) -> dict[str, Any]:
+    """Return the panels of `plot_curves`: validation loss and BLEU by minutes, up to the end of the shortest run."""
     panels = {
         "validation_loss": "validation loss, nats per token",
         "bleu": "BLEU of part of the validation data, greedy",
@@ -111,6 +112,7 @@ def _curves(chosen: dict[str, list[Run]]) -> dict[str, Any]:
 
 
 def _by_length(runs: list[Run]) -> tuple[list[float], list[list[float]]]:
+    """Return (mean words of each range of lengths, BLEU of each run by range)."""
     words = [part["mean_words"] for part in runs[0]["by_length"]]
     return words, [[part["bleu"] for part in run["by_length"]] for run in runs]
 

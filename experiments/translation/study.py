@@ -258,7 +258,7 @@ class Training:
             file.write(content)
 
     def load(self, path: Path) -> None:
-        """Restore the training state of a run with the same settings.
+        """Restore the training state of a run; raise ValueError unless it has the same settings and vocabulary.
 
         Raises:
             ValueError: a run with other settings, or no run at all.

@@ -8,15 +8,16 @@ from functools import cache
 import numpy as np
 
 from tricycle import kernels
-from tricycle.activation import ACTIVATIONS
+from tricycle.activation import ACTIVATIONS, Gated
 from tricycle.autograd import NeedsGrad
 from tricycle.devices import Array, array_module
+from tricycle.extra_ops import maximum, minimum
 from tricycle.functions import Sigmoid, Tanh
 from tricycle.kernels.activations import relu_squared
-from tricycle.ops import Op, as_floating, as_tensor
+from tricycle.ops import Op, as_floating, as_tensor, sigmoid
 from tricycle.tensor import Operand, Tensor, record
 
-__all__ = ["ExactGeLU", "ReLUSquared", "erf"]
+__all__ = ["ClampedSwiGLU", "ExactGeLU", "ReLUSquared", "erf"]
 
 
 class ExactGeLU(Op):
@@ -45,6 +46,20 @@ class ReLUSquared(Op):
         return record(y, (x,), lambda grad, needs_grad: (kernels.multiply(grad, slope),), "relu_squared")
 
 
+class ClampedSwiGLU(Gated):
+    """The gated activation (a + 1) b sigmoid(1.702 b) of gpt-oss, with a from -7 to 7 and b up to 7 (OpenAI 2025)."""
+
+    name = "clamped_swiglu"
+
+    def __init__(self) -> None:
+        """Initialize without options."""
+
+    def _gate(self, x: Tensor, half: int) -> Tensor:
+        up, gate = maximum(minimum(x[..., :half], 7.0), -7.0), minimum(x[..., half:], 7.0)
+        return (up + 1.0) * (gate * sigmoid(gate * 1.702))
+
+
+ACTIVATIONS["clamped_swiglu"] = ClampedSwiGLU
 ACTIVATIONS["gelu_exact"] = ExactGeLU
 ACTIVATIONS["relu_squared"] = ReLUSquared
 ACTIVATIONS["sigmoid"] = Sigmoid
@@ -72,7 +87,7 @@ def erf(x: Array) -> Array:
 # Cache: constants.
 @cache
 def _erfc_polynomial() -> tuple[float, ...]:
-    """Return the Chebyshev coefficients of p on t in [1/4, 1], highest first."""
+    """Return Chebyshev coefficients, highest first, of log(erfc(x)) / t + x^2 on t = 2 / (2 + x) in [1/4, 1]."""
 
     def p(node: Array) -> Array:
         t = 0.25 + 0.375 * (node + 1)

@@ -45,15 +45,15 @@ class KeyValueCache:
         self.last: dict[str, Array] = {}  # the last token's inputs of token-shift layers, (B, 1, ...)
 
     def texts(self, n_tokens: int) -> list[tuple[slice, KeyValueCache]]:
-        """Return the slice of the sequence's tokens that belongs to each text, with the cache of that text."""
+        """Return [(slice(0, n_tokens), self)]: all new tokens belong to one text (a `RaggedCache` has several)."""
         return [(slice(0, n_tokens), self)]
 
     def segments(self, n_tokens: int) -> Segments:
-        """Return the first position and the number of the next `n_tokens` tokens, for each text."""
+        """Return ((length, n_tokens),): the next token's position and the number of new ones, for the only text."""
         return ((self.length, n_tokens),)
 
     def call(self, layer: Callable[..., Tensor], x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Call `layer(x, cache, ...)`; a `RaggedCache` may call the layer once for each text."""
+        """Return `layer(x, self, *args, **options)`; a `RaggedCache` may call the layer once for each text."""
         return layer(x, self, *args, **options)
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
@@ -78,11 +78,11 @@ class KeyValueCache:
 
     @property
     def _most(self) -> int:
-        """The number of stored tokens from which those outside of the window are dropped."""
+        """The number of stored tokens above which unseen ones are dropped: min(capacity, window - 1 + MIN_CAPACITY)."""
         return self.capacity if self.window is None else min(self.capacity, self.window - 1 + MIN_CAPACITY)
 
     def _enlarged(self, held: Array | None, new: Array, length: int, needed: int) -> Array:
-        """Return a copy of the stored array with room for at least `needed` tokens."""
+        """Return an array like `new` for at least `needed` tokens (or doubled), with the first `length` of `held`."""
         room = 0 if held is None else held.shape[1]
         grown = max(needed, min(self._most, max(2 * room, MIN_CAPACITY)))
         if self.dtype in ALLOCATORS:
@@ -108,9 +108,8 @@ class KeyValueCache:
         self._pinned = position
 
     def can_truncate(self, length: int) -> bool:
-        """Return whether `truncate(length)` is possible: the window is still stored, and no token shift is used."""
-        is_stored = self._first <= max(0, length - (self.window or 0) + 1)
-        return length in (0, self.length) or (is_stored and not self.last)
+        """Return whether `truncate(length)` is possible: to 0 or all; else without token shift, window still stored."""
+        return length in (0, self.length) or (self._first <= max(0, length - (self.window or 0) + 1) and not self.last)
 
     def truncate(self, length: int) -> None:
         """Shorten to the first `length` tokens; ValueError if there are fewer or `can_truncate(length)` is False."""

@@ -23,7 +23,7 @@ class Rotary(Op):
     Args:
         base: the lowest frequency is about 1 / base, in radians per token.
         fraction: the fraction of the channels of each head that is rotated: the first ones.
-        scaling: an object with a method `scale_frequencies`, for texts longer than those of training.
+        scaling: an object such as a `RotaryScaling`, for texts longer than those of training.
     """
 
     def __init__(self, base: float = 10_000.0, fraction: float = 1.0, scaling: Any = None) -> None:
@@ -41,10 +41,10 @@ class Rotary(Op):
         segments = ((offset, array.shape[1]),) if isinstance(offset, int) else offset
         scaled = self.scaling and self.scaling.scale_frequencies(_frequencies(self.base, n_channels)).tobytes()
         dtype = "float64" if array.dtype == np.float64 else "float32"  # also for 16-bit inputs
-        cos, sin = _angles(self.base, n_channels, scaled, segments, dtype)
+        cos, sin = _angles(self.base, n_channels, scaled, segments, dtype, getattr(self.scaling, "attention_factor", 1))
         if x.on_gpu:
             cos, sin = x.xp.asarray(cos), x.xp.asarray(sin)
-        backward = lambda grad, needs_grad: (apply_partial_rope(grad, cos, -sin),)  # rotates by the opposite angle
+        backward = lambda grad, needs_grad: (apply_partial_rope(grad, cos, -sin),)  # the transposed matrix
         return record(apply_partial_rope(array, cos, sin), (x,), backward, "rotary")
 
 
@@ -67,13 +67,13 @@ def _frequencies(base: float, n_channels: int) -> np.ndarray:
 # Cache: a pure function of numbers that all layers share. Callers must not change the result.
 @lru_cache(maxsize=16)
 def _angles(
-    base: float, n_channels: int, scaled: bytes | None, segments: Segments, dtype: str
+    base: float, n_channels: int, scaled: bytes | None, segments: Segments, dtype: str, factor: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosines and sines (T, n_channels / 2) of all angles; `scaled`: the scaled frequencies as bytes, if any."""
+    """Return cosines and sines (T, n_channels / 2) times `factor`; `scaled`: scaled frequencies as bytes, if any."""
     frequencies = _frequencies(base, n_channels) if scaled is None else np.frombuffer(scaled)
     positions = np.concatenate([np.arange(first, first + n_tokens) for first, n_tokens in segments])
     angles = positions[:, None] * frequencies
-    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)  # writable, as compiled kernels require
+    return (factor * np.cos(angles)).astype(dtype), (factor * np.sin(angles)).astype(dtype)  # writable, for kernels
 
 
 # Constructors of RoPE scalings from a config, by name; `tricycle.attention.scaling` adds more.
@@ -96,7 +96,8 @@ def new_rotary(config: Any, layer: int) -> Rotary:
     """Make an attention layer's RoPE from a config; windowed layers take the local base, if set, without scaling."""
     is_local = bool(config.rotary_local_base and config.window_size(layer))
     base = config.rotary_local_base if is_local else config.rotary_base
-    return Rotary(base, config.rotary_fraction, None if is_local else SCALINGS[config.rotary_scaling](config))
+    scaling = None if is_local else SCALINGS[config.rotary_scaling](config)
+    return getattr(scaling, "new_rotary", Rotary)(base, config.rotary_fraction, scaling)
 
 
 POSITIONS = {"learned": PositionEncoding(new_position_embedding), "rotary": PositionEncoding(new_rotation=new_rotary)}

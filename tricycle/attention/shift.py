@@ -56,7 +56,7 @@ class TokenShift(Layer):
         return record(y, (x, self.mix), backward, self._name, None, (self,))
 
     def _mixed(self, array: Any, earlier: Any, mix: Any) -> tuple[Any, Any]:
-        """Return the array that `mix` multiplies, and the factor of the token's value (None for 1)."""
+        """Return (earlier, None): the array that `mix` multiplies, and the derivative of y_t by x_t (None for 1)."""
         return earlier, None
 
 
@@ -76,6 +76,7 @@ class KeyShift(TokenShift):
         self.mix = Parameter(np.tile(rising, n_heads), "scale")
 
     def _mixed(self, array: Any, earlier: Any, mix: Any) -> tuple[Any, Any]:
+        """Return (earlier - array, 1 - mix): the array that `mix` multiplies, and the derivative of y_t by x_t."""
         return earlier - array, 1 - mix
 
     @staticmethod
@@ -103,6 +104,7 @@ def previous_tokens(x: Array, cache: KeyValueCache | None, name: str) -> Array:
 
 @unfused("tricycle.attention.shift.TokenShift.forward")
 def _token_shift(node: Tensor, variables: Any) -> Tensor:
+    """Recompute a token shift or key shift by operations on Tensors, so that its gradient is differentiable."""
     x, mix = node.args
     earlier = concatenate([0 * x[:, :1], x[:, :-1]], axis=1)
     return x + mix * node._saved[0]._mixed(x, earlier, mix)[0]

@@ -19,7 +19,8 @@ RULES: list[Rule] = [
     ("n_key_heads head_size hidden_size embedding_size position_offset seed", lambda v: v >= 0, "0 or more"),
     ("window score_scale score_cap logit_cap rotary_local_base n_experts router_loss", lambda v: v >= 0, "0 or more"),
     ("rotary_base rotary_factor rotary_original_window norm_eps qk_norm_eps", lambda v: v > 0, "above 0"),
-    ("rotary_low_frequency rotary_high_frequency expansion_ratio embedding_scale", lambda v: v > 0, "above 0"),
+    ("rotary_low_frequency rotary_high_frequency rotary_attention_factor", lambda v: v > 0, "above 0"),
+    ("expansion_ratio embedding_scale residual_scale logit_scale", lambda v: v > 0, "above 0"),
     ("rotary_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1"),
     ("dropout", lambda v: 0 <= v < 1, "from 0 to below 1"),
 ]
@@ -30,6 +31,7 @@ class ModelConfig(ValidatedConfig):
     """The architecture of a decoder-only transformer. The defaults are GPT-2's (124M parameters)."""
 
     is_decoder = True  # False for `configs.encoder.EncoderConfig`
+    is_gated = property(lambda self: self.gated or "swiglu" in self.activation)  # whether the MLP is gated
     vocab_size: int = 50_257  # number of tokens in the vocabulary
     context_window: int = 1024  # the maximum number of tokens of a sequence
     embedding_dim: int = 768  # width of the residual stream
@@ -42,6 +44,7 @@ class ModelConfig(ValidatedConfig):
     activation: OneOf[str, ACTIVATIONS] = "gelu"  # activation function of the MLP
     n_experts: int = 0  # MLPs per block, some of which a router selects for each token; 0 for one MLP and no router
     n_active_experts: int = 2  # experts that process each token
+    router_bias: bool = False  # whether the router that selects experts has a bias
     normalize_experts: bool = True  # whether the router's weights of a token's experts are divided by their sum
     router_loss: float = 0.01  # weight of the load-balancing loss of the experts in training
     gated: bool = False  # whether one half of the MLP's hidden layer, after the activation, multiplies the other half
@@ -59,9 +62,12 @@ class ModelConfig(ValidatedConfig):
     unrotated_layers: tuple[int, ...] = ()  # layers, counted from 0, without rotary positions
     rotary_scaling: OneOf[str, SCALINGS] = "none"  # frequency scaling for longer texts (not with a sliding window)
     rotary_factor: float = 1.0  # of the scaling: factor of the context length
-    rotary_low_frequency: float = 1.0  # of llama3: channel pairs with fewer rotations per window are scaled fully
-    rotary_high_frequency: float = 4.0  # of llama3: channel pairs with more rotations per window are not scaled
-    rotary_original_window: int = 8192  # of llama3: context window before the scaling
+    rotary_low_frequency: float = 1.0  # of llama3, yarn: channel pairs with fewer rotations per window are scaled fully
+    rotary_high_frequency: float = 4.0  # of llama3, yarn: channel pairs with more rotations per window are not scaled
+    rotary_original_window: int = 8192  # of llama3, yarn and longrope: context window before the scaling
+    rotary_rounded: bool = True  # of yarn: whether the interpolated range begins and ends at a channel pair
+    rotary_attention_factor: float = 1.0  # of the scaling: factor of rotated queries and keys
+    rotary_divisors: tuple[float, ...] = ()  # of longrope: for the frequencies of short texts, then of longer ones
     qk_norm: bool = False  # whether queries and keys are normalized (RMS norm)
     qk_norm_gain: bool = False  # whether the query and key norms have a learned gain
     qk_norm_eps: float = 1e-6  # added to the mean square in the query and key norms
@@ -82,6 +88,8 @@ class ModelConfig(ValidatedConfig):
     head_bias: bool = False  # whether an untied output layer has a bias
     embedding_size: int = 0  # width of the token embedding, if projected to embedding_dim; 0 for embedding_dim
     embedding_scale: float = 1.0  # factor of the token embeddings
+    residual_scale: float = 1.0  # factor of the outputs of attention and MLP before they are added
+    logit_scale: float = 1.0  # factor of the output
     logit_cap: float = 0.0  # logit soft-capping of the output, cap tanh(logit / cap); 0 for none
     precision: OneOf[str, PRECISIONS] = "float32"  # precision of matrix products; weights stay float32
     zero_projections: bool = False  # whether the output projections of attention and MLP are initialized to zero
@@ -128,11 +136,6 @@ class ModelConfig(ValidatedConfig):
         """The MLP's hidden width: `hidden_size`, else by `expansion_ratio`, if gated 2/3, up to a multiple of 8."""
         width = round(self.embedding_dim * self.expansion_ratio)  # gated: 2/3 of it, as in Shazeer 2020
         return self.hidden_size or (math.ceil(2 * width / 3 / 8) * 8 if self.is_gated else width)
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the MLP is gated, by `gated` or the activation "swiglu"."""
-        return self.gated or self.activation == "swiglu"
 
     def window_size(self, layer: int) -> int | None:
         """Return the sliding-window size of a layer, or None for full attention."""

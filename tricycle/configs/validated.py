@@ -63,9 +63,8 @@ def _expected(value: Any, kind: Any) -> str:
         return "" if isinstance(value, str) and value in args else f"one of {', '.join(args)}"
     if origin is tuple:
         items = value if isinstance(value, tuple) else [None]
-        if args[0] is str:
-            return "" if all(isinstance(item, str) for item in items) else "names"
-        return "whole numbers" if any(_expected(item, int) for item in items) else ""
+        rule = "names" if args[0] is str else "whole numbers" if args[0] is int else "finite numbers"
+        return rule if any(not isinstance(x, str) if args[0] is str else _expected(x, args[0]) for x in items) else ""
     if kind is bool:
         return "" if isinstance(value, bool) else "True or False"
     numbers, name = (int, "whole") if kind is int else ((int, float), "finite")

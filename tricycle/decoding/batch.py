@@ -140,7 +140,7 @@ class GenerationBatch:
         return {number: draft[:room] for number, draft in drafts.items()}
 
     def _groups(self, drafts: dict[int, list[int]]) -> Iterator[list[int]]:
-        """Yield the numbers of the texts of each forward pass.
+        """Yield lists of text numbers, one per forward pass: few new tokens first, at most `_n_rows` or one text each.
 
         The new tokens of a group fit into memory; with quantized weights also into products of few rows, which are
         more exact. A long prompt is processed alone.

@@ -53,11 +53,11 @@ def generate_beam_search(
         return [[] for _ in texts]
     ends = [stop for stop in np.atleast_1d(stop_tokens).tolist() if stop < (n_vocab or model.config.vocab_size)]
     first = np.array([text[-1] for text in texts])
-    return run_beam_search(_Texts(model, texts, n_vocab), first, ends, n_tokens, beam_size, length_penalty)
+    return run_beam_search(BeamTexts(model, texts, n_vocab), first, ends, n_tokens, beam_size, length_penalty)
 
 
-class _Texts:
-    """The KV caches of the texts, which hold all tokens but the last."""
+class BeamTexts:
+    """The KV caches of several texts, which contain all tokens but the last, for `run_beam_search`."""
 
     def __init__(self, model: GPT, texts: list[list[int]], n_vocab: int | None) -> None:
         self.model = model
@@ -68,6 +68,7 @@ class _Texts:
                 next_logits(model, [text[:-1]], [caches])
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
+        """Process one token of each text, extending the caches; return the logits (N, n_vocab) after it."""
         return next_logits(self.model, tokens[:, None].tolist(), self.caches)[:, : self.n_vocab]
 
     def select(self, rows: np.ndarray) -> None:

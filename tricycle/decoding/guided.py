@@ -76,7 +76,7 @@ class Constraint:
         bits = np.zeros(-(-n_vocab // 32), np.int32)
         if not self.error:
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            self._check()
+            self._store_error()
         mask = np.unpackbits(bits.view(np.uint8), count=n_vocab, bitorder="little").astype(bool)
         mask[self._end_tokens] = False
         mask[list(stop_tokens)] = bool(self.error) or self._matcher.is_accepting()
@@ -86,15 +86,17 @@ class Constraint:
         return mask
 
     def _consume(self, generated: list[int]) -> None:
+        """Advance the matcher by the new tokens, from the start if earlier ones differ; store its error."""
         n = len(self._consumed)
         if generated[:n] != self._consumed:
             self._matcher, self.error = self._initial.deep_copy(), ""
             n = 0
         self._consumed = generated
         if generated[n:] and not self.error and not self._matcher.consume_tokens(generated[n:]):
-            self._check()
+            self._store_error()
 
-    def _check(self) -> None:
+    def _store_error(self) -> None:
+        """Store the matcher's message in `error` if it has failed."""
         if self._matcher.is_error():
             self.error = _one_line(self._matcher.get_error())
 
@@ -120,7 +122,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, Constraint] = OrderedDict()
 
     def from_json_schema(self, schema: dict[str, Any]) -> Constraint:
-        """Return the constraint to JSON text that is valid under a schema."""
+        """Return the constraint to JSON text that is valid under a schema; ValueError if unsupported."""
         text = json.dumps(schema)
         _check_size(text)
         try:
@@ -140,6 +142,7 @@ class GrammarCompiler:
         return self._compile(self._llguidance.LLMatcher.grammar_from_lark(grammar))
 
     def _compile(self, grammar: str) -> Constraint:
+        """Return a new Constraint of a grammar, from a cache if compiled before; ValueError if invalid."""
         with self._lock:
             known = self._compiled.get(grammar)
         if known is None:
@@ -158,7 +161,7 @@ class GrammarCompiler:
 
 
 def check_grammar(grammar: str, seconds: int = MAX_COMPILE_SECONDS) -> None:
-    """Compile a grammar in a child process, whose time and memory are limited.
+    """Compile a grammar in a child process with limits of time and memory; ValueError if invalid or over a limit.
 
     Args:
         grammar: as llguidance's `grammar_from_...` functions return it.

@@ -68,6 +68,7 @@ class PenalizedSamplingParams(SamplingParams):
         return adjusted
 
     def _penalized_logits(self, logits: np.ndarray, seen: Sequence[int], n_prompt: int) -> np.ndarray:
+        """Apply penalties, biases and exclusions to `logits` in place, and return them."""
         if self.repetition_penalty != 1 and len(seen):
             known = np.unique(np.asarray(seen, np.int64))
             known = known[known < len(logits)]

@@ -41,8 +41,8 @@ class SpeculativeState(DecodingState):
 
     @property
     def can_truncate(self) -> bool:
-        """Whether the last tokens can be removed from the caches."""
-        return not any(cache.last for cache in self.caches)
+        """Whether the caches can always be truncated: no LongRoPE, and no layer has a token shift."""
+        return self.model.config.rotary_scaling != "longrope" and not any(cache.last for cache in self.caches)
 
     def truncate(self, length: int) -> None:
         """Truncate the caches and the record of inexact tokens to `length` tokens; clear them if they cannot be."""
@@ -57,7 +57,7 @@ class SpeculativeState(DecodingState):
             self._pin(None)
 
     def _pin(self, position: int | None) -> None:
-        """Keep what is needed to truncate the caches to this position."""
+        """Pin `position` in each layer's cache, which keeps what truncating to it needs; None removes the pin."""
         for cache in self.caches:
             cache.pin(position)
 

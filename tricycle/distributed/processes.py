@@ -34,10 +34,10 @@ class Pending(Protocol):
     """An asynchronous communication operation."""
 
     def make_progress(self) -> None:
-        """Let the operation make progress, without blocking."""
+        """Let the operation make progress, without blocking; abstract."""
 
     def wait(self) -> None:
-        """Block until the operation is complete."""
+        """Block until the operation is complete; abstract."""
 
 
 class ProcessGroup:
@@ -90,33 +90,33 @@ class ProcessGroup:
         return reducer
 
     def broadcast(self, value: T) -> T:
-        """Return in every process the value that rank zero passed; all processes must call this."""
+        """Return rank zero's value in every process (here, with one process, `value`); all processes must call this."""
         return value
 
     def all_gather(self, value: T) -> list[T]:
-        """Return in every process the values of all, in the order of ranks; all processes must call this."""
+        """Return a list of all processes' values by rank, in every process (here [value]); all must call this."""
         return [value]
 
     def all_reduce(self, numbers: Sequence[float]) -> list[float]:
-        """Return in every process the sum of each number over all; all processes must call this."""
+        """Return the elementwise sum over all processes in every process (here `numbers`); all must call this."""
         return list(numbers)
 
     def start_all_reduce(self, array: Array) -> Pending:
-        """Start to sum a contiguous array over all processes, in place; do not touch the array before it is complete.
+        """Start to sum a contiguous array over all ranks, in place; use it only after wait() on the result. Abstract.
 
         The result is bit-identical on all ranks and between runs.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no start_all_reduce")
 
     def start_broadcast(self, array: Array, rank: int) -> Pending:
-        """Start to overwrite every process's array with that of `rank`; wait() on the result before using the array."""
+        """Overwrite every rank's array with that of `rank`, asynchronously: use it only after wait(). Abstract."""
         raise NotImplementedError(f"{type(self).__name__} defines no start_broadcast")
 
     def answer_pings(self) -> None:
-        """Answer the pings of waiting ranks; called regularly during computations that take minutes."""
+        """Answer the pings of waiting ranks; called regularly in computations of minutes. Here, it does nothing."""
 
     def set_status(self, status: str) -> None:
-        """Store a description of the current work, such as "update 3", for the error message of a timeout."""
+        """Store the current work, such as "update 3", for a timeout's error message. Here, it does nothing."""
 
 
 SINGLE_PROCESS = ProcessGroup()

@@ -184,6 +184,7 @@ class AdaptedDense(Dense):
         self._squares: tuple[Any, int, Array] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for pickling, without the cached column norms."""
         return {**vars(self), "_squares": None}
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
@@ -439,7 +440,7 @@ class Adapter(Layer):
 
 
 def _replace_layer(layers: Mapping[str, Layer], name: str, layer: Layer) -> None:
-    """Replace the layer of a name by another one."""
+    """Replace the layer with a dotted name by another, as an attribute of its parent in `layers`."""
     parent, _, attribute = name.rpartition(".")
     setattr(layers[parent], attribute, layer)
 

@@ -149,7 +149,7 @@ class PackedDataset(EndlessDataset):
             raise ValueError(f"PackedDataset: expected examples with at least one predicted token, got {got}")
         lengths = [len(example.ids) - 1 for example in self.examples]
         self.rows = pack_lengths(lengths, window) if pack else [[item] for item in range(len(lengths))]
-        self._begin(len(self.rows), batch_size, seed)
+        self._initialize(len(self.rows), batch_size, seed)
         self.batch().shuffle(seed)
 
     @property

@@ -66,7 +66,7 @@ class PairDataset(PackedDataset):
             raise ValueError(
                 f"PairDataset: expected pairs of examples, chosen and rejected, got {len(self.examples)} examples"
             )
-        self._begin(len(self.examples) // 2, batch_size, seed)
+        self._initialize(len(self.examples) // 2, batch_size, seed)
         self.batch().shuffle(seed)
         self.reference_log_probs = np.zeros((self.n_items, 2), np.float32)
 

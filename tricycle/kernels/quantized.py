@@ -177,7 +177,7 @@ class QuantizedMatrix:
         return self
 
     def __getitem__(self, ids: Any) -> np.ndarray:
-        """Return rows of an embedding table by index, as float32."""
+        """Return stored rows by index as float32, as an embedding table does; TypeError if `transposed`."""
         if self.transposed:
             raise TypeError(
                 f"quantized weights: expected an embedding table to look up rows, got a layer's matrix {self!r}"
@@ -192,7 +192,7 @@ class QuantizedMatrix:
         return floats
 
     def row_ranges(self) -> list[slice]:
-        """Return the ranges of rows from which slices for `dequantize_rows` may be taken."""
+        """Return [slice(0, n_rows)]: the ranges of stored rows within which a slice for `dequantize_rows` must be."""
         return [slice(0, len(self.values))]
 
     def row_chunks(self, n_threads: int = 1) -> Iterator[slice]:
@@ -249,7 +249,7 @@ def chunks_in_cache(n_rows: int, row_size: int) -> Iterator[slice]:
 
 
 def _round(floats: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
-    """Quantize rows to int8 values and scales, in place; the scale of a row of zeros is 0."""
+    """Write rows of `floats` as int8 values and scales, 0 for a row of zeros; `floats` are overwritten."""
     largest = np.abs(floats).max(axis=1, keepdims=True, initial=0)
     np.divide(largest, MAX_INT8, out=scales)
     scales[scales < np.finfo(np.float32).tiny] = 0  # subnormal scales have no finite inverse

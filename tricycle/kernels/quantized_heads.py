@@ -97,7 +97,7 @@ class QuantizedHeads:
         return (self._blocks(self.values) * _bfloat16_to_float32(self.scales)[..., None]).reshape(self.shape)
 
     def _blocks(self, x: Array) -> Array:
-        """Reshape (..., D) to (..., N, D / N)."""
+        """Reshape x (..., D) to (..., N, D / N), for the N blocks of a head."""
         return x.reshape(*x.shape[:-1], self.scales.shape[-1], -1)
 
     def attention(self, op: Any, query: Tensor, value: Tensor, mask: Any, *options: Any) -> Tensor:

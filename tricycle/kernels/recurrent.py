@@ -171,6 +171,7 @@ def gru(gates: Array, states: Array, weights: Array, bias: Array | None, active:
 
 
 def _gru_step(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
+    """Add the recurrent parts; write r, z, n to `gate`, the state to after[0], n's recurrent part to after[1]."""
     r, z, n = _columns(gate, 3)
     n_r_z = 2 * gate.shape[-1] // 3
     r_z = gate[:, :n_r_z]
@@ -192,6 +193,7 @@ def gru_backward(
 
 
 def _gru_step_back(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:
+    """Write the gradients of both parts of the gates to `d`; multiply the state's gradient by z in place."""
     r, z, n = _columns(gate, 3)
     dr, dz, dn = _columns(d[0], 3)
     dh = d_states[0]
@@ -217,6 +219,7 @@ def lstm(gates: Array, states: Array, weights: Array, bias: Array | None, active
 
 
 def _lstm_step(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
+    """Add the recurrent parts; write i, f, g, o to `gate`, and state, cell and tanh of the cell to `after`."""
     xp = array_module(gate)
     i, f, g, o = _columns(gate, 4)
     new = after[1]
@@ -239,6 +242,7 @@ def lstm_backward(
 
 
 def _lstm_step_back(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:
+    """Write the gradients of the gates to d[0]; replace d_states by 0 and the gradient of the cell before."""
     xp = array_module(gate)
     i, f, g, o = _columns(gate, 4)
     di, df, dg, do = _columns(d[0], 4)

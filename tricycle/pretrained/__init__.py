@@ -91,7 +91,7 @@ def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pret
 
 
 def _find_path(path_or_name: str) -> Path:
-    """Return the folder or file of a model; download a model of huggingface.co.
+    """Return an existing path, or that of "smollm2" or a (downloaded) huggingface.co model; else FileNotFoundError.
 
     Raises:
         FileNotFoundError: the path does not exist, and is not a name.
@@ -107,6 +107,7 @@ def _find_path(path_or_name: str) -> Path:
 
 
 def _is_gguf(path: Path) -> bool:
+    """Return whether a file begins with GGUF's magic bytes or has its suffix; False if there is none."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -114,6 +115,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _load_source(source: StoredModel, weights: str) -> Pretrained:
+    """Return a stored model with tokenizer and settings; ValueError if the tokenizer exceeds its vocabulary."""
     with error_prefix(f"{source.path}: "):
         tokeniser = _load_tokeniser(source)
         settings = GenerationSettings.from_fields(source.generation, source.fields)
@@ -127,7 +129,7 @@ def _load_source(source: StoredModel, weights: str) -> Pretrained:
 
 
 def _load_tokeniser(source: StoredModel) -> Any:
-    """Load the tokenizer of a source; return None if it has none."""
+    """Return a source's tokenizer, None if it has none; an error for a tokenizer.model alone."""
     if isinstance(source, GGUFModel):
         metadata = source.metadata or {}
         return tokeniser_from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
@@ -162,6 +164,7 @@ def _find_checkpoint(path: Path) -> Path | None:
 
 
 def _load_checkpoint(path: Path, weights: str) -> Pretrained:
+    """Load Tricycle's own checkpoint for generation, quantized if `weights` names a dtype."""
     from tricycle.checkpoint import load_checkpoint  # imported here, because that module imports this package
 
     checkpoint = load_checkpoint(path)

@@ -125,23 +125,20 @@ class TargetModules:
     def to_peft(self, module: TargetModule, up: np.ndarray) -> np.ndarray:
         """Return a copy of a module's matrix B (r, out) in PEFT's layout (out, r), with the same dtype."""
         theirs = np.empty(up.shape[::-1], up.dtype)
-        views, ours = self._views(module, theirs, up)
-        views[...] = ours
+        for ours, their_part in self._views(module, up, theirs):
+            their_part[...] = ours
         return theirs
 
     def from_peft(self, module: TargetModule, theirs: np.ndarray) -> np.ndarray:
         """Convert a matrix B (out, r) in PEFT's layout to Tricycle's (r, out), in float32."""
         up = np.empty(theirs.shape[::-1], np.float32)
-        views, ours = self._views(module, theirs, up)
-        ours[...] = views
+        for ours, their_part in self._views(module, up, theirs):
+            ours[...] = their_part
         return up
 
-    def _views(self, module: TargetModule, theirs: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of both matrices with the same shape and the same elements at the same places."""
-        if self.mapping is None or not self.mapping.is_interleaved(module.layer + ".weights"):
-            return theirs, up.T
-        ours, views = self.mapping.views_by_head(up, theirs)
-        return views, ours
+    def _views(self, module: TargetModule, up: np.ndarray, theirs: np.ndarray) -> Iterable[tuple[Any, Any]]:
+        """Return pairs of views with equal elements of a matrix B in both layouts."""
+        return [(up.T, theirs)] if self.mapping is None else self.mapping.reordered_views(module.name, up.T, theirs)
 
 
 # -------------------------------------------------------------------- new adapters
@@ -316,7 +313,7 @@ def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
 
 
 def _open_folder(folder: Path, modules: TargetModules) -> OpenedAdapter:
-    """Read the config of an adapter in PEFT's format, and open its tensors."""
+    """Return (fields, LoRAConfig, unread tensors by module) of a folder in PEFT's format; `modules` is not used."""
     fields = read_json_object(folder / CONFIG)
     tensors, _ = read_tensors(folder / WEIGHTS)
     with error_prefix(f"{folder}: "):
@@ -325,7 +322,7 @@ def _open_folder(folder: Path, modules: TargetModules) -> OpenedAdapter:
 
 
 def _open_gguf(path: Path, modules: TargetModules) -> OpenedAdapter:
-    """Read the config of a GGUF adapter, and open its tensors."""
+    """Return (fields, LoRAConfig, unread tensors by module) of a GGUF adapter for the model of `modules`."""
     with error_prefix(f"{path}: "):
         fields, factors = read_gguf_adapter(path, *modules.gguf_layout())
         return fields, _read_config(fields), factors
@@ -355,7 +352,7 @@ def _read_config(fields: Mapping[str, Any]) -> LoRAConfig:
 
 
 def _group_tensors(tensors: Mapping[str, StoredTensor], dora: bool) -> dict[str, tuple[StoredTensor, ...]]:
-    """Return A and B, and for DoRA the magnitudes, by module name.
+    """Group tensors to (A, B), for DoRA also magnitudes, by module name; ValueError for missing or unknown tensors.
 
     Raises:
         ValueError: a tensor has an unexpected name, or is missing.
@@ -407,7 +404,7 @@ def _match_tensors(
 
 
 def _find_alpha(patterns: Any, name: str, default: float) -> float:
-    """Return the alpha of a layer from alpha_pattern.
+    """Return the alpha of the first pattern that is the end of `name`, else `default`; ValueError if one is invalid.
 
     A pattern must be a name or the end of one, because a malicious regular expression could run without end.
 

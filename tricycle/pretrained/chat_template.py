@@ -104,6 +104,7 @@ class Budget:
         _check_limit(measure_size(items) + len(items) * len(str(separator)), MAX_VALUE_CHARACTERS, "characters")
 
     def _check_format(self, text: str, values: list[Any]) -> None:
+        """Raise ValueError if a formatted text could be too long or has a variable width."""
         if _VARIABLE_WIDTH.search(text):
             raise ValueError("it formats to a width that is not allowed in templates")
         n_fields = text.count("%") + text.count("{")
@@ -202,7 +203,7 @@ def preload() -> None:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a value whose types the sandbox knows, so that it has no other methods."""
+    """Copy a value as dicts, lists (also for tuples), str, numbers, bool and None; ValueError for other types."""
     if isinstance(value, dict):
         return {_to_plain(key): _to_plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

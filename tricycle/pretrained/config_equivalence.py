@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 from tricycle.configs.encoder import EncoderConfig
+from tricycle.configs.encoder_decoder import EncoderDecoderConfig
+from tricycle.configs.mamba import MambaConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.configs.presets import model_fields
 
@@ -31,8 +33,9 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
     for group in ("qkv", "output", "mlp"):
         values[f"{group}_bias"] = has_bias(config, group)
     values["bias"] = config.bias and config.norm == "layer_norm"  # all other biases have fields of their own
-    if isinstance(config, EncoderConfig):
-        values |= {"token_types": config.token_types, "embedding_norm": config.embedding_norm}
+    extends = type(config) in (EncoderConfig, EncoderDecoderConfig, MambaConfig)  # and not a config of training
+    own = [name for name in config.__dataclass_fields__ if name not in ModelConfig.__dataclass_fields__]
+    values |= {name: getattr(config, name) for name in own if extends and name != "chunk_size"}
     full_layers = tuple(layer for layer in range(config.n_layers) if config.window_size(layer) is None)
     local_base = config.rotary_local_base
     if not local_base and config.rotary_scaling == "none":
@@ -45,10 +48,14 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
         "window full_layers rotary_local_base": len(full_layers) == config.n_layers,
         "position_offset": config.positions != "learned",
         "rotary_base rotary_local_base rotary_fraction rotary_scaling unrotated_layers": not is_rotary,
-        "rotary_factor": scaling == "none",
-        "rotary_low_frequency rotary_high_frequency rotary_original_window": scaling != "llama3",
+        "rotary_factor": scaling in ("none", "longrope"),
+        "rotary_attention_factor": scaling == "none",
+        "rotary_low_frequency rotary_high_frequency": scaling not in ("llama3", "yarn"),
+        "rotary_original_window": scaling not in ("llama3", "yarn", "longrope"),
+        "rotary_rounded": scaling != "yarn",
+        "rotary_divisors": scaling != "longrope",
         "qk_norm_gain qk_norm_eps qk_norm_per_head": not config.qk_norm,
-        "n_active_experts normalize_experts": not config.n_experts,
+        "n_active_experts normalize_experts router_bias": not config.n_experts,
         "softmax_blocks": config.softmax != "blocks",
     }
     for names, is_unused in unused.items():
@@ -74,6 +81,7 @@ def differing_fields(config: ModelConfig, other: ModelConfig, tolerance: float =
 
 
 def _are_equal(value: Any, other: Any, tolerance: float) -> bool:
+    """Return whether two values are equal; a float may differ by the relative tolerance."""
     if isinstance(value, float) and isinstance(other, (int, float)) and math.isclose(value, other, rel_tol=tolerance):
         return True
     return bool(value == other)

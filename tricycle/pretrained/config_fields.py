@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,11 +27,14 @@ SIZE_FIELDS = {
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
 }
+WINDOW, ORIGINAL_WINDOW = "max_position_embeddings", "original_max_position_embeddings"
 _ACTIVATION_OF_NAME = {name: activation for activation, names in ACTIVATION_NAMES.items() for name in names}
 
 
 def activation_name(activation: str) -> str:
-    """Return transformers' name of a Tricycle activation ("swiglu": that of its gate, silu); KeyError if unknown."""
+    """Return transformers' name of a Tricycle activation ("swiglu": that of its gate, silu); ValueError if unknown."""
+    if activation not in {*ACTIVATION_NAMES, "swiglu"}:
+        raise ValueError(f"activation={activation!r} has no name in transformers")
     return ACTIVATION_NAMES["swish" if activation == "swiglu" else activation][0]
 
 
@@ -76,12 +80,27 @@ class ConfigFields:
     def sizes(self, *defaults: int, **names: str) -> dict[str, Any]:
         """Return six sizes in SIZE_FIELDS order, `defaults` if missing; `names` replaces their config.json names.
 
+        With YaRN, the context window is at least the original window times the factor: some files state the former.
+
         Args:
             defaults: one for each field, in the order of SIZE_FIELDS.
             names: names in config.json that differ from SIZE_FIELDS, by the names in `ModelConfig`.
         """
         fields = zip((SIZE_FIELDS | names).items(), defaults, strict=True)
-        return {name: self.positive_int(hf_name, default) for (name, hf_name), default in fields}
+        sizes = {name: self.positive_int(hf_name, default) for (name, hf_name), default in fields}
+        rope = self.section("rope_scaling") or self.section("rope_parameters")
+        if rope.get("rope_type", rope.get("type")) == "yarn":
+            scaling = ConfigFields({ORIGINAL_WINDOW: sizes["context_window"], **rope})
+            window = scaling.positive_int(ORIGINAL_WINDOW) * scaling.positive_float("factor")
+            sizes["context_window"] = max(sizes["context_window"], round(window))
+        return sizes
+
+    def positive_floats(self, name: str) -> tuple[float, ...]:
+        """Return a list of numbers above 0 as floats; raise ValueError for other values, also if it is missing."""
+        value = self.get(name)
+        if not isinstance(value, list) or not all(isinstance(x, (int, float)) and 0 < x < 1e30 for x in value):
+            raise field_error(name, "a list of numbers above 0", value)
+        return tuple(map(float, value))
 
     def boolean(self, name: str, default: bool) -> bool:
         """Return a Boolean field, or `default` if it is missing or null; raise ValueError for another type."""
@@ -151,17 +170,16 @@ def read_rotary_fields(
         ValueError: an unsupported scaling, or a value that is missing or invalid.
     """
     section_name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    names = ("rope_theta", "partial_rotary_factor")
-    top_level = {name: fields.get(name) for name in names if fields.get(name) is not None}
-    return read_rotary_section(
-        {**top_level, **fields.section(section_name)}, section_name, default_theta, default_fraction
-    )
+    names = ("rope_theta", "partial_rotary_factor", WINDOW)
+    section = {name: fields.get(name) for name in names if fields.get(name) is not None} | fields.section(section_name)
+    window = fields.get(ORIGINAL_WINDOW, section.get(ORIGINAL_WINDOW, fields.get(WINDOW)))
+    return read_rotary_section({**section, ORIGINAL_WINDOW: window}, section_name, default_theta, default_fraction)
 
 
 def read_rotary_section(
     section: dict[str, Any], section_name: str, default_theta: float, default_fraction: float = 1.0
 ) -> dict[str, Any]:
-    """Convert a config.json RoPE object (default, linear or llama3) to a dict of `rotary_*` fields; else ValueError."""
+    """Convert a config.json RoPE object to a dict of `rotary_*` fields; else ValueError."""
     fields = ConfigFields({f"{section_name}.{name}": value for name, value in section.items()})
     rope_type = section.get("rope_type", section.get("type", "default"))
     rotary: dict[str, Any] = {
@@ -172,11 +190,78 @@ def read_rotary_section(
         raise field_error(f"{section_name}.partial_rotary_factor", "at most 1", rotary["rotary_fraction"])
     if rope_type == "default":
         return rotary
-    if rope_type not in ("linear", "llama3"):
-        raise field_error(f"{section_name}.rope_type", "default, linear or llama3", rope_type)
-    rotary |= {"rotary_scaling": rope_type, "rotary_factor": fields.positive_float(f"{section_name}.factor")}
-    if rope_type == "llama3":
-        rotary["rotary_low_frequency"] = fields.positive_float(f"{section_name}.low_freq_factor")
-        rotary["rotary_high_frequency"] = fields.positive_float(f"{section_name}.high_freq_factor")
-        rotary["rotary_original_window"] = fields.positive_int(f"{section_name}.original_max_position_embeddings")
-    return rotary
+    if rope_type not in SCALING_READERS:
+        raise field_error(f"{section_name}.rope_type", f"one of default, {', '.join(SCALING_READERS)}", rope_type)
+    return rotary | {"rotary_scaling": rope_type} | SCALING_READERS[rope_type](fields, f"{section_name}.")
+
+
+def _linear(fields: ConfigFields, prefix: str) -> dict[str, Any]:
+    return {"rotary_factor": fields.positive_float(f"{prefix}factor")}
+
+
+def _llama3(fields: ConfigFields, prefix: str) -> dict[str, Any]:
+    return {
+        **_linear(fields, prefix),
+        "rotary_low_frequency": fields.positive_float(f"{prefix}low_freq_factor"),
+        "rotary_high_frequency": fields.positive_float(f"{prefix}high_freq_factor"),
+        "rotary_original_window": fields.positive_int(prefix + ORIGINAL_WINDOW),
+    }
+
+
+def _yarn(fields: ConfigFields, prefix: str) -> dict[str, Any]:
+    """Return the fields of YaRN; as in transformers, a bound of 0 or null counts as missing."""
+    factor = fields.positive_float(f"{prefix}factor")
+    bounds = {name: fields.get(prefix + name) or default for name, default in (("beta_slow", 1), ("beta_fast", 32))}
+    low, high = (ConfigFields(bounds).positive_float(name) for name in bounds)
+    scales = [0.1 * math.log(max(1.0, factor))] * 2  # of the attention factors 1 + scale
+    names = [f"{prefix}mscale", f"{prefix}mscale_all_dim"]
+    if all(fields.get(name) for name in names):
+        scales = [scale * fields.positive_float(name) for scale, name in zip(scales, names)]
+    else:
+        scales[1] = 0
+    attention_factor = fields.optional_positive_float(f"{prefix}attention_factor", None)
+    return {
+        "rotary_factor": factor,
+        "rotary_low_frequency": low,
+        "rotary_high_frequency": high,
+        "rotary_original_window": fields.positive_int(prefix + ORIGINAL_WINDOW),
+        "rotary_rounded": fields.boolean(f"{prefix}truncate", True),
+        "rotary_attention_factor": attention_factor or (1 + scales[0]) / (1 + scales[1]),
+    }
+
+
+def _longrope(fields: ConfigFields, prefix: str) -> dict[str, Any]:
+    original = fields.positive_int(prefix + ORIGINAL_WINDOW)
+    factor = fields.optional_positive_float(f"{prefix}factor", None) or fields.positive_int(prefix + WINDOW) / original
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return {
+        "rotary_divisors": fields.positive_floats(f"{prefix}short_factor")
+        + fields.positive_floats(f"{prefix}long_factor"),
+        "rotary_original_window": original,
+        "rotary_attention_factor": fields.optional_positive_float(f"{prefix}attention_factor", None) or default,
+    }
+
+
+SCALING_READERS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+
+
+def rotary_scaling_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the value of rope_scaling in config.json: rope_type and the numbers of this type; {} without scaling."""
+    kind = config.rotary_scaling
+    if kind == "none":
+        return {}
+    scaling: dict[str, Any] = {"rope_type": kind}
+    if kind == "longrope":
+        half = len(config.rotary_divisors) // 2
+        scaling |= {"short_factor": list(config.rotary_divisors[:half])}
+        scaling |= {"long_factor": list(config.rotary_divisors[half:])}
+    else:
+        scaling |= {"factor": float(config.rotary_factor)}
+    if kind in ("llama3", "yarn"):
+        low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
+        scaling |= {low: float(config.rotary_low_frequency), high: float(config.rotary_high_frequency)}
+    if kind == "yarn":
+        scaling |= {"truncate": config.rotary_rounded}
+    if kind in ("yarn", "longrope"):
+        scaling |= {"attention_factor": float(config.rotary_attention_factor)}
+    return scaling if kind == "linear" else {**scaling, ORIGINAL_WINDOW: config.rotary_original_window}

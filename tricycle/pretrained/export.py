@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import operator
 import os
 import shutil
 import threading
@@ -17,20 +18,27 @@ import numpy as np
 
 from tricycle.bpe import END_OF_TEXT
 from tricycle.configs.encoder import EncoderConfig
+from tricycle.configs.encoder_decoder import EncoderDecoderConfig
+from tricycle.configs.mamba import MambaConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense
-from tricycle.models import GPT, BlockStack
+from tricycle.layers import Layer
+from tricycle.models import GPT
 from tricycle.pretrained.config_equivalence import differing_fields, effective_fields
 from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families import ALL_FAMILIES
 from tricycle.pretrained.families.bert import uninitialized_encoder
 from tricycle.pretrained.families.family import Family, TensorMapping, to_hf_tensors, uninitialized_gpt
+from tricycle.pretrained.families.mamba2 import uninitialized_mamba
+from tricycle.pretrained.families.stacks import stacked_arrays, stacked_shapes
+from tricycle.pretrained.families.t5 import uninitialized_encoder_decoder
 from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.hf_folder import CONFIG, GENERATION, WEIGHTS
 from tricycle.pretrained.safetensors_weights import write_tensors
 from tricycle.pretrained.stored_model import error_prefix
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import SPLIT_PATTERNS, to_tokenizer_json
+from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.files import atomic_write
 from tricycle.tokeniser import BPETokeniser
@@ -38,6 +46,12 @@ from tricycle.tokeniser import BPETokeniser
 TENSOR_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # A family may require these although the model lacks them: they are written as biases of 0 and gains of 1.
 NEUTRAL_FIELDS = ("bias", "qkv_bias", "output_bias", "mlp_bias", "head_bias", "qk_norm_gain")
+# Constructors of models whose configs are not a GPT's.
+MODELS: dict[type, Any] = {
+    EncoderConfig: uninitialized_encoder,
+    EncoderDecoderConfig: uninitialized_encoder_decoder,
+    MambaConfig: uninitialized_mamba,
+}
 MAX_SUPPRESSED = 10_000  # ids without a token in generation_config.json
 
 
@@ -73,7 +87,7 @@ def match_family(
     nearest: tuple[int, str] = (10**6, "")
     if config.activation == "swiglu":  # as Hugging Face's families express it
         config = replace(config, activation="swish", gated=True, hidden_size=config.mlp_width)
-    new_model = uninitialized_encoder if isinstance(config, EncoderConfig) else uninitialized_gpt
+    new_model = MODELS.get(type(config), uninitialized_gpt)
     for family in families:
         kind = family.model_types[0]
         if family.new_model is not new_model:
@@ -82,7 +96,9 @@ def match_family(
             fields = {"model_type": kind, **family.to_fields(config)}
             converted = family.to_config(ConfigFields(fields))
         except ValueError as error:  # its message names the unsupported field
-            nearest = min(nearest, (99, f"{kind}: {error}"))
+            nearest = min(nearest, (99, f"{kind}: {error}"), key=operator.itemgetter(0))
+            continue
+        if not family.applies_to(fields):
             continue
         differences = differing_fields(config, converted, tolerance)
         ours, theirs = effective_fields(config), effective_fields(converted)
@@ -91,7 +107,7 @@ def match_family(
         if not unsupported:
             candidates.append((len(differences), family, fields, converted))
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in unsupported)
-        nearest = min(nearest, (len(unsupported), f"{kind} does not support {values}"))
+        nearest = min(nearest, (len(unsupported), f"{kind} does not support {values}"), key=operator.itemgetter(0))
     if not candidates:
         raise ValueError(nearest[1])
     return min(candidates, key=lambda candidate: candidate[0])[1:]
@@ -112,7 +128,7 @@ def export_folder(
     The folder with config, weights, generation settings, tokenizer and README.md is created atomically.
 
     Args:
-        model: a `GPT` or a `TextEncoder`.
+        model: a `GPT`, a `TextEncoder` or an `EncoderDecoderTransformer`.
         tokeniser: a `BPETokeniser` or `PretrainedTokeniser`; None exports no tokenizer.
         folder: a new or empty folder.
         card: further names and values of the table in README.md, such as evaluation results.
@@ -124,8 +140,10 @@ def export_folder(
         ValueError: no family supports the config (names the fields), a weight is not finite, or the tokenizer has more
             tokens than the model.
     """
-    if not isinstance(model, (GPT, TextEncoder)):
-        raise ValueError(f"export: expected a GPT or a TextEncoder, got {type(model).__name__}")
+    if not isinstance(model, (GPT, TextEncoder, EncoderDecoderTransformer)):
+        raise ValueError(
+            f"export: expected a GPT, TextEncoder or EncoderDecoderTransformer, got {type(model).__name__}"
+        )
     if any(isinstance(layer, AdaptedDense) for layer in model.layers()):
         raise ValueError("export: expected a model without an adapter: merge() or detach() it first")
     if dtype not in TENSOR_DTYPES:
@@ -141,7 +159,7 @@ def export_folder(
     special = _special_token_ids(tokeniser)
     files = {CONFIG: {"architectures": [family.architecture], **fields, **special, "torch_dtype": dtype}}
     texts = {"README.md": model_card(folder.name, model, fields["model_type"], card or {})}
-    if isinstance(model, GPT):
+    if not isinstance(model, TextEncoder):
         files[GENERATION] = _generation_fields(generation, special, tokeniser, vocab_size)
     if document is not None:
         files["tokenizer_config.json"] = _tokenizer_config_fields(tokeniser, model.config)
@@ -181,7 +199,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 # -------------------------------------------------------------------- weights
 def export_tensors(
-    model: BlockStack, family: Family, config: ModelConfig
+    model: Layer, family: Family, config: ModelConfig
 ) -> tuple[dict[str, tuple[int, ...]], Iterator[tuple[str, np.ndarray]]]:
     """Return shapes by Hugging Face name, and a lazy iterator of (name, values) in order; ValueError if not finite.
 
@@ -203,7 +221,8 @@ def export_tensors(
                 raise ValueError(f"export: expected finite weights, {name} has NaN or infinity")
             yield from to_hf_tensors(mapping, name, array)
 
-    return shapes, arrays()
+    stacks, n_experts = family.stacks, config.n_experts
+    return stacked_shapes(stacks, shapes, n_experts), stacked_arrays(stacks, arrays(), n_experts)
 
 
 # -------------------------------------------------------------------- generation settings
@@ -220,7 +239,7 @@ def _special_token_ids(tokeniser: Any) -> dict[str, Any]:
 def _generation_fields(
     settings: GenerationSettings | None, special: dict[str, Any], tokeniser: Any, vocab_size: int
 ) -> dict[str, Any]:
-    """Return the fields of generation_config.json, which suppress ids without a token."""
+    """Return the fields of generation_config.json; few ids without a token are suppressed."""
     fields = {name: value for name, value in special.items() if value is not None}
     if settings is not None:
         defaults = asdict(GenerationSettings())
@@ -235,7 +254,7 @@ def _generation_fields(
 
 # -------------------------------------------------------------------- tokenizer
 def _tokenizer_document(tokeniser: Any) -> tuple[str | None, str]:
-    """Return the text of tokenizer.json, and a model_type to avoid, or "".
+    """Return tokenizer.json's text and the model_type to avoid: "qwen2", or "" if it splits as Qwen or is None.
 
     For models of type qwen2, `transformers` 5 ignores the pre-tokenizer of the document and uses Qwen's.
     """
@@ -271,7 +290,7 @@ def _tokenizer_config_fields(tokeniser: Any, config: ModelConfig) -> dict[str, A
 
 
 # -------------------------------------------------------------------- model card
-def model_card(title: str, model: BlockStack, model_type: str, card: Mapping[str, Any]) -> str:
+def model_card(title: str, model: Any, model_type: str, card: Mapping[str, Any]) -> str:
     """Return the text of a README.md: YAML header, table of sizes and of `card`, and code that loads the model.
 
     Args:
@@ -289,12 +308,13 @@ def model_card(title: str, model: BlockStack, model_type: str, card: Mapping[str
         "context window": f"{config.context_window:,} tokens",
         **card,
     }
-    is_decoder = isinstance(model, GPT)
-    auto_class = "AutoModelForCausalLM" if is_decoder else "AutoModel"
+    kinds: dict[type, tuple[str, str]] = {TextEncoder: ("AutoModel", "feature-extraction")}
+    kinds[EncoderDecoderTransformer] = ("AutoModelForSeq2SeqLM", "text2text-generation")
+    auto_class, pipeline = kinds.get(type(model), ("AutoModelForCausalLM", "text-generation"))
     table = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items())
     return f"""---
 library_name: transformers
-pipeline_tag: {"text-generation" if is_decoder else "feature-extraction"}
+pipeline_tag: {pipeline}
 tags:
 - tricycle
 ---

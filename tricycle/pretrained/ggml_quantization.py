@@ -23,7 +23,7 @@ Quantizer = Callable[[np.ndarray, np.ndarray, float], np.ndarray]
 
 
 def quantize_blocks(values: np.ndarray, format_name: str, importance: np.ndarray | None = None) -> np.ndarray:
-    """Quantize finite values (..., values per row) to ggml blocks, uint8 (..., bytes per row).
+    """Quantize values (..., values per row) to ggml blocks, uint8 (..., bytes per row); ValueError if impossible.
 
     Args:
         values: of a matrix, whose rows are the outputs of a linear layer.

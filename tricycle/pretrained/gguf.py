@@ -66,7 +66,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
 
 
 def _check_sizes(file: GGUFFile, metadata: ModelMetadata) -> None:
-    """Check that the file is one complete model and that its metadata have the sizes of its tensors.
+    """Raise ValueError unless the file is one complete model whose metadata state the sizes of its tensors.
 
     So no key can request more memory than the tensors of the file need.
     """
@@ -115,7 +115,7 @@ class TensorConversion:
         return tensors
 
     def convert(self, name: str, info: GGUFTensorInfo) -> list[tuple[str, StoredTensor]]:
-        """Return the names and tensors of transformers that one tensor of the file contains."""
+        """Return [(name, tensor)] of transformers that one tensor of the file gives; ValueError if unknown."""
         layer, _, suffix = name.rpartition(".")
         match = _BLOCK.match(name)
         template = f"blk.N.{layer[match.end() :]}" if match else layer
@@ -154,6 +154,7 @@ class TensorConversion:
     def _stored_tensor(
         self, info: GGUFTensorInfo, rows: slice, shape: tuple[int, ...], transform: WeightTransform
     ) -> StoredTensor:
+        """Return `rows` as a lazily read tensor in transformers' layout; ValueError if the heads do not fit."""
         heads = self.heads
         # The shape is checked now, so that errors are raised when the file is opened and not when values are read.
         if transform.n_rows and (info.shape[0] != transform.n_rows(heads) or heads.head_size % 2):

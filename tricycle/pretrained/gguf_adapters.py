@@ -67,7 +67,7 @@ def _adapter_mapping(architecture: str) -> TensorMapping:
 def write_gguf_adapter(
     path: str | os.PathLike[str], architecture: str, heads: AttentionHeads, factors: Mapping[str, LowRankFactors]
 ) -> None:
-    """Write or replace a GGUF adapter of F32 tensors atomically.
+    """Write or replace a GGUF adapter of F32 tensors atomically; B is scaled where alpha differs from the first one.
 
     The alpha of the file is that of the first matrix. Where another matrix has another one, B is multiplied by their
     ratio.

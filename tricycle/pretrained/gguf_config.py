@@ -62,7 +62,7 @@ class ModelMetadata:
         return ValueError(f"{self.path}: {why}")
 
     def _get(self, key: str, default: Any) -> tuple[str, Any]:
-        """Return the key with its prefix, and the value."""
+        """Return the key with its prefix, and the value or `default`; ValueError if required and missing."""
         full_key = f"{self.architecture}.{key}"
         value = self._metadata.get(full_key, default)
         if value is _REQUIRED:
@@ -114,7 +114,7 @@ class ModelMetadata:
         return self.positive_int("expert_count") if self.get("expert_count") else 0
 
     def expert_width_key(self) -> str:
-        """Return the key of the hidden width of each expert."""
+        """Return the key of an expert's hidden width: expert_feed_forward_length if set, else feed_forward_length."""
         key = "expert_feed_forward_length"
         return "feed_forward_length" if self.get(key) is None else key
 
@@ -158,7 +158,7 @@ class ModelMetadata:
 
 # -------------------------------------------------------------------- RoPE scaling
 def _rope_scaling(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the field rope_scaling, or no field without scaling."""
+    """Return {"rope_scaling": ...} from metadata and divisors, or {} without scaling; ValueError if unsupported."""
     kind = metadata.get("rope.scaling.type")
     factor = metadata.positive_float("rope.scaling.factor", metadata.positive_float("rope.scale_linear", 1.0))
     if kind not in (None, "none", "linear"):
@@ -232,7 +232,7 @@ def _fit_bounds(divisors: np.ndarray, frequencies: np.ndarray, factor: float) ->
 def _fit_bounds_of_one_pair(
     divisors: np.ndarray, frequencies: np.ndarray, factor: float
 ) -> list[tuple[float, float, float]]:
-    """Return one of many solutions if at most one pair is interpolated, as in small heads.
+    """Return [(window, low, high)], one of many solutions, if at most one pair is interpolated.
 
     The lower bound is between the fastest pair with the full factor and the interpolated pair, and the upper bound
     between the interpolated pair and the slowest pair with the divisor 1.
@@ -321,6 +321,7 @@ def _olmoe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Llama, or of Mixtral, Qwen 2 or Mistral, whose files may have this architecture."""
     if metadata.n_experts():
         return _mixtral(metadata, divisors)
     biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
@@ -332,6 +333,19 @@ def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     if metadata.get("attention.sliding_window"):
         fields |= {"model_type": "mistral", "sliding_window": metadata.positive_int("attention.sliding_window")}
     return fields
+
+
+def _granite(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Granite, which is llama with four factors, by default those of llama."""
+    fields = _like_llama(metadata, divisors, "granite")
+    biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
+    factors = {
+        "attention_multiplier": metadata.positive_float("attention.scale", fields.pop("head_dim") ** -0.5),
+        "embedding_multiplier": metadata.positive_float("embedding_scale", 1.0),
+        "residual_multiplier": metadata.positive_float("residual_scale", 1.0),
+        "logits_scaling": metadata.positive_float("logit_scale", 1.0),
+    }
+    return fields | {"hidden_act": "silu"} | factors | {name: metadata.has_tensor(key) for name, key in biases.items()}
 
 
 def _qwen2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
@@ -397,6 +411,7 @@ def _gemma3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _gpt2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of GPT-2's config.json for GGUF metadata; ignore `divisors`."""
     return {
         "model_type": "gpt2",
         "n_embd": metadata.positive_int("embedding_length"),
@@ -446,6 +461,7 @@ def _phi2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of BERT's config.json for GGUF metadata; ignore `divisors`."""
     sizes = {"vocab_size": "token_embd", "type_vocab_size": "token_types", "max_position_embeddings": "position_embd"}
     shapes = {name: metadata.shape(tensor)[0] for name, tensor in sizes.items()}
     return _sizes(metadata, "layer") | {"model_type": "bert", "hidden_act": "gelu", **shapes}
@@ -454,6 +470,7 @@ def _bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 # By `general.architecture`: functions of the metadata and of the values of rope_freqs.weight, if the file has it.
 CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] = {
     "llama": _llama,
+    "granite": _granite,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,

@@ -121,7 +121,7 @@ class GGUFFile:
         return blocks
 
     def _read_bytes(self, info: GGUFTensorInfo) -> np.ndarray:
-        """Return the stored bytes of a tensor, (..., bytes per row), as a view of the file."""
+        """Return a tensor's bytes, (..., bytes per row), as a view of the file; ValueError if it was cut off."""
         try:
             # Each tensor is mapped separately, so that its pages can be released after the conversion of its values.
             mapped = np.memmap(self.path, np.uint8, "r", info.start, (info.n_rows, info.row_bytes))
@@ -166,6 +166,7 @@ class _ChangeCheck:
         return found.st_size, found.st_mtime_ns
 
     def __call__(self) -> None:
+        """Raise OSError if the file has changed, by size and time; look at most once in some seconds."""
         now = time.monotonic()
         if now >= self.next_time:
             if self._read_state() != self.state:
@@ -216,26 +217,29 @@ class _HeaderReader:
 
     # ---------------------------------------------------------------- values
     def _error(self, why: str) -> ValueError:
+        """Return (not raise) a ValueError whose message begins with the path."""
         return ValueError(f"{self.path}: {why}")
 
     def _check_n_names(self, n: int, min_bytes: int, what: str) -> None:
-        """Check a number of keys or tensors against the size of the file and the largest known models."""
+        """Raise ValueError if n keys or tensors of `min_bytes` bytes exceed the rest of the file, or n _MAX_NAMES."""
         self._check_room(n, min_bytes, what)
         if n > _MAX_NAMES:
             raise self._error(f"expected at most {_MAX_NAMES} {what}, got {n}")
 
     def _check_room(self, n: int, min_bytes: int, what: str) -> None:
-        """Check that n items of at least `min_bytes` bytes each fit into the rest of the file."""
+        """Raise ValueError unless n items of at least `min_bytes` bytes each fit into the rest of the file."""
         if n > (self.size - self.position) // min_bytes:
             raise self._error(f"cut off or damaged: {n} {what} at byte {self.position} of {self.size}")
 
     def _unpack(self, layout: struct.Struct, what: str) -> tuple[Any, ...]:
+        """Return the values of a struct, and advance the position; ValueError if the file ends."""
         self._check_room(1, layout.size, f"value for {what}")
         values = layout.unpack_from(self.content, self.position)
         self.position += layout.size
         return values
 
     def _read_string(self, what: str) -> str:
+        """Return a string stored after its length, and advance; ValueError if it is damaged."""
         (length,) = self._unpack(_COUNT, what)
         self._check_room(length, 1, f"bytes of {what}")
         raw = self.content[self.position : self.position + length]
@@ -246,7 +250,7 @@ class _HeaderReader:
             raise self._error(f"damaged: {what} at byte {self.position - length} is not UTF-8") from None
 
     def _read_value(self, key: str) -> Any:
-        """Read the value of a key, whose name is used in messages only."""
+        """Return a string, list or number, and advance the position; `key` is only for messages."""
         (type_number,) = self._unpack(_TYPE, key)
         if type_number == _STRING:
             return self._read_string(key)
@@ -255,6 +259,7 @@ class _HeaderReader:
         return self._read_scalars(key, type_number, 1)[0]
 
     def _read_array(self, key: str) -> list[Any]:
+        """Return an array's strings or numbers, and advance; ValueError if nested or too large."""
         (type_number,) = self._unpack(_TYPE, key)
         (n,) = self._unpack(_COUNT, key)
         if type_number == _ARRAY:
@@ -265,6 +270,7 @@ class _HeaderReader:
         return self._read_strings(key, n) if type_number == _STRING else self._read_scalars(key, type_number, n)
 
     def _read_scalars(self, key: str, type_number: int, n: int) -> list[Any]:
+        """Return n numbers of a GGUF type, and advance; ValueError for an unknown type."""
         code = _SCALARS.get(type_number, "-")
         if code == "-":
             raise self._error(f"{key} is of the unknown type {type_number}")
@@ -295,6 +301,7 @@ class _HeaderReader:
 
     # ---------------------------------------------------------------- tensors
     def _read_tensor_infos(self, n_tensors: int, alignment: int) -> dict[str, GGUFTensorInfo]:
+        """Return infos by name, starts from the file's beginning; ValueError if damaged."""
         self._check_n_names(n_tensors, 2 * _COUNT.size + 2 * _TYPE.size, "tensors")
         infos = [self._read_tensor_info(alignment) for _ in range(n_tensors)]
         data_start = -(-self.position // alignment) * alignment

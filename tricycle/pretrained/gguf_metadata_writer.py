@@ -18,14 +18,15 @@ import numpy as np
 from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.config_equivalence import has_bias
-from tricycle.pretrained.config_fields import ConfigFields, size_fields
+from tricycle.pretrained.config_fields import ConfigFields, rotary_scaling_fields, size_fields
 from tricycle.pretrained.export import match_family
 from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.families.bert import BERT
 from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
-from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3, rotary_scaling_fields
+from tricycle.pretrained.families.granite import GRANITE
+from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.gguf_config import (
@@ -78,7 +79,7 @@ def rope_divisors(config: ModelConfig) -> np.ndarray | None:
 
 # -------------------------------------------------------------------- reading what would be written
 def _as_family(architecture: str) -> Family:
-    """Return the family of an architecture, whose fields are those that a GGUF file of the config has."""
+    """Return a copy of the family whose fields are only those that a GGUF file of the architecture can hold."""
     family = METADATA_WRITERS[architecture][0]
     return replace(
         family, model_types=(architecture,), to_fields=partial(_read_back, architecture), to_config=_to_config
@@ -97,6 +98,7 @@ def _read_back(architecture: str, config: ModelConfig) -> dict[str, Any]:
 
 
 def _to_config(fields: ConfigFields) -> Any:
+    """Return the config that the fields' model family makes of them."""
     return FAMILIES[fields.get("model_type")].to_config(fields)
 
 
@@ -123,6 +125,7 @@ def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 # -------------------------------------------------------------------- architectures
 def _rope(config: ModelConfig) -> Metadata:
+    """Return the metadata of rotary positions, and of linear scaling if the config has it."""
     metadata: Metadata = {
         "rope.dimension_count": int(config.channels_per_head * config.rotary_fraction),
         "rope.freq_base": config.rotary_base,
@@ -147,7 +150,17 @@ def _like_llama(config: ModelConfig) -> Metadata:
     return metadata
 
 
+def _granite(config: ModelConfig) -> Metadata:
+    return _like_llama(config) | {
+        "attention.scale": config.score_scale or config.channels_per_head**-0.5,
+        "embedding_scale": config.embedding_scale,
+        "residual_scale": config.residual_scale,
+        "logit_scale": 1 / config.logit_scale,
+    }
+
+
 def _gemma2(config: ModelConfig) -> Metadata:
+    """Return Llama's metadata with those of the soft caps and the window that are set."""
     caps = {"attn_logit_softcapping": config.score_cap, "final_logit_softcapping": config.logit_cap}
     windows = {"attention.sliding_window": config.window}
     return {**_like_llama(config), **{name: value for name, value in {**caps, **windows}.items() if value}}
@@ -188,8 +201,9 @@ def _bert(config: ModelConfig) -> Metadata:
 METADATA_WRITERS: dict[str, tuple[Family, Callable[[ModelConfig], Metadata]]] = {
     "qwen2": (QWEN2, _like_llama),
     "llama": (LLAMA, _like_llama),
-    "qwen3": (QWEN3, _like_llama),
     "olmo2": (OLMO2, _like_llama),
+    "qwen3": (QWEN3, _like_llama),
+    "granite": (GRANITE, _granite),
     "gemma2": (GEMMA2, _gemma2),
     "gemma3": (GEMMA3, _gemma3),
     "gpt2": (GPT2, _layer_norm),

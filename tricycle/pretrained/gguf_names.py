@@ -19,6 +19,7 @@ from tricycle.pretrained.families.bert import BERT
 from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
+from tricycle.pretrained.families.granite import GRANITE
 from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
@@ -137,6 +138,7 @@ _BERT = {"blocks.N.attention_norm": "blk.N.attn_output_norm", "blocks.N.mlp_norm
 def _map_tensors(
     family: Family, transforms: dict[str, WeightTransform] | None = None, table: dict[str, str] = _NAMES
 ) -> TensorMapping:
+    """Return the mapping of llama.cpp's tensor names, from `table`, to those of a family."""
     names: dict[str, tuple[str, ...]] = {}
     for name, hf_names in family.names.items():
         gguf_names = _FUSED if name.endswith(".qkv") and len(hf_names) == 1 else table[name]
@@ -154,6 +156,7 @@ _LLAMA = _map_tensors(LLAMA).names | _map_tensors(MIXTRAL).names
 # By `general.architecture`, which is llama for Mistral, Mixtral and SmolLM2.
 TENSOR_MAPPINGS: dict[str, TensorMapping] = {
     "llama": TensorMapping(_LLAMA, {"blk.N.attn_q": _QUERIES, "blk.N.attn_k": _KEYS}),
+    "granite": _map_tensors(GRANITE, {"blk.N.attn_q": _QUERIES, "blk.N.attn_k": _KEYS}),
     "qwen2": _map_tensors(QWEN2),
     "qwen3": _map_tensors(QWEN3),
     "qwen3moe": _map_tensors(QWEN3_MOE),

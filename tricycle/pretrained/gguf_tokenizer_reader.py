@@ -66,6 +66,7 @@ class GGUFTokenizer:
         self.adds_eos = self._value("add_eos_token", bool, False) and "eos_token" in self.special
 
     def _value(self, name: str, kind: type, default: Any = None) -> Any:
+        """Return tokenizer.ggml.NAME, or the default; ValueError if it is of another type."""
         key = f"tokenizer.ggml.{name}"
         value = self._metadata.get(key, default)
         if not isinstance(value, kind):
@@ -73,6 +74,7 @@ class GGUFTokenizer:
         return value
 
     def _strings(self, name: str) -> list[str]:
+        """Return the strings of tokenizer.ggml.NAME; ValueError if others or none."""
         values: list[Any] = self._value(name, list)
         others = [value for value in values if not isinstance(value, str)]
         if others or not values:
@@ -89,6 +91,7 @@ class GGUFTokenizer:
         return convert[self.model_type]()
 
     def _byte_level_bpe(self) -> dict[str, Any]:
+        """Return the tokenizer.json document of a byte-level BPE vocabulary."""
         added = self._added_tokens(self.tokens)
         has_merges = len(self.tokens) > 256 + len(added)
         merges = [_split_merge(merge) for merge in self._strings("merges")] if has_merges else []
@@ -100,6 +103,7 @@ class GGUFTokenizer:
         return tokenizer_json.new_document(model, added, **parts, post_processor=self._post_processor())
 
     def _sentencepiece(self) -> dict[str, Any]:
+        """Return a tokenizer.json document whose merges follow from the scores."""
         # Tokens of spaces are stored with spaces, but the text to be encoded contains SPACE_CHARACTER instead.
         tokens = [SPACE_CHARACTER * len(token) if token and not token.strip(" ") else token for token in self.tokens]
         scores: list[float] = self._value("scores", list, [])
@@ -124,6 +128,7 @@ class GGUFTokenizer:
         return merges
 
     def _wordpiece(self) -> dict[str, Any]:
+        """Return a tokenizer.json document; tokens without a space mark get "##"."""
         # A GGUF file marks the first token of a word, and BERT the following ones.
         tokens = []
         for token in self.tokens:
@@ -135,6 +140,7 @@ class GGUFTokenizer:
         return tokenizer_json.wordpiece_document(self._ids(tokens), True, cls, sep, unknown)
 
     def _ids(self, tokens: list[str]) -> dict[str, int]:
+        """Return {token: id}; ValueError for a token that occurs twice."""
         ids = {token: i for i, token in enumerate(tokens)}
         if len(ids) < len(tokens):
             duplicate = next(token for i, token in enumerate(tokens) if ids[token] != i)
@@ -150,6 +156,7 @@ class GGUFTokenizer:
         return added + [tokenizer_json.added_token(tokens.index(token), token) for token in named if token in tokens]
 
     def _post_processor(self) -> dict[str, Any] | None:
+        """Return what adds start and end tokens to texts, None if neither is added."""
         ends = [
             {self.special[name]: self.tokens.index(self.special[name])} if adds else {}
             for name, adds in (("bos_token", self.adds_bos), ("eos_token", self.adds_eos))

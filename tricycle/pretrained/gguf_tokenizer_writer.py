@@ -60,6 +60,7 @@ def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Metadata:
 
 
 def _check_added_tokens(document: Metadata) -> None:
+    """Raise ValueError for an added token with lstrip, rstrip or single_word, which GGUF cannot represent."""
     for token in document.get("added_tokens", []):
         if any(token.get(name) for name in ("lstrip", "rstrip", "single_word")):
             raise ValueError(f"expected tokens without lstrip, rstrip and single_word, got {token.get('content')!r}")
@@ -67,6 +68,7 @@ def _check_added_tokens(document: Metadata) -> None:
 
 # -------------------------------------------------------------------- byte-level BPE
 def _byte_level_bpe(document: Metadata, n_rows: int) -> Metadata:
+    """Return the metadata of a byte-level BPE document, filled up to `n_rows` tokens."""
     pre_tokenizer = _pre_tokenizer_name(document)
     _check_merges(document, pre_tokenizer)
     return {
@@ -91,7 +93,7 @@ def _steps_before_merging(document: Metadata) -> list[tuple[str, Any]]:
 
 
 def _flatten_steps(parts: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield type and option of each step."""
+    """Yield (type, option) of each normalizer or pre-tokenizer, also those in sequences; skip None."""
     for part in parts:
         if part is None:
             continue
@@ -109,7 +111,7 @@ def _flatten_steps(parts: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_merges(document: Metadata, pre_tokenizer: str) -> None:
-    """Raise ValueError if llama.cpp would divide pieces into other tokens."""
+    """Raise ValueError unless it is a BPE of which llama.cpp would make the same tokens."""
     model = document["model"]
     options = [name for name in _BPE_OPTIONS if model.get(name)]
     if model.get("type") != "BPE" or options:
@@ -152,7 +154,7 @@ def _sentencepiece(document: Metadata, n_rows: int) -> Metadata:
 
 
 def _sentencepiece_token(text: str, kind: int, document: Metadata, ranks: dict[str, int]) -> tuple[str, int]:
-    """Return a token with its type in a SentencePiece vocabulary."""
+    """Return (text, type): BYTE, UNKNOWN, NORMAL for spaces that merges form, else `kind`."""
     if _BYTE.fullmatch(text):
         return text, BYTE
     if text == document["model"].get("unk_token"):
@@ -229,6 +231,7 @@ def _wordpiece(document: Metadata, tokeniser: PretrainedTokeniser, n_rows: int) 
 
 
 def _wordpiece_text(text: str, kind: int) -> str:
+    """Return a token without "##", or with a space mark before it; special ones as they are."""
     if kind in (CONTROL, UNUSED):
         return text
     return text.removeprefix("##") if text.startswith("##") else SPACE_CHARACTER + text
@@ -236,7 +239,7 @@ def _wordpiece_text(text: str, kind: int) -> str:
 
 # -------------------------------------------------------------------- tokens
 def _tokens(document: Metadata, n_rows: int) -> list[tuple[str, int]]:
-    """Return the text and type of the token of each row."""
+    """Return (text, type) of each row's token; unused tokens fill `n_rows`; ValueError for too many tokens."""
     tokens: dict[int, tuple[str, int]] = {i: (token, NORMAL) for token, i in document["model"]["vocab"].items()}
     for token in document.get("added_tokens", []):
         tokens[token["id"]] = (token["content"], CONTROL if token.get("special") else USER_DEFINED)
@@ -246,6 +249,7 @@ def _tokens(document: Metadata, n_rows: int) -> list[tuple[str, int]]:
 
 
 def _token_lists(tokens: list[tuple[str, int]]) -> Metadata:
+    """Return the metadata of (text, type) tokens: one list of texts and one of types."""
     return {
         "tokenizer.ggml.tokens": [text for text, _ in tokens],
         "tokenizer.ggml.token_type": [kind for _, kind in tokens],
@@ -260,6 +264,7 @@ def _merges(document: Metadata) -> list[tuple[str, str]]:
 
 # -------------------------------------------------------------------- special tokens and chat templates
 def _special_tokens(tokeniser: PretrainedTokeniser) -> Metadata:
+    """Return the ids of special tokens, and whether texts get BOS and EOS; ValueError if they get other tokens."""
     bos, eos = tokeniser.bos, tokeniser.eos
     if bos is None and eos is None:
         why = "because llama.cpp ends every text with a token"
@@ -284,6 +289,7 @@ def _special_tokens(tokeniser: PretrainedTokeniser) -> Metadata:
 
 
 def _chat_templates(templates: dict[str, str]) -> Metadata:
+    """Return the metadata of templates by name, with a list of those other than "default"."""
     others = [name for name in templates if name != "default"]
     metadata: Metadata = {f"tokenizer.chat_template.{name}": templates[name] for name in others}
     if others:

@@ -160,7 +160,7 @@ def write_gguf(
     plan: list[WrittenTensor],
     tensors: Iterator[tuple[WrittenTensor, np.ndarray]],
 ) -> None:
-    """Write metadata and tensors to an existing file; only one tensor is in memory at a time."""
+    """Fill a file with metadata and tensors, one in memory at a time; ValueError if they differ from `plan`."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)

@@ -37,6 +37,7 @@ def read_optional_json(path: Path, *limits: int) -> dict[str, Any]:
 
 
 def _read_weights(folder: Path) -> dict[str, StoredTensor]:
+    """Return a folder's tensors, from one file or shards; ValueError for pickles, FileNotFoundError for none."""
     if (folder / WEIGHTS).is_file():
         return read_tensors(folder / WEIGHTS)[0]
     if (folder / INDEX).is_file():
@@ -50,7 +51,7 @@ def _read_weights(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_shards(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of all files that the index names."""
+    """Return the tensors of all files that the index names; ValueError if the index and the files disagree."""
     index = folder / INDEX
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):

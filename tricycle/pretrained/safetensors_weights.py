@@ -12,7 +12,7 @@ import numpy as np
 from tricycle.pretrained.stored_model import StoredTensor
 from tricycle.system.safetensors_file import TensorInfo, read_header, write_header
 
-READABLE_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+READABLE_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "U8": "u1"}  # bytes: blocks of MXFP4
 _CHUNK_SIZE = 2**22  # values that are converted and written at once
 
 
@@ -29,6 +29,8 @@ def read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 
 
 def _stored_tensor(path: Path, name: str, info: TensorInfo) -> StoredTensor:
+    """Return a StoredTensor that maps its values when read; it raises ValueError for integers."""
+
     def read() -> np.ndarray:
         if info.dtype_name not in READABLE_DTYPES:
             raise ValueError(f"{path}: {name}: expected floating-point numbers, got {info.dtype_name}")
@@ -77,6 +79,7 @@ def write_tensors(
 
 
 def _encode(values: np.ndarray, dtype_name: str) -> bytes:
+    """Return little-endian bytes of the values in "F32", "F16" or "BF16", rounded to nearest even."""
     if dtype_name != "BF16":
         return values.astype({"F32": "<f4", "F16": "<f2"}[dtype_name]).tobytes()
     bits = values.astype("<f4").view("<u4")

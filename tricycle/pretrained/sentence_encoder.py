@@ -96,7 +96,7 @@ class SentenceEncoder:
         return [text.strip().lower() if self.lowercase else text.strip() for text in texts]
 
     def _encode_batch(self, encodings: list[Any]) -> np.ndarray:
-        """Compute the embeddings of one batch."""
+        """Return the embeddings (N, C) of one batch of encodings, padded to the longest."""
         shape = len(encodings), max(1, *(len(encoding.ids) for encoding in encodings))
         tokens = np.zeros(shape, int)
         types = np.zeros(shape, int)

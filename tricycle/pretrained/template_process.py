@@ -97,7 +97,7 @@ class UntrustedTemplate:
             return self._request(self._process, plain)
 
     def _start_child(self) -> subprocess.Popen[bytes]:
-        """Start a child process, and compile the template in it."""
+        """Start a child process, compile the template in it, and return the process."""
         process = subprocess.Popen(
             [sys.executable, "-I", __file__],
             stdin=subprocess.PIPE,
@@ -111,7 +111,7 @@ class UntrustedTemplate:
         return process
 
     def _request(self, process: subprocess.Popen[bytes], message: Any) -> str:
-        """Send a message and return the reply; end the child if there is no valid reply."""
+        """Return the child's reply to a message; raise ValueError if it refuses, or if it fails (and is then ended)."""
         requests, replies = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
         alarm = None if hasattr(signal, "setitimer") else threading.Timer(self._seconds, process.kill)
         try:
@@ -157,12 +157,13 @@ def _end_child(process: subprocess.Popen[bytes], owner: int) -> None:
 
 # -------------------------------------------------------------------- messages
 def _send(pipe: BinaryIO, content: bytes) -> None:
+    """Write content to a pipe after a header with its length, and flush."""
     pipe.write(HEADER.pack(len(content)) + content)
     pipe.flush()
 
 
 def _receive(pipe: BinaryIO, max_bytes: int | None = None) -> bytes | None:
-    """Return the next message, or None if the other side has ended.
+    """Return the next message, None if the other side has ended; ValueError if longer than `max_bytes`.
 
     Raises:
         ValueError: the message has more than `max_bytes` bytes.

@@ -194,7 +194,7 @@ class PretrainedTokeniser:
 
     @property
     def _template(self) -> Template | None:
-        """The compiled chat template. Cache: valid while `chat_templates` has the same source."""
+        """The chat template, compiled again if its source has changed; None without one."""
         source = self.chat_template
         if source is None:
             return None
@@ -247,13 +247,13 @@ class PretrainedTokeniser:
         return parts
 
     def _mark_special_names(self, messages: Messages, variables: dict[str, Any]) -> tuple[Marks, list[Any]]:
-        """Choose two marks, and put them around the names of special tokens in messages."""
+        """Return two unused marks, and copies of the messages with these around the names of special tokens."""
         marks = _unused_characters(self.chat_template, messages, variables)
         names = sorted((str(self.backend.id_to_token(token)) for token in self.special_ids), key=len, reverse=True)
         return marks, [_add_marks(message, names, marks) for message in messages]
 
     def _encode_marked(self, text: str, marks: Marks, is_continuation: bool = False) -> list[int]:
-        """Encode a text; names of special tokens between marks are encoded as text.
+        """Return the ids of a text; between marks, names of special tokens are text.
 
         Args:
             is_continuation: whether the text follows another one.
@@ -347,7 +347,7 @@ def _to_unicode(text: str | bytes) -> str:
 
 
 def _unused_characters(*values: Any) -> Marks:
-    """Return two private-use characters that occur in none of the values.
+    """Return two private-use characters that occur in none of the values; ValueError if there are none.
 
     Raises:
         ValueError: fewer than two do not occur.
@@ -401,7 +401,7 @@ def _convert_library_errors(what: str) -> Iterator[None]:
 
 
 def _load_backend(document: str) -> Any:
-    """Build a `tokenizers.Tokenizer` without truncation and padding.
+    """Build a `tokenizers.Tokenizer` without truncation and padding; ValueError if invalid or it may inflate texts.
 
     Raises:
         ImportError, ValueError: as of `PretrainedTokeniser`.
@@ -466,7 +466,7 @@ def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser
 
 
 def _add_configured_tokens(document: dict[str, Any], special: dict[str, str], config: dict[str, Any]) -> str:
-    """Return the text of a tokenizer.json with the added tokens of tokenizer_config.json."""
+    """Return a tokenizer.json's text with the added tokens of tokenizer_config.json; ValueError if their ids differ."""
     backend = _load_backend(json.dumps(document))
     import tokenizers
 
@@ -489,7 +489,7 @@ def _add_configured_tokens(document: dict[str, Any], special: dict[str, str], co
 
 
 def _added_token_entries(config: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the entries of added_tokens_decoder in tokenizer_config.json by id."""
+    """Return {id: entry} of a config's added_tokens_decoder; ValueError for invalid entries."""
     entries = config.get("added_tokens_decoder") or {}
     is_valid = isinstance(entries, dict) and all(
         isinstance(entry, dict) and isinstance(entry.get("content"), str) and entry["content"] and key.isdecimal()
@@ -524,7 +524,7 @@ def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]
 
 
 def _read_gpt2_files(folder: Path, config: dict[str, Any], special: dict[str, str]) -> dict[str, Any]:
-    """Convert vocab.json and merges.txt of GPT-2 to a tokenizer.json."""
+    """Return a tokenizer.json document of GPT-2's vocab.json and merges.txt; ValueError if invalid."""
     vocab = read_json_object(folder / "vocab.json", *JSON_LIMITS)
     if not all(type(token) is int for token in vocab.values()):
         raise ValueError(f"{folder / 'vocab.json'}: expected an id for each token, got {reprlib.repr(vocab)}")
@@ -544,6 +544,7 @@ def _read_gpt2_files(folder: Path, config: dict[str, Any], special: dict[str, st
 
 
 def _read_text(path: Path) -> str:
+    """Return a UTF-8 text file with Unix line ends; ValueError if it is not UTF-8."""
     try:
         return read_file(path, MAX_FILE_BYTES).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:

@@ -111,6 +111,7 @@ class Autoencoder(Layer):
 
 
 def _dense(sizes: Sequence[int], generator: np.random.Generator) -> Sequential:
+    """Return Dense layers of these sizes with ReLU between them, not at the ends."""
     steps: list[Layer | ReLU] = []
     for before, after in pairwise(sizes):
         steps += [ReLU(), Dense(before, after, generator=generator)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.attention.attend import Attention, Mask
-from tricycle.attention.cache import KeyValueCache
+from tricycle.attention.cache import KeyValueCache, takes_ragged
 from tricycle.attention.weights import scores_and_weights
 from tricycle.blocks import MultiHead, TransformerBlock, merge_heads, new_norm
 from tricycle.configs.model import ModelConfig
@@ -26,8 +26,10 @@ class MultiHeadAttention(MultiHead):
     Source: Vaswani et al. 2017, section 3.2.2.
 
     Args:
-        embedding_dim: C, the channels of queries and results, a multiple of n_heads.
+        embedding_dim: C, the channels of queries and results, a multiple of n_heads unless `head_size` is given.
         n_heads: H.
+        head_size: D; by default C / H.
+        scale: the factor of the dot products of queries and keys; by default 1 / sqrt(D).
         key_size, value_size: the channels of keys and values; C if not given.
         bias: whether the projections add a bias.
         softmax: the attention normalizer: a name in `softmaxes.SOFTMAXES`, or an object.
@@ -40,6 +42,8 @@ class MultiHeadAttention(MultiHead):
         embedding_dim: int,
         n_heads: int,
         *,
+        head_size: int | None = None,
+        scale: float | None = None,
         key_size: int | None = None,
         value_size: int | None = None,
         bias: bool = True,
@@ -50,21 +54,22 @@ class MultiHeadAttention(MultiHead):
         dropout: float = 0.0,
     ) -> None:
         check_positive("MultiHeadAttention", embedding_dim=embedding_dim, n_heads=n_heads)
-        if embedding_dim % n_heads:
+        if head_size is None and embedding_dim % n_heads:
             got = f"{embedding_dim} and {n_heads}"
             raise ValueError(f"MultiHeadAttention: expected embedding_dim to be a multiple of n_heads, got {got}")
         generator = new_generator(generator)
         self.embedding_dim, self.n_heads, self.context_window = embedding_dim, n_heads, context_window
-        self.attention = Attention("softmax", causal=False)
-        self.query = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
-        self.key = Dense(key_size or embedding_dim, embedding_dim, bias, initialiser, generator)
-        self.value = Dense(value_size or embedding_dim, embedding_dim, bias, initialiser, generator)
-        self.projection = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
+        self.attention = Attention("softmax", causal=False, scale=scale)
+        inner = n_heads * (head_size or embedding_dim // n_heads)
+        self.query = Dense(embedding_dim, inner, bias, initialiser, generator)
+        self.key = Dense(key_size or embedding_dim, inner, bias, initialiser, generator)
+        self.value = Dense(value_size or embedding_dim, inner, bias, initialiser, generator)
+        self.projection = Dense(inner, embedding_dim, bias, initialiser, generator)
         self.dropout = Dropout(dropout, generator)
         self.use_softmax(softmax)
 
     def project_kv(self, key: Operand, value: Operand | None = None) -> tuple[Tensor, Tensor]:
-        """Return the projected keys and values, both (B, S, C); in decoding they are computed once for all queries.
+        """Return the projected keys and values, both (B, S, H * D); in decoding they are computed once for all queries.
 
         Args:
             key: (B, S, key_size). value: (B, S, value_size); the keys if not given.
@@ -103,7 +108,7 @@ class MultiHeadAttention(MultiHead):
         (x,) = as_tensors(x)
         if x.ndim != 3:
             raise ValueError(f"MultiHeadAttention: expected shape (batch, tokens, channels), got {x.shape}")
-        return reshape(x, *x.shape[:2], self.n_heads, self.embedding_dim // self.n_heads)
+        return reshape(x, *x.shape[:2], self.n_heads, x.shape[2] // self.n_heads)
 
 
 class DecoderBlock(TransformerBlock):
@@ -127,6 +132,8 @@ class DecoderBlock(TransformerBlock):
         self.cross: Any = MultiHeadAttention(
             config.embedding_dim,
             config.n_heads,
+            head_size=config.channels_per_head,
+            scale=config.score_scale or None,
             bias=config.bias,
             softmax=new_softmax(config.softmax, config),
             context_window=config.context_window,
@@ -136,6 +143,7 @@ class DecoderBlock(TransformerBlock):
         )
         self.cross_post_norm = new_norm(config) if config.norm_placement == "both" else None
 
+    @takes_ragged
     def forward(
         self,
         x: Operand,

@@ -16,16 +16,18 @@ import numpy as np
 
 from tricycle.attention import KeyValueCache, length_mask
 from tricycle.blocks import TransformerBlock, new_norm
-from tricycle.configs.model import ModelConfig
+from tricycle.configs.encoder_decoder import EncoderDecoderConfig, Sinusoids
+from tricycle.devices import Array
 from tricycle.extra_ops import concatenate
 from tricycle.functions import linear
-from tricycle.initialisers import normal
+from tricycle.initialisers import Initialiser, normal, xavier, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_generator
 from tricycle.ops import as_tensor, check_positive, tanh
 from tricycle.parameter import Parameter
 from tricycle.sequences.attentions import ScaledDotProductAttention
 from tricycle.sequences.cross_attention import DecoderBlock
 from tricycle.sequences.recurrent import new_recurrent
+from tricycle.sequences.relative_positions import RelativePositionSoftmax
 from tricycle.tensor import Operand, Tensor
 
 State = dict[str, Any]  # the state of a decoder between two calls; its arrays have the batch on axis 0
@@ -218,61 +220,157 @@ class SinusoidalPositions(Layer):
     Args:
         context_window: the number of positions.
         size: C.
+        order: "interleaved": sines in even and cosines in odd channels; "halves": sines in the first half.
     """
 
-    def __init__(self, context_window: int, size: int) -> None:
-        check_positive(type(self).__name__, context_window=context_window, size=size)
-        self.context_window, self.size = context_window, size
+    order: Sinusoids = "interleaved"  # for models pickled before the option existed
 
-    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Return x (B, T, C) plus the encodings of positions from `offset` on; ValueError beyond the context window."""
-        stop = offset + x.shape[1]
+    def __init__(self, context_window: int, size: int, order: Sinusoids = "interleaved") -> None:
+        check_positive(type(self).__name__, context_window=context_window, size=size)
+        self.context_window, self.size, self.order = context_window, size, order
+
+    def forward(self, x: Tensor, offset: int | np.ndarray = 0) -> Tensor:
+        """Return x (B, T, C) plus the encodings of its positions; ValueError beyond the context window.
+
+        Args:
+            offset: the first position, or all positions, (T,).
+        """
+        positions = offset if isinstance(offset, np.ndarray) else np.arange(offset, offset + x.shape[1])
+        stop = int(positions.max(initial=-1)) + 1
         if stop > self.context_window:
             title = f"{type(self).__name__}(context_window={self.context_window})"
             raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {stop}")
-        return x + self.position_vectors(x, slice(offset, stop))
+        return x + self.position_vectors(x, positions)
 
-    def position_vectors(self, x: Tensor, places: slice) -> Tensor:
-        """Return the encodings (T, C) of a slice of positions, on the device of x."""
-        table = sinusoids(self.context_window, self.size)[places]
+    def position_vectors(self, x: Tensor, positions: np.ndarray) -> Tensor:
+        """Return the encodings (T, C) of positions (T,), on the device of x."""
+        table = sinusoids(self.context_window, self.size, self.order)[positions]
         return Tensor(x.xp.asarray(table, x.dtype), requires_grad=False)
 
 
 class LearnedPositions(SinusoidalPositions):
-    """Learned positional embeddings, added to the token embeddings."""
+    """Learned positional embeddings, added to the token embeddings.
 
-    def __init__(self, context_window: int, size: int, generator: Generator = None) -> None:
+    Args:
+        n_unused: rows of the table before the first position.
+    """
+
+    n_unused = 0  # for models pickled before the option existed
+
+    def __init__(
+        self,
+        context_window: int,
+        size: int,
+        generator: Generator = None,
+        n_unused: int = 0,
+        initialiser: Initialiser | None = None,
+    ) -> None:
         super().__init__(context_window, size)
-        self.weights = Parameter(normal(0.02)((context_window, size), new_generator(generator)), "position")
+        self.n_unused = n_unused
+        shape = (context_window + n_unused, size)
+        self.weights = Parameter((initialiser or normal(0.02))(shape, new_generator(generator)), "position")
 
-    def position_vectors(self, x: Tensor, places: slice) -> Tensor:
-        """Return the embeddings (T, C) of a slice of positions."""
-        return self.weights[places]
+    def position_vectors(self, x: Tensor, positions: np.ndarray) -> Tensor:
+        """Return the embeddings (T, C) of positions (T,)."""
+        return self.weights[positions + self.n_unused]
 
 
-# Cache: a pure function of two sizes; the result is read-only.
+# Cache: a pure function of two sizes and the order; the result is read-only.
 @lru_cache(maxsize=16)
-def sinusoids(n_places: int, size: int) -> np.ndarray:
-    """Return the read-only table (n_places, size): sin(p / 10000^(2 i / size)) in column 2 i, cos in 2 i + 1."""
+def sinusoids(n_places: int, size: int, order: Sinusoids = "interleaved") -> np.ndarray:
+    """Return the read-only table (n_places, size): sin(p / 10000^(2 i / size)) in column 2 i, cos in 2 i + 1.
+
+    With the order "halves", all sines are before all cosines.
+    """
     angles = np.arange(n_places)[:, None] / 10_000 ** (np.arange(0, size, 2) / size)
-    table = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(n_places, -1)[:, :size]
+    axis = -1 if order == "interleaved" else 1
+    table = np.stack([np.sin(angles), np.cos(angles)], axis=axis).reshape(n_places, -1)[:, :size]
     table.flags.writeable = False
     return table
+
+
+class TransformerStack(Layer):
+    """The embedding, blocks and final norm of an encoder, or with `decoder=True` those of its decoder.
+
+    Args:
+        config: the architecture.
+        decoder: use causal self-attention, and cross-attention to the encoder's output.
+        embedding: the token embedding of the other stack, to share it.
+        initialiser: of all matrices; by default embeddings have std 1 / sqrt(C), positions 0.02, others `xavier`.
+    """
+
+    def __init__(
+        self,
+        config: EncoderDecoderConfig,
+        *,
+        decoder: bool = False,
+        embedding: Embedding | None = None,
+        initialiser: Initialiser | None = None,
+        generator: Generator = None,
+    ) -> None:
+        width, generator = config.embedding_dim, new_generator(generator)
+        draw = initialiser or normal(width**-0.5)
+        self.embedding = embedding or Embedding(config.vocab_size, width, draw, generator)
+        self.embedding_scale = config.embedding_scale
+        self.positions: SinusoidalPositions | None = None
+        if config.positions == "learned":
+            places = config.context_window, width, generator, config.position_offset, initialiser
+            self.positions = LearnedPositions(*places)
+        elif config.sinusoids != "none":
+            self.positions = SinusoidalPositions(config.context_window, width, config.sinusoids)
+        self.embedding_norm = new_norm(config) if config.embedding_norm else None
+        self.dropout = Dropout(config.dropout, generator)
+        options: dict[str, Any] = {"initialiser": initialiser or xavier, "generator": generator}
+        self.blocks = [
+            DecoderBlock(config, layer, **options)
+            if decoder
+            else TransformerBlock(config, layer, causal=False, **options)
+            for layer in range((decoder and config.n_decoder_layers) or config.n_layers)
+        ]
+        if config.relative_buckets:
+            softmax = RelativePositionSoftmax(config.relative_buckets, config.relative_distance, not decoder)
+            for block in self.blocks:
+                block.attention.use_softmax(softmax)
+                block.attention.softmax_scales = self.blocks[0].attention.softmax_scales  # one table for all blocks
+        self.norm = new_norm(config) if config.norm_placement != "after" else None
+
+    def embed(self, tokens: Operand, offset: int | np.ndarray = 0) -> Tensor:
+        """Return scaled embeddings of tokens (B, T) plus positions, normalized if configured, with dropout, (B, T, C).
+
+        Args:
+            offset: the position of the first token, or the positions of all, (T,).
+        """
+        x = self.embedding(as_tensor(tokens))
+        x = x if self.embedding_scale == 1 else x * self.embedding_scale
+        x = x if self.positions is None else self.positions(x, offset)
+        return self.dropout(x if self.embedding_norm is None else self.embedding_norm(x))
+
+    def forward(self, tokens: Operand, lengths: Any = None) -> Tensor:
+        """Embed tokens (B, S) and return the hidden states (B, S, C) after all blocks and the final norm, if any.
+
+        Args:
+            lengths: (B,), the number of tokens before the padding; all if not given.
+        """
+        x = self.embed(tokens)
+        mask = None if lengths is None else length_mask(lengths, x.shape[1])
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return x if self.norm is None else self.norm(x)
 
 
 # The settings in which Vaswani et al. 2017 differ from GPT-2, whose settings are the defaults of `ModelConfig`.
 PAPER_DEFAULTS: dict[str, Any] = {"activation": "relu", "dropout": 0.1}
 
 
-class TransformerEncoder(Layer):
-    """The encoder of a transformer, or with `decoder=True` the decoder's embedding, blocks and norm.
+class TransformerEncoder(TransformerStack):
+    """The encoder of a transformer as in Vaswani et al. 2017, or with `decoder=True` its decoder, see the base class.
 
     Args:
         vocab_size, embedding_dim, n_heads, n_layers, context_window: see `ModelConfig`.
         norm_first: pre-norm blocks with a final norm; else post-norm blocks, as in the paper.
         learned_positions: use `LearnedPositions` instead of `SinusoidalPositions`.
         decoder: use causal self-attention, and cross-attention to the encoder's output.
-        fields: further fields of `ModelConfig`; those in `PAPER_DEFAULTS` default to the values there.
+        fields: further fields of `EncoderDecoderConfig`; those in `PAPER_DEFAULTS` default to the values there.
     """
 
     def __init__(
@@ -289,48 +387,90 @@ class TransformerEncoder(Layer):
         generator: Generator = None,
         **fields: Any,
     ) -> None:
-        config = ModelConfig(
+        self.config = EncoderDecoderConfig(
             vocab_size=vocab_size,
             embedding_dim=embedding_dim,
             n_heads=n_heads,
             n_layers=n_layers,
             context_window=context_window,
             norm_placement="before" if norm_first else "after",
+            positions="learned" if learned_positions else "none",
+            sinusoids="none" if learned_positions else "interleaved",
+            embedding_scale=math.sqrt(embedding_dim),
             **{**PAPER_DEFAULTS, **fields},
         )
-        generator = new_generator(generator)
-        self.embedding = Embedding(vocab_size, embedding_dim, normal(embedding_dim**-0.5), generator)
-        places = context_window, embedding_dim
-        self.positions = LearnedPositions(*places, generator) if learned_positions else SinusoidalPositions(*places)
-        self.dropout = Dropout(config.dropout, generator)
-        self.blocks = [
-            DecoderBlock(config, layer, generator=generator)
-            if decoder
-            else TransformerBlock(config, layer, causal=False, generator=generator)
-            for layer in range(n_layers)
-        ]
-        self.norm = new_norm(config) if norm_first else None
+        super().__init__(self.config, decoder=decoder, generator=generator)
 
-    def embed(self, tokens: Operand, offset: int = 0) -> Tensor:
-        """Return embeddings of tokens (B, T) times sqrt(C) plus positions from `offset` on, with dropout, (B, T, C)."""
-        x = self.embedding(as_tensor(tokens))
-        return self.dropout(self.positions(x * math.sqrt(x.shape[-1]), offset))
 
-    def forward(self, tokens: Operand, lengths: Any = None) -> Tensor:
-        """Embed tokens (B, S) and return the hidden states (B, S, C) after all blocks and the final norm, if any.
+class EncoderDecoderTransformer(EncoderDecoder):
+    """An encoder-decoder transformer with one token embedding for encoder and decoder, such as T5 (Raffel et al. 2020).
+
+    Args:
+        config: the architecture; `seed` determines the initial weights.
+        draw_weights: False leaves all weights at 0 (gains at 1), for weights that are loaded afterwards.
+    """
+
+    encoder: TransformerStack
+    decoder: TransformerStack
+    head: Dense | None  # None: tied to the decoder's embedding
+    logit_bias: Parameter | None = None
+
+    def __init__(self, config: EncoderDecoderConfig, draw_weights: bool = True) -> None:
+        self.config, generator = config, np.random.default_rng(config.seed)
+        options: dict[str, Any] = {"initialiser": None if draw_weights else zeros, "generator": generator}
+        self.encoder = TransformerStack(config, **options)
+        self.decoder = TransformerStack(config, decoder=True, embedding=self.encoder.embedding, **options)
+        sizes = config.embedding_dim, config.vocab_size
+        self.head = None
+        if not config.tied:
+            self.head = Dense(*sizes, config.head_bias, options["initialiser"] or xavier, generator, "head")
+        if config.logit_bias:
+            self.logit_bias = Parameter(np.zeros((1, config.vocab_size), np.float32), "bias")
+        self.use_precision(config.precision)
+
+    def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        """Encode the source (B, S); return {"kv", "mask", "caches" (None each without `capacity`), "position": 0}."""
+        source = as_tensor(source)
+        mask = None if lengths is None else length_mask(lengths, source.shape[-1])
+        caches = [KeyValueCache(capacity) if capacity else None for _ in self.decoder.blocks]
+        return {"kv": self.project_kv(self.encoder(source, lengths)), "mask": mask, "caches": caches, "position": 0}
+
+    def project_kv(self, encoded: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys and values of the cross-attention of each decoder block to the encoder's output (B, S, C)."""
+        return [block.cross.project_kv(encoded) for block in self.decoder.blocks if isinstance(block, DecoderBlock)]
+
+    def decode(self, target: Operand, state: State) -> Tensor:
+        """Return the logits (B, T, V) after each target token (B, T), and advance position and caches of the state."""
+        target = as_tensor(target)
+        x = self.hidden_states(target, state["position"], state["caches"], state["kv"], state["mask"])
+        state["position"] += target.shape[1]
+        return self.logits(x)
+
+    def hidden_states(self, target: Operand, offset: Any, caches: Any, kv: Any, kv_mask: Array | None = None) -> Tensor:
+        """Return the last block's output (B, T, C) before the last norm; extend the caches, None for no cache.
 
         Args:
-            lengths: (B,), the number of tokens before the padding; all if not given.
+            offset: the position of the first token, or the positions of all, (T,).
+            caches, kv: of each block, see `DecoderBlock`.
         """
-        x = self.embed(tokens)
-        mask = None if lengths is None else length_mask(lengths, x.shape[1])
-        for block in self.blocks:
-            x = block(x, mask=mask)
-        return x if self.norm is None else self.norm(x)
+        x = self.decoder.embed(target, offset)
+        for block, cache, projected in zip(self.decoder.blocks, caches, kv, strict=True):
+            args = None, projected, kv_mask
+            x = block(x, None, *args) if cache is None else cache.call(block, x, *args)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Apply the decoder's last norm and the head (or tied embedding) to x (..., C); return logits (..., V)."""
+        x = x if self.decoder.norm is None else self.decoder.norm(x)
+        x = x if self.config.output_scale == 1 else x * self.config.output_scale
+        if self.head is not None:
+            return self.head(x)
+        logits = linear(x, self.decoder.embedding.weights, precision=self.precision, transposed=True)
+        return logits if self.logit_bias is None else logits + self.logit_bias[0]
 
 
-class Transformer(EncoderDecoder):
-    """The encoder-decoder transformer (Vaswani et al. 2017).
+class Transformer(EncoderDecoderTransformer):
+    """The encoder-decoder transformer as in Vaswani et al. 2017, with a vocabulary for each side.
 
     Args:
         source_vocab, target_vocab: the sizes of the vocabularies.
@@ -359,29 +499,8 @@ class Transformer(EncoderDecoder):
         sizes = embedding_dim, n_heads, n_layers, context_window
         options = {**options, "dropout": dropout, "generator": generator}
         self.encoder = TransformerEncoder(source_vocab, *sizes, **options)
-        self.decoder = TransformerEncoder(target_vocab, *sizes, decoder=True, **options)
+        self.decoder = decoder = TransformerEncoder(target_vocab, *sizes, decoder=True, **options)
+        self.config = decoder.config
         self.head = None if tied else Dense(embedding_dim, target_vocab, False, generator=generator, role="head")
         if tied:
             self.decoder.embedding = self.encoder.embedding
-
-    def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
-        """Encode the source (B, S); return {"kv", "mask", "caches" (None each without `capacity`), "position": 0}."""
-        source = as_tensor(source)
-        mask = None if lengths is None else length_mask(lengths, source.shape[-1])
-        memory, blocks = self.encoder(source, lengths), self.decoder.blocks
-        caches = [KeyValueCache(capacity) if capacity else None for _ in blocks]
-        kv = [block.cross.project_kv(memory) for block in blocks if isinstance(block, DecoderBlock)]
-        return {"kv": kv, "mask": mask, "caches": caches, "position": 0}
-
-    def decode(self, target: Operand, state: State) -> Tensor:
-        """Return the logits (B, T, V) after each target token (B, T), and advance position and caches of the state."""
-        decoder = self.decoder
-        target = as_tensor(target)
-        x = decoder.embed(target, state["position"])
-        for block, cache, kv in zip(decoder.blocks, state["caches"], state["kv"], strict=True):
-            x = block(x, cache, None, kv, state["mask"])
-        state["position"] += target.shape[1]
-        x = x if decoder.norm is None else decoder.norm(x)
-        if self.head is not None:
-            return self.head(x)
-        return linear(x, decoder.embedding.weights, precision=self.precision, transposed=True)

@@ -78,7 +78,7 @@ class TextEncoder(BlockStack):
         return x if self.norm is None else self.norm(x)
 
     def _embed(self, tokens: Tensor, token_type_ids: Operand | None) -> Tensor:
-        """Return the sum of token, position and type embeddings, (B, T, C)."""
+        """Return the (normalized) sum of token, position and type embeddings (B, T, C); types are 0 if None."""
         x = self.token_embedding(tokens)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
@@ -96,7 +96,7 @@ class TextEncoder(BlockStack):
 
 
 def _checked(mask: Any, tokens: Tensor) -> Array | None:
-    """Return the mask as an array on the device of the tokens.
+    """Return the mask on the tokens' device, None for None; ValueError unless booleans of the tokens' shape.
 
     Raises:
         ValueError: the mask has another dtype than bool, or another shape than the tokens.

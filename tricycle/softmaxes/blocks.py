@@ -213,7 +213,7 @@ class BlockSoftmax(RowSoftmax):
         return out, backward
 
     def _checked(self, scales: Array | None, n_keys: int, last: int) -> Array | None:
-        """Validate the scales of a layer, and expand them to one for each position.
+        """Return the scales expanded to one per position, None without any; ValueError if they do not fit.
 
         Args:
             last: the number of positions up to the last query.
@@ -229,6 +229,7 @@ class BlockSoftmax(RowSoftmax):
     def _attend_blocks(
         self, q: Array, k: Array, v: Array, score_options: ScoreOptions, mask: Array | None
     ) -> list[_Part]:
+        """Attend to each key block that any query sees; return their ranges, outputs and logsumexps."""
         n_queries, parts = q.shape[1], []
         for i, keys in enumerate(self._blocks(k.shape[1])):
             queries = queries_with_keys(
@@ -278,7 +279,7 @@ class BlockSoftmax(RowSoftmax):
         return [slice(start, min(start + step, n_keys)) for start in range(0, n_keys, step)]
 
     def _factor(self, xp: Any, part: _Part, start: int, scales: Array | None, logsumexp: Array | None) -> Array | int:
-        """Return the factor of a block's output for each query [and head]."""
+        """Return the factor of a block's output per query: its probability if `logsumexp` is given, its scale, or 1."""
         if logsumexp is not None:
             return xp.exp(part.logsumexp - logsumexp[..., part.queries]).transpose(0, 2, 1)[..., None]
         if scales is None:

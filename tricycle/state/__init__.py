@@ -33,6 +33,7 @@ def unfreeze(layer: Layer) -> Layer:
 
 
 def _set_requires_grad(layer: Layer, requires_grad: bool) -> Layer:
+    """Set `requires_grad` of all parameters, remove their gradients, and return the layer."""
     for parameter in layer.parameters():
         parameter.requires_grad = requires_grad
         parameter.zero_grad()

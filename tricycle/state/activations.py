@@ -64,10 +64,12 @@ def _nan(xp: ModuleType, device: int | None, dtype: np.dtype[Any]) -> Array:
 
 
 def _holds_its_arrays(backward: Any) -> bool:
+    """Return whether a backward function is the library's own, which reads no Tensor's array when called."""
     module = getattr(backward, "__module__", None) or ""
     # `call_back_fns` is a function of the library that calls a user's `back_fns`
     return module.startswith("tricycle.") and getattr(backward, "__name__", "") != "call_back_fns"
 
 
 def _is_ours(layer: Layer) -> bool:
+    """Return whether a layer is of this package, and its `forward` has not been replaced."""
     return type(layer).__module__.startswith("tricycle.") and "forward" not in vars(layer)

@@ -78,7 +78,7 @@ class FolderLock:
                 step()
 
     def _try_lock(self) -> bool:
-        """Try to get the lock, and return whether this succeeded."""
+        """Try to get the lock, also from a holder that has ended, and return whether this succeeded."""
         handle, is_new = self._open()
         try:
             locked = lock_file(handle)
@@ -175,6 +175,7 @@ def _write_holder(handle: int) -> None:
 
 
 def _read_text(path: Path) -> str:
+    """Return the text of a file, "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -74,7 +74,7 @@ def _free_on_machine() -> int | None:
 
 
 def _free_address_space() -> int | None:
-    """Return the rest of the limit of `ulimit -v`, or None without a limit."""
+    """Return the bytes left of the limit of `ulimit -v`, None without a limit or on Windows."""
     if sys.platform == "win32":
         return None
     import resource

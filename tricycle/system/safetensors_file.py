@@ -62,7 +62,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Any], int]
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return the JSON object, the offset of the first value, and the size of the file."""
+    """Return the header's object, the offset of the first value and the file's size; ValueError if it is damaged."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     size = path.stat().st_size
@@ -85,6 +85,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dict; ValueError if a key occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("a name occurs twice")
@@ -92,7 +93,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_entry(path: Path, name: str, entry: Any, n_bytes: int) -> tuple[int, int]:
-    """Return the start and end of a tensor, relative to the first value.
+    """Return a tensor's first and last offset, relative to the first value; ValueError if its entry is invalid.
 
     Raises:
         ValueError: data type, shape and offsets contradict each other, or exceed the `n_bytes` bytes of values.

@@ -25,7 +25,7 @@ MANY_SCORES = 2**19  # of a query: more are shared by threads
 def _many_decline_reason(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, mask: np.ndarray | None
 ) -> str | None:
-    """Return why this is not our business: enough queries that each see a key, one dtype, and a scale above 0."""
+    """Return why the loops cannot run (mask, soft-cap, few queries, scale <= 0, dtypes, unseen keys), or None."""
     n_queries, n_keys = q.shape[1], k.shape[1]
     if mask is not None or score_options.softcap is not None:
         return MASK_OR_CAP
@@ -43,7 +43,7 @@ def _many_decline_reason(
 def _few_decline_reason(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, mask: np.ndarray | None, dtype: Any
 ) -> str | None:
-    """Return why these are not the queries of the last tokens, and the keys and values of a cache, each contiguous.
+    """Return why the decoding loops cannot attend with the last queries of one text to its cache, or None.
 
     The caller has seen that they are at most FEW_ROWS.
     """
@@ -70,7 +70,7 @@ def _few_decline_reason(
 
 
 def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, off_by_one: bool) -> Any:
-    """Attend with each query as if it came alone, so that results do not depend on how many come together."""
+    """Return output and logsumexp of a text's few queries, one at a time, so that batching changes no result."""
     n_queries, n_keys = q.shape[1], k.shape[1]
     keys, values = k[0], v[0]
     out = np.empty(q.shape, np.float32)
@@ -129,12 +129,12 @@ def quantized_attention(
 
 
 def _prepared(arrays: tuple[np.ndarray, ...], narrow: bool) -> tuple[np.ndarray, ...]:
-    """As the loops take them: the bits of bfloat16, or float32; aligned, not read-only, and rows in one piece."""
+    """Return arrays as bfloat16 bits if `narrow`, else float32; copied unless aligned, writable, rows contiguous."""
     arrays = tuple(array.view(np.uint16) if narrow else upcast(array) for array in arrays)
-    return tuple(array if _behave(array) else array.copy() for array in arrays)
+    return tuple(array if _have_contiguous_rows(array) else array.copy() for array in arrays)
 
 
-def _behave(*arrays: np.ndarray) -> bool:
+def _have_contiguous_rows(*arrays: np.ndarray) -> bool:
     return all(array.flags.behaved and array.strides[-1] == array.itemsize for array in arrays)
 
 
@@ -235,7 +235,7 @@ def _attention_backward_decline_reason(
         return f"gradients of float32, or with all else of bfloat16, got {dtype} for {q.dtype}"
     if any(array.dtype != dtype for array in (grad, out, dq, dv)):
         return f"results and gradients of one dtype, here {dtype}"
-    return None if _behave(dq, dk, dv) else "places for gradients in one piece, aligned and not read-only"
+    return None if _have_contiguous_rows(dq, dk, dv) else "places for gradients in one piece, aligned and not read-only"
 
 
 @decline_when(_attention_backward_decline_reason)

@@ -74,7 +74,7 @@ def n_key_blocks(n_keys: int) -> int:
 
 @numba.njit(**OPTIONS)
 def _visible_block_pairs(queries: slice, n_keys: int, last: int, window: int):  # type: ignore[no-untyped-def]
-    """Yield each key block with each query block that sees some of its keys.
+    """Yield (key block, query slice, shape, ends) for each key block and each query block that sees some of it.
 
     Numbers of the former, places of the latter among these queries, and shape and ends of both.
     """
@@ -144,13 +144,13 @@ def _all_visible(shape: tuple[int, int], ends: tuple[int, int]) -> bool:
 
 @numba.njit(inline="always")
 def _rows_per_call(n: int, shape: tuple[int, int], ends: tuple[int, int]) -> int:
-    """Return how many of n queries, or keys, are multiplied at a time."""
+    """Return how many of n rows to multiply at a time: all, rounded up, if all keys are visible, else GROUP."""
     return (n + GROUP - 1) // GROUP * GROUP if _all_visible(shape, ends) else GROUP
 
 
 @numba.njit(**OPTIONS)
 def _multiply_visible(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
-    """Write products of queries and keys, or of gradients and values, into `out` (QUERIES, KEYS)."""
+    """Write left @ right (queries and keys) into `out` (QUERIES, KEYS), without keys that a group does not see."""
     n_queries, n_keys = shape
     step = _rows_per_call(n_queries, shape, ends)
     for first in range(0, n_queries, step):
@@ -162,7 +162,7 @@ def _multiply_visible(left, right, out, shape, ends):  # type: ignore[no-untyped
 
 @numba.njit(**OPTIONS)
 def _add_by_queries(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
-    """Add products of weights, or of their slopes, and of rows of keys to `out` (QUERIES, N)."""
+    """Add left @ right (weights and rows of keys) to `out` (QUERIES, N), without keys that a group does not see."""
     n_queries, n_keys = shape
     step = _rows_per_call(n_queries, shape, ends)
     for first in range(0, n_queries, step):
@@ -174,7 +174,7 @@ def _add_by_queries(left, right, out, shape, ends):  # type: ignore[no-untyped-d
 
 @numba.njit(**OPTIONS)
 def _add_by_keys(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
-    """Add products of transposed weights, or slopes, and of rows of queries to `out` (KEYS, N)."""
+    """Add left @ right (transposed weights and rows of queries) to `out` (KEYS, N), without queries that see none."""
     n_queries, n_keys = shape
     step = _rows_per_call(n_keys, shape, ends)
     for first in range(0, n_keys, step):
@@ -187,7 +187,7 @@ def _add_by_keys(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
 
 @numba.njit(**OPTIONS)
 def _mask_scores(scores: np.ndarray, shape: tuple[int, int], ends: tuple[int, int], value: np.float32) -> None:
-    """Write a value where a query does not see a key, or there is none."""
+    """Write `value` into scores (QUERIES, KEYS) where a query does not see the key, or where there is no key."""
     (n_queries, n_keys), (end, window) = shape, ends
     for t in range(n_queries):
         row, stop = scores[t], _n_visible(t, n_keys, end)
@@ -199,7 +199,7 @@ def _mask_scores(scores: np.ndarray, shape: tuple[int, int], ends: tuple[int, in
 # -------------------------------------------------------------------- forward
 @intrinsic
 def _largest(context: Any, place: Any) -> Any:
-    """Return the largest of a row of KEYS numbers at an address; of a number and NaN, the number."""
+    """Return the largest of the KEYS float32 numbers at an address (Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         addresses = [builder.add(arguments[0], INDEX(4 * i)) for i in range(0, KEYS, VECTOR.count)]
@@ -218,7 +218,7 @@ def _largest(context: Any, place: Any) -> Any:
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
 def _exponentials(scores, weights, mixed, shifts, totals, scale, n_queries):  # type: ignore[no-untyped-def]
-    """Write the weights of a block, e^(scale (score - shift)), and add them to their sums.
+    """Write a block's weights, e^(scale (score - shift)); update shifts, totals and `mixed` (online softmax).
 
     Args:
         scores: (QUERIES, KEYS). weights: the same shape, float32 or the bits of bfloat16.
@@ -293,7 +293,7 @@ def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  
 # -------------------------------------------------------------------- backward
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
 def _differentiate(scores, slopes, logs, inner, scale, n_queries):  # type: ignore[no-untyped-def]
-    """In place: products of queries and keys to weights, and the gradients of weights to those of the products.
+    """Turn scores into weights, and `slopes` (gradients of weights) into gradients of products, in place.
 
     Args:
         scores, slopes: (QUERIES, KEYS), minus infinity and 0 where nothing is seen.
@@ -310,7 +310,7 @@ def _differentiate(scores, slopes, logs, inner, scale, n_queries):  # type: igno
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
 def _row_dot_products(grads, out, sums):  # type: ignore[no-untyped-def]
-    """Write the dot products of the rows of gradients and results (T, E), with gradients as packed operands."""
+    """Write into `sums` (T,) the dot product of each row of results `out` (T, E) with that of its gradients."""
     numbers = left_elements(grads)
     for t in range(len(out)):
         row, a = contiguous_row(out, t), contiguous_row(numbers, t)
@@ -345,7 +345,7 @@ def _allocate_for_queries(size, like):  # type: ignore[no-untyped-def]
 
 
 def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # type: ignore[no-untyped-def]
-    """Write the gradients of queries, keys and values.
+    """Write the gradients of queries, keys and values of some heads into dq, dk and dv.
 
     Args:
         grad, out: (H, T, E), the latter of `_attention`, as is logs; the others as of `_attention`.

@@ -68,7 +68,7 @@ multiply_block_rows: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_mod
 
 @numba.njit(**OPTIONS)
 def _quantize(x: Any, integers: Any, fours: Any, scales: Any, sums: Any) -> None:
-    """Quantize a finite row (K,) to int8 by parts of PART numbers; `fours` are the sums of four integers."""
+    """Write a finite row's int8 values, their sums by four, and the scale and scaled sum of each PART numbers."""
     for part in range(len(x) // PART):
         first = part * PART
         largest = TINY
@@ -92,7 +92,7 @@ def _quantize(x: Any, integers: Any, fours: Any, scales: Any, sums: Any) -> None
 def multiply_blocks(
     x: np.ndarray, table: np.ndarray, out: np.ndarray, function: int, box: np.ndarray, n_threads: int
 ) -> int:
-    """Write x (R, K) times M rows of blocks into `out` (R, M), with the threads that serve the mailbox `box`.
+    """Write x (R, K) times M block rows to `out` (R, M), by the threads of `box`; return NOT_FINITE if x is not.
 
     Args:
         table: describes the parts of the rows by the columns FORMAT to N_BLOCKS.

@@ -104,6 +104,7 @@ def _with_scale(builder: Any, integers: Any, scale: Any) -> list[Part]:
 
 # -------------------------------------------------------------------- formats with blocks of 32
 def _q8_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    """Emit code that reads a Q8_0 block: its 32 signed integers (unsigned for VNNI) and scale, no minimum."""
     integers = _load(builder, address, 2, BYTES)
     if HAS_VNNI:
         integers = builder.xor(integers, _constant(BYTES, 128))
@@ -111,20 +112,24 @@ def _q8_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
 
 
 def _q4_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    """Emit code that reads a Q4_0 block: its 32 unsigned integers and scale, no minimum."""
     return _with_scale(builder, _nibbles(builder, address, 2), _half(builder, address, 0)), None
 
 
 def _q4_1(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    """Emit code that reads a Q4_1 block: its 32 unsigned integers, scale and minimum."""
     parts = _with_scale(builder, _nibbles(builder, address, 4), _half(builder, address, 0))
     return parts, _splat(builder, _half(builder, address, 2), 1)
 
 
 def _q5_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    """Emit code that reads a Q5_0 block: its 32 unsigned integers and scale, no minimum."""
     integers = builder.or_(_nibbles(builder, address, 6), _fifth_bits(builder, address, 2))
     return _with_scale(builder, integers, _half(builder, address, 0)), None
 
 
 def _q5_1(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    """Emit code that reads a Q5_1 block: its 32 unsigned integers, scale and minimum."""
     integers = builder.or_(_nibbles(builder, address, 8), _fifth_bits(builder, address, 4))
     return _with_scale(builder, integers, _half(builder, address, 0)), _splat(builder, _half(builder, address, 2), 1)
 
@@ -133,6 +138,7 @@ MXFP4_TABLE = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0]  # twi
 
 
 def _mxfp4(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    """Emit code that reads an MXFP4 block: its 32 integers, from a table, and scale, a power of two; no minimum."""
     exponent = builder.zext(_load(builder, address, 0, BYTE), PAIR)
     subnormal = builder.shl(PAIR(0x00200000), exponent)
     normal = builder.shl(builder.sub(exponent, PAIR(1)), PAIR(23))
@@ -155,10 +161,12 @@ def _look_up(builder: Any, places: Any) -> Any:
 
 # -------------------------------------------------------------------- formats with blocks of 256
 def _q4_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    """Emit code that reads a Q4_K block: 8 parts of 32 unsigned integers, with scales and minima."""
     return _k_parts(builder, address, _four_bits(builder, address, 16))
 
 
 def _q5_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
+    """Emit code that reads a Q5_K block: 8 parts of 32 unsigned integers, with scales and minima."""
     fifth = _load(builder, address, 16, BYTES)
     parts = []
     for number, integers in enumerate(_four_bits(builder, address, 48)):
@@ -198,7 +206,7 @@ def _k_parts(builder: Any, address: Any, integers: list[Any]) -> tuple[list[Part
 
 
 def _q6_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Read 128 bytes of lower 4 bits, 64 of upper 2 bits, 16 scales of 8 bits and a float16."""
+    """Emit code that reads a Q6_K block: 8 parts of 32 unsigned integers, with scales, no minima."""
     scales = builder.sitofp(
         builder.sext(_load(builder, address, 192, ir.VectorType(BYTE, 16)), ir.VectorType(PAIR, 16)),
         ir.VectorType(FLOAT, 16),
@@ -284,6 +292,7 @@ def _emit_dot(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> Any:
 
 
 def _sum(builder: Any, vector: Any) -> Any:
+    """Emit the sum of a vector's floats in any order, and return it."""
     name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
     kind = ir.FunctionType(FLOAT, [FLOAT, vector.type])
     function = cgutils.get_or_insert_function(builder.module, kind, name)

@@ -54,7 +54,7 @@ def view_for_loops(array: np.ndarray) -> np.ndarray:
 
 
 def _over_numbers(loop: Any, *arrays: np.ndarray) -> Any:
-    """Apply a loop over (N,) to arrays of one shape, chunks divided among threads."""
+    """Return a new array: an elementwise loop applied to arrays of one shape, in chunks by threads."""
     flat = [view_for_loops(array).reshape(-1) for array in arrays]
     result = buffers.empty(flat[0].shape, flat[0].dtype)
     threads.parallel_for(lambda part: loop(*(x[part] for x in flat), result[part]), chunks.row_chunks(result.size))
@@ -62,7 +62,7 @@ def _over_numbers(loop: Any, *arrays: np.ndarray) -> Any:
 
 
 def _over_rows(loop: Any, arrays: Sequence[np.ndarray], size: int) -> Any:
-    """Apply a loop over rows to arrays (..., C), chunks of rows divided among threads; rows get that size."""
+    """Return a new array (..., size): a loop applied to the rows of arrays (..., C), in chunks by threads."""
     rows = [view_for_loops(array).reshape(-1, array.shape[-1]) for array in arrays]
     result = buffers.empty((len(rows[0]), size), rows[0].dtype)
     threads.parallel_for(

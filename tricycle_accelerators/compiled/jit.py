@@ -65,7 +65,7 @@ def compile_loop(signature: str | list[str]) -> Callable[[Callable[..., Any]], A
 
 
 def overload_by_types(implementation_for: Callable[..., Any]) -> Any:
-    """Make a Numba function of one from types to an implementation; in Python it raises NotImplementedError."""
+    """Return a Numba function that `implementation_for` implements by types; in Python NotImplementedError."""
 
     @wraps(implementation_for)
     def stub(*arguments: Any) -> Any:
@@ -141,6 +141,8 @@ def bfloat16_to_float32(context: Any, bits: Any) -> Any:
 
 @intrinsic
 def _bits(context: Any, x: Any) -> Any:
+    """Return the bits of a float32 as uint32 (Numba intrinsic)."""
+
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
 
@@ -162,6 +164,8 @@ class BFloat(ir.Type):
 
 @intrinsic
 def _narrowed_by_processor(context: Any, x: Any) -> Any:
+    """Convert a float32 to the bits of a bfloat16 by an instruction of the processor (Numba intrinsic)."""
+
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(builder.fptrunc(arguments[0], BFloat()), context.get_value_type(types.uint16))
 
@@ -170,6 +174,7 @@ def _narrowed_by_processor(context: Any, x: Any) -> Any:
 
 @numba.njit(inline="always")
 def _narrowed_by_bits(x: Any) -> Any:
+    """Convert a float32 to the bits of a bfloat16 by integer operations, ties to even; NaN stays NaN."""
     bits = _bits(x)
     upper = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.uint16(upper if x == x else np.uint32(0x7FC0))
@@ -209,7 +214,7 @@ def prefer_512_bit_registers(context: Any) -> Any:
 
 @numba.njit(inline="always")
 def _exp_between(x: Any) -> Any:
-    """e^x of a float32 from -87 to 87, with an error of 2e-7 of it.
+    """Compute e^x of a float32 from -87 to 87, with a relative error of 2e-7.
 
     As y 2^n, y by a polynomial: many at a time, as math.exp is not. What x log2(e) is rounded by is added again.
     """

@@ -106,7 +106,7 @@ def rotate(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -
 
 @numba.njit(inline="always")
 def _gelu(x: np.float32) -> np.float32:
-    """By tanh: (1 + tanh(u / 2)) / 2 is 1 / (1 + e^-u)."""
+    """Compute the tanh approximation of GELU of a float32 as x / (1 + e^-u), u = x (LINEAR + CUBIC x^2)."""
     return multiply_by_sigmoid(x, x * (LINEAR + CUBIC * x * x))
 
 
@@ -196,7 +196,7 @@ def decode_attention(
 
 @compile_loop("void(u2[:, :, ::1], b1, f4[:, :, ::1])")
 def _widen(numbers: np.ndarray, is_bfloat16: bool, wide: np.ndarray) -> None:
-    """Convert the bits of finite bfloat16 or float16 numbers to float32."""
+    """Write finite bfloat16 or float16 numbers, given as bits, to `wide` as float32."""
     source = numbers.reshape(-1)
     floats = wide.reshape(-1)
     bits = floats.view(np.uint32)

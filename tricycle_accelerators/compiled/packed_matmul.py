@@ -37,7 +37,7 @@ MOST_ROWS = 12 if N_REGISTERS == 32 else 6  # of a tile: its sums, a row of a pa
 def _tile(
     context: Any, n_rows: Any, rows: Any, row_size: Any, panel: Any, n_terms: Any, bias: Any, out: Any, out_size: Any
 ) -> Any:
-    """Write some rows (K,) times a panel (K, PANEL), plus a bias (PANEL,).
+    """Write `n_rows` rows (K,) times a panel (K, PANEL) plus a bias (PANEL,) to `out` (Numba intrinsic).
 
     Args:
         n_rows: 1 to MOST_ROWS.
@@ -65,7 +65,7 @@ def _tile(
 def _write_tile(
     builder: Any, n_rows: int, rows: Any, row_size: Any, panel: Any, n_terms: Any, bias: Any, out: Any, out_size: Any
 ) -> None:
-    """Emit the instructions for a tile of `n_rows` rows."""
+    """Emit code that writes `n_rows` rows times a panel, plus the bias, to `out`."""
     along, places = INDEX(4 * LANES), range(N_VECTORS)
     first = [load(builder, offset_address(builder, bias, along, i), VECTOR) for i in places]
     operands = rows, row_size, INDEX(4), panel, INDEX(4 * PANEL)

@@ -40,12 +40,14 @@ class _Panels:
 
     @property
     def T(self) -> _Panels:
+        """The panels of the transposed matrix, created once."""
         with self.lock:
             if self.transposed is None:
                 self.transposed = _Panels(self.matrix.T)
             return self.transposed
 
-    def cut(self) -> np.ndarray:
+    def packed(self) -> np.ndarray:
+        """Return the matrix packed for `multiply_packed`, packed at the first call."""
         with self.lock:
             if self.panels is None:
                 self.panels = load_loops("packed_matmul").pack_panels(self.matrix)
@@ -63,7 +65,7 @@ def prepare_matrix(matrix: np.ndarray) -> _Panels:
 
 
 def _decline_reason(weights: Any, *arrays: np.ndarray) -> str | None:
-    """Return why not: too little to do (in the first array), or what a step has of an array is not in one piece."""
+    """Return why the loops cannot run (no float32 weights, few rows, arrays not contiguous), or None."""
     matrix = weights.matrix if isinstance(weights, _Panels) else weights
     if not isinstance(matrix, np.ndarray) or matrix.dtype != np.float32 or not matrix.size:
         return "weights of float32 that the loops can lay out"
@@ -85,12 +87,12 @@ def _panels(weights: Any) -> _Panels:
 
 
 def _mask(active: np.ndarray | None) -> np.ndarray:
-    """(T, B), a copy: what is not may be read-only."""
+    """Return a boolean copy (T, B) of `active` (T, B, 1), or an empty array for None."""
     return ALL_ACTIVE if active is None else np.array(active[..., 0], np.bool_, order="C")
 
 
 def _bias(bias: np.ndarray | None, panels: np.ndarray) -> np.ndarray:
-    """As long as the panels are wide."""
+    """Return the bias padded with zeros to the width of all panels; zeros for None."""
     n_panels, _, width = panels.shape
     padded = np.zeros(n_panels * width, np.float32)
     if bias is not None:
@@ -137,8 +139,8 @@ def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.nda
     if not matrix.matrix.size or not _whole_rows(x) or not _whole_rows(out):
         recurrent.project.reference(x, matrix.matrix, bias, out)
         return
-    cut = matrix.cut()
-    load_loops("packed_matmul").multiply_packed(x, cut, _bias(bias, cut), out)
+    panels = matrix.packed()
+    load_loops("packed_matmul").multiply_packed(x, panels, _bias(bias, panels), out)
 
 
 def _forward_decline_reason(gates: np.ndarray, states: np.ndarray, weights: Any, *_: Any, **__: Any) -> str | None:
@@ -152,34 +154,34 @@ def _backward_decline_reason(
 
 
 def _options(relu: bool | None) -> tuple[bool, ...]:
-    """Return what the loops of this kernel take beside arrays: Elman's layers have two activations."""
+    """Return the loops' arguments that are no arrays: (relu,), or () for None."""
     return () if relu is None else (relu,)
 
 
 def _forward(kernel: Kernel[..., None]) -> Callable[..., None]:
-    """Make the version of a kernel that goes through time, by the loop of its name."""
+    """Return the Numba implementation of a forward kernel (rnn, gru or lstm), which calls the loop of its name."""
 
     @decline_when(_forward_decline_reason)
     @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
     def version(
         gates: np.ndarray, states: np.ndarray, weights: Any, bias: Any, active: Any, relu: bool | None = None
     ) -> None:
-        loop, cut = getattr(load_loops("recurrent_loops"), kernel.reference.__name__), _panels(weights).cut()
-        loop(gates, *states, cut, _bias(bias, cut), _mask(active), *_options(relu))
+        loop, panels = getattr(load_loops("recurrent_loops"), kernel.reference.__name__), _panels(weights).packed()
+        loop(gates, *states, panels, _bias(bias, panels), _mask(active), *_options(relu))
 
     return version
 
 
 def _backward(kernel: Kernel[..., None], needed: Callable[[Any, Any], Sequence[np.ndarray]]) -> Callable[..., None]:
-    """Make the version of a kernel that goes back in time, whose loop takes what is `needed` of gates and states."""
+    """Return the Numba implementation of a backward kernel, whose loop takes `needed(gates, states)`."""
 
     @decline_when(_backward_decline_reason)
     @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
     def version(
         grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any, relu: Any = None
     ) -> None:
-        loop, cut = getattr(load_loops("recurrent_loops"), kernel.reference.__name__), _panels(weights).T.cut()
-        loop(*grad, *needed(gates, states), cut, _mask(active), *d_gates, *d_states, *_options(relu))
+        loop, panels = getattr(load_loops("recurrent_loops"), kernel.reference.__name__), _panels(weights).T.packed()
+        loop(*grad, *needed(gates, states), panels, _mask(active), *d_gates, *d_states, *_options(relu))
 
     return version
 

@@ -23,7 +23,7 @@ def _sigmoid(x: np.float32) -> np.float32:
 
 @numba.njit(inline="always")
 def _tanh(x: np.float32) -> np.float32:
-    """Near 0, where the two exponentials are nearly equal, by its series."""
+    """Compute tanh of a float32, near 0 by its series and elsewhere by the sigmoid."""
     square = x * x
     series = np.float32(62 / 2835)
     series = series * square - np.float32(17 / 315)
@@ -36,13 +36,14 @@ def _tanh(x: np.float32) -> np.float32:
 
 @compile_loop("void(f4[::1], f4[::1])")
 def _to_sigmoid(x: np.ndarray, more: np.ndarray) -> None:
-    """Of the sum, in place."""
+    """Replace x by sigmoid(x + more), elementwise."""
     for j in range(len(x)):
         x[j] = _sigmoid(x[j] + more[j])
 
 
 @compile_loop("void(f4[::1], f4[::1])")
 def _to_tanh(x: np.ndarray, more: np.ndarray) -> None:
+    """Replace x by tanh(x + more), elementwise."""
     for j in range(len(x)):
         x[j] = _tanh(x[j] + more[j])
 
@@ -55,7 +56,7 @@ def _add(x: np.ndarray, more: np.ndarray) -> None:
 
 @compile_loop("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])")
 def _add_rows(x: np.ndarray, sums: np.ndarray, grad: np.ndarray) -> None:
-    """Both to the gradients of states (B, H), in place."""
+    """Add `sums` and `grad` to the gradients x of states (B, H), in place."""
     for b in range(len(x)):
         row, product, slopes = x[b], sums[b], grad[b]
         for j in range(len(row)):
@@ -127,7 +128,7 @@ def rnn_backward(
 # -------------------------------------------------------------------- GRU
 @compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1])")
 def _gru_step(gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, h: np.ndarray) -> None:
-    """Gates r, z, n (3 H,) to their values, in place, and the state (H,) after them.
+    """Replace the inputs of gates r, z, n (3 H,) by their values; write the next state (H,) into h.
 
     In several loops, each over few arrays: of more the compiler does not see that they lie apart.
     """
@@ -233,7 +234,7 @@ def gru_backward(
 def _lstm_step(
     gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, h: np.ndarray, c: np.ndarray, tanh_c: np.ndarray
 ) -> None:
-    """Gates i, f, g, o (4 H,) to their values, in place, and the states (H,) after them."""
+    """Replace the inputs of gates i, f, g, o (4 H,) by their values; write the next h, c and tanh(c) (H,)."""
     size = len(h)
     _to_sigmoid(gate[: 2 * size], recurrent[: 2 * size])
     _to_tanh(gate[2 * size : 3 * size], recurrent[2 * size : 3 * size])

@@ -135,6 +135,7 @@ def _broadcast(builder: Any, number: Any) -> Any:
 
 
 def _multiply_add(builder: Any, sums: Any, a: Any, b: Any, pairs: bool) -> Any:
+    """Emit sums + a * b, or if `pairs` sums of products of bfloat16 pairs; return them."""
     if not pairs:
         return builder.fadd(sums, builder.fmul(a, b, flags=CONTRACT), flags=CONTRACT)
     narrow = ir.VectorType(BFloat(), 2 * LANES)

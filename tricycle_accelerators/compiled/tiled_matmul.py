@@ -20,7 +20,7 @@ MANY = 8  # panels for each thread, of which it does not matter that one takes o
 # Cache: valid for the life of the process: depends on the processor and on NumPy's BLAS.
 @cache
 def _loops() -> Any:
-    """Return the module of compiled loops, imported (and compiled) by the first call.
+    """Return the module of compiled loops, compiled on the first call, or None where BLAS is as fast.
 
     None where BLAS is as fast (`instruction_sets.InstructionSet.slower_blas`).
     """
@@ -82,7 +82,7 @@ def _is_float32(*arrays: np.ndarray | None) -> bool:
 
 
 def _parts(shape: tuple[int, int], most: int, row_step: int, panel: int) -> list[tuple[slice, slice]]:
-    """Rows and columns of parts that keep all threads busy, of about so many rows at most; whole tiles and panels.
+    """Return (rows, columns) of parts, largest first, that keep all threads busy; about `most` rows, whole tiles.
 
     The largest come first, so that no thread is left alone with one.
     """

@@ -51,7 +51,7 @@ LINE = 16  # float32 in a line of a cache
 
 # -------------------------------------------------------------------- a tile
 def _tile(n_vectors: int, pairs: bool) -> Any:
-    """Make the intrinsic that multiplies ROWS rows of a left operand by `n_vectors` registers of columns.
+    """Return the intrinsic that writes or adds ROWS rows of a left operand times `n_vectors` registers of columns.
 
     Its arguments are addresses and strides, in bytes: (left, from row to row, from step to step, right, from step to
     step, result, from row to row, number of steps, whether the sums are added to what is there).
@@ -94,7 +94,7 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
 
 
 def _make_multiply(pairs: bool) -> Any:
-    """Make the product of packed operands: float32, or bfloat16 pairs."""
+    """Return a Numba function for products of packed operands at addresses: float32, or bfloat16 pairs."""
     tiles = [_tile(n, pairs) for n in range(1, 5)]
     one, two, three, four = tiles
 
@@ -254,7 +254,7 @@ def pack_right(x: Any, out: Any) -> Any:
 
 @intrinsic
 def _transpose_tile(context: Any, source: Any, down: Any, result: Any, result_down: Any) -> Any:
-    """Write the transpose of a square of LANES rows; addresses, and bytes from row to row."""
+    """Write the transpose of a square of LANES x LANES numbers of 4 bytes (addresses, and bytes between rows)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, down, result, result_down = arguments

@@ -61,7 +61,7 @@ SPIN_LIMIT = 100_000  # pauses, 40 to 140 cycles each, until a thread without wo
 
 @numba.njit(**OPTIONS)
 def _compute_chunk(box: Any, place: int, part: int) -> bool:
-    """Compute some of the rows that are left of a part of a job; return whether there were any."""
+    """Claim and compute some of the remaining rows of a job's part; return False if none remain."""
     word = atomic_load(place, LEFT + A_LINE * part)
     left = word & LOWER
     if left == 0:

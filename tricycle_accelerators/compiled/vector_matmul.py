@@ -123,7 +123,7 @@ class _Rows(NamedTuple):
 
 
 def _matrix_rows(matrix: QuantizedMatrix) -> _Rows:
-    """Return the rows of a matrix, which are made once for it."""
+    """Return a quantized matrix as _Rows: writable numbers, row scales, and int32 row sums if the loops use bytes."""
     numbers = np.ascontiguousarray(matrix.values).view(np.int8 if matrix.dtype.name == "int8" else np.uint16)
     if not numbers.flags.writeable:  # loops take no array that is read-only, though they write nothing here
         memory: Any = (ctypes.c_char * numbers.nbytes).from_address(numbers.ctypes.data)

@@ -82,7 +82,7 @@ def _dot(kind: int) -> Any:
 
 @intrinsic
 def pointer_to(context: Any, address: Any, like: Any) -> Any:
-    """Convert an address to a pointer to numbers like a number (Numba intrinsic)."""
+    """Convert an address to a pointer to numbers of the type of `like`, or of its elements (Numba intrinsic)."""
     pointer = types.CPointer(like.dtype if isinstance(like, types.Array) else like)
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -105,7 +105,7 @@ def call_function(context: Any, function: Any, place: Any, start: Any, stop: Any
 
 
 def _make_multiply_rows(kind: int) -> Any:
-    """Compute some rows of a job's result."""
+    """Return the Numba function (box, start, stop) that computes rows of a job's result for matrices of a kind."""
     dot = _dot(kind)
     number = (np.float32(0), np.uint16(0), np.int8(0))[kind]
     whole = UNROLLED * LANES

@@ -82,6 +82,7 @@ class _CausalMasks(NamedTuple):
 
 
 def _causal_masks(blocks: list[QueryBlock], dtype: np.dtype) -> _CausalMasks:
+    """Return additive masks for the longest block: -inf above the diagonal; -inf on and below it."""
     longest = max(block.queries.stop - block.queries.start for block in blocks)
     whole = np.full((longest, longest), -np.inf, dtype)
     return _CausalMasks(np.triu(whole, 1), np.tril(whole))
@@ -143,13 +144,13 @@ class _Heads(NamedTuple):
             scores[:, :, : stop - seen.start] += self.masks.earlier[:n_queries, columns]
 
     def scores(self, block: QueryBlock, seen: slice) -> np.ndarray:
-        """(H, T, S) of a block, -inf where a key is hidden."""
+        """Return the scores (H, T, S) of a block's queries and some keys, -inf where a key is hidden."""
         scores = self.softcapped_scores(block, seen)
         self.mask_scores(scores, block, seen)
         return scores
 
     def apply_weights(self, weights: np.ndarray, seen: slice) -> np.ndarray:
-        """(H, T, S) and values to (H, T, E)."""
+        """Return the sums (H, T, E) of the values of some keys, weighted by (H, T, S)."""
         return self.unstack(self.stack(weights) @ self.values[:, seen])
 
 
@@ -158,6 +159,7 @@ def _regroup(rows: np.ndarray, n: int) -> np.ndarray:
 
 
 def _heads(inputs: _Inputs, group: HeadGroup, triangles: _CausalMasks) -> _Heads:
+    """Return a head group's scaled queries, keys, values and mask."""
     mask = inputs.mask
     if mask is not None:
         mask = mask[min(group.item, len(mask) - 1), group.heads if mask.shape[1] > 1 else slice(None)]
@@ -236,7 +238,7 @@ def attention(
 
 
 def _exponentials(heads: _Heads, block: QueryBlock, off_by_one: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of e^(score - shift): their products with the values (H, T, E), their sums (H, T), and the shift (H, T) or ()."""
+    """Return sums of e^(score - shift) times values (H, T, E), sums of e^... (H, T), and the shift (H, T) or ()."""
     exponentials = _unshifted_exponentials(heads, block)
     no_shift = np.zeros((), heads.queries.dtype)
     if exponentials is not None and (off_by_one or exponentials[1].min() > 1 / chunks.MAX_EXP):
@@ -411,7 +413,7 @@ def _row_softmax_backward(
     dkeys: np.ndarray,
     dvalues: np.ndarray,
 ) -> np.ndarray:
-    """Differentiate a block of a group for any function of rows of scores; grad: (H, T, E)."""
+    """Add a block's gradients to `dkeys`, `dvalues` for any row softmax; return those of its unscaled queries."""
     seen = block.visible
     scores = heads.softcapped_scores(block, seen)
     slope = heads.softcap_derivative(scores)

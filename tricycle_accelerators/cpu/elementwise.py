@@ -35,6 +35,7 @@ def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | No
 
 
 def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
+    """Return GELU of x by all threads; write its derivative to `slope` unless it is None."""
     flat = np.ascontiguousarray(x).reshape(-1)
     y = buffers.empty(flat.shape, flat.dtype)
     slopes = None if slope is None else slope.reshape(-1)
@@ -119,7 +120,7 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def _rows(x: np.ndarray) -> np.ndarray:
-    """As (N, C), each row in one piece."""
+    """Return x (..., C) as contiguous rows (N, C), copied if x is not contiguous."""
     return np.ascontiguousarray(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -157,7 +158,7 @@ def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarr
 
 
 def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    """Large arrays go through memory once, by all threads."""
+    """Return a binary ufunc of arrays of one shape, in `out` if given, computed in chunks by threads."""
     result = buffers.empty(a.shape, np.result_type(a, b)) if out is None else out
     flat_a, flat_b, flat = (array.reshape(-1) for array in (a, b, result))
     threads.parallel_for(

@@ -37,7 +37,7 @@ def cross_entropy(
 def _cross_entropy(
     rows: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float, slope: np.ndarray | None
 ) -> np.ndarray:
-    """Return the loss of some rows, and overwrite the exponentials with the gradient."""
+    """Return the weighted loss of some rows as a 0-d array; write the gradient into `slope` if that is not None."""
     shift: Any = 0
     ones = chunks.ones_vector(rows.shape[1], rows)
     exponentials = slope

@@ -97,7 +97,7 @@ def _multiply_upcast(
 
 
 def _multiply_few_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Divide the inner dimension among threads, so that each thread reads a contiguous part of b."""
+    """Return a @ b, the inner dimension divided among threads, so that each reads a contiguous part of b."""
     n_inner = len(b)
     n_parts = min(threads.n_threads(), n_inner)
     sums = np.empty((n_parts, len(a), b.shape[1]), np.result_type(a, b))
@@ -112,7 +112,7 @@ def _multiply_few_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _multiply_column_chunks(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Multiply by small column chunks of a transposed b, such as a tied embedding table."""
+    """Return a @ b by threads, in small column chunks of a transposed b, such as a tied embedding table."""
     n_columns = b.shape[1]
     least = matmul_plan.MAX_COLUMN_CHUNK_ROWS
     step = max(least, MAX_UNCOPIED_WORK // max(1, a.size) // least * least)

@@ -48,7 +48,7 @@ def run_batch_parallel(
 
 
 def _by_items(kernel: Kernel[..., None]) -> Callable[..., None]:
-    """Make a version in which threads take some items of the batch each through the whole sequence.
+    """Return an implementation of a recurrent kernel whose threads run the reference for ITEMS batch items each.
 
     No fewer items, though there be threads without work: the calls of NumPy would be so short that threads mostly wait
     for each other at Python's lock.

@@ -20,7 +20,7 @@ def _strides(x: Array) -> np.ndarray:
 
 
 def _has_aligned_rows(x: Array, bytes_: int) -> bool:
-    """Return whether each (D,) is contiguous and starts at a multiple of `bytes_` bytes."""
+    """Return whether each head vector (D,) of x is contiguous and starts at a multiple of `bytes_` bytes."""
     places = (launch.device_address(x), *(stride for stride, n in zip(x.strides[:3], x.shape) if n > 1))
     return (x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1) and all(place % bytes_ == 0 for place in places)
 
@@ -30,6 +30,7 @@ def _with_aligned_rows(x: Array, bytes_: int) -> Array:
 
 
 def _sizes(q: Array, k: Array, score_options: ScoreOptions, off_by_one: bool) -> np.ndarray:
+    """Return the kernel argument of the shapes and score options; a window that hides nothing becomes 0."""
     n_items, n_queries, n_heads, size = q.shape
     lengths = n_items, n_queries, k.shape[1], n_heads, k.shape[2], size
     offset, window = score_options.offset or 0, score_options.window or 0
@@ -82,7 +83,7 @@ def _select_kernels(q: Array) -> SimpleNamespace:
 
 
 def _attention_decline_reason(q: Array, k: Array, v: Array, *_: Any, **__: Any) -> str | None:
-    """Return why neither cuDNN, which takes less, nor a kernel takes these arrays."""
+    """Return why no CUDA kernel (nor cuDNN, which supports fewer) takes these arrays, or None."""
     if q.shape[-1] > launch.PADDED_SIZES[-1]:
         return f"a head size above {launch.PADDED_SIZES[-1]}"
     if k.shape != v.shape:

@@ -34,7 +34,7 @@ class KernelUsage(NamedTuple):
 
 
 def _installed(pattern: str) -> Path | None:
-    """Return the path of a file of an installed NVIDIA package."""
+    """Return the first file of an nvidia-cuda-* package whose path matches a regular expression, or None."""
     for distribution in metadata.distributions():
         if (distribution.metadata["Name"] or "").lower().startswith("nvidia-cuda-"):
             for file in distribution.files or ():
@@ -66,6 +66,7 @@ def _headers() -> Path | None:
 # Cache: valid for the life of the process: a loaded library.
 @cache
 def _nvrtc() -> ctypes.CDLL:
+    """Load NVRTC and its built-ins; ImportError if they are not available."""
     if unavailable_reason():
         raise ImportError(unavailable_reason())
     builtins = _installed(_BUILTINS)

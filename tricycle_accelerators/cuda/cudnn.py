@@ -136,6 +136,7 @@ def build_backward_graph(shape: AttentionShape, **target: Any) -> AttentionGraph
 
 
 def _new_graph(shape: AttentionShape, names: tuple[str, ...], **target: Any) -> tuple[Any, list[Any], Any]:
+    """Return a new cuDNN graph, its input tensors in the order of `names`, and their data type."""
     import cudnn
 
     kind, wide = _data_type(KINDS[shape.dtype]), _data_type("FLOAT")
@@ -221,6 +222,7 @@ def _cached_graph(
 
 
 def _run(ready: AttentionGraph, arrays: tuple[Array, ...]) -> None:
+    """Execute a graph on arrays, in the order of its tensors, with a new workspace."""
     import cupy
 
     # on one stream memory that is given back serves whatever comes later

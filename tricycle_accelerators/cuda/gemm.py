@@ -170,6 +170,7 @@ class NotSupportedError(RuntimeError):
 
 
 def _call(name: str, *arguments: Any) -> None:
+    """Call a function of cuBLASLt; raise NotSupportedError or RuntimeError by its status."""
     status = getattr(load_cublaslt(), name)(*arguments)
     if status:
         error = NotSupportedError if status in (7, 8, 15) else RuntimeError
@@ -357,7 +358,7 @@ def _with_layout(x: Array) -> tuple[Array, MatrixLayout]:
 
 
 def _multiply(product: MatmulSpec, a: Array, b: Array, bias: Array | None, out: Array) -> bool:
-    """Compute a product by cuBLASLt; return whether cuBLASLt supports it."""
+    """Write a product (plus bias) into `out` by cuBLASLt, planned once; return False if it is not supported."""
     import cupy
 
     device, stream = a.device.id, cupy.cuda.get_current_stream().ptr

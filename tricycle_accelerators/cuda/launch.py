@@ -50,6 +50,7 @@ def float32_backward_tile(size: int) -> int:
 
 
 def _tensor_core_templates(tile: Callable[[int], int]) -> tuple[tuple[str, ...], ...]:
+    """Return (dtype, head size, tile(head size)) for all 16-bit dtypes and head sizes."""
     return tuple((small, str(size), str(tile(size))) for small in SMALL for size in HEAD_SIZES)
 
 
@@ -62,7 +63,7 @@ def _width(name: str) -> str:
 
 
 def _reads(name: str) -> tuple[tuple[str, str], ...]:
-    """Return the template arguments of norm backward: elements per load, and loads per thread."""
+    """Return the norm backward's template arguments for a type: (elements per load, loads per thread) pairs."""
     return ("1", "4"), *((_width(name), str(times)) for times in (1, 2, 3, 4))
 
 
@@ -342,6 +343,7 @@ def _module(file: str, template: tuple[str, ...], device: int) -> Any:
 # Cache: valid for the life of the process: one for each device, kernel and size of shared memory.
 @cache
 def _function(file: str, kernel: str, template: tuple[str, ...], device: int, shared: int) -> Any:
+    """Return a compiled kernel that may use `shared` bytes; ValueError for an unknown template."""
     if template not in KERNELS[file][kernel]:
         raise ValueError(f"{file}.cu: expected {kernel} with one of {KERNELS[file][kernel]}, got {template}")
     function = _module(file, template, device).get_function(template_name(kernel, template))

@@ -16,7 +16,7 @@ from tricycle_accelerators.providers import decline_when
 # Cache: valid for the life of the process: errors are not kept.
 @cache
 def _narrow_dtype(precision: str) -> np.dtype | None:
-    """Return the 16-bit dtype of a precision; None for float32 and TF32."""
+    """Return the 16-bit dtype of a precision, None for others; bfloat16 needs ml_dtypes (ImportError)."""
     if precision == "float16":
         return np.dtype(np.float16)
     if precision != "bfloat16":

@@ -34,7 +34,7 @@ def _forward_decline_reason(
 
 
 def _forward(kernel: Kernel[..., None]) -> Callable[..., None]:
-    """Make the version of a kernel that runs a layer forward in time, by the CUDA kernel of its name."""
+    """Return the CUDA implementation of a forward kernel (rnn, gru or lstm), a launch and a product per time step."""
 
     @decline_when(_forward_decline_reason)
     @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
@@ -71,7 +71,7 @@ def _backward_decline_reason(
 
 
 def _backward(kernel: Kernel[..., None]) -> Callable[..., None]:
-    """Make the version of a kernel that backpropagates through time, by the CUDA kernel of its name."""
+    """Return the CUDA implementation of a backward kernel through time, a launch and a product per time step."""
 
     @decline_when(_backward_decline_reason)
     @wraps(kernel.reference, assigned=("__name__", "__qualname__"))

@@ -89,7 +89,7 @@ _one_at_a_time = threading.Lock()
 
 
 def _library() -> _Library:
-    """Return the loaded oneDNN library."""
+    """Return the loaded oneDNN library; RuntimeError with the reason if it cannot be used."""
     library = _loaded()
     if isinstance(library, str):
         raise RuntimeError(f"oneDNN cannot be used: {library}")
@@ -123,6 +123,7 @@ def _openmp_spin_count() -> Iterator[None]:
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def _loaded() -> _Library | str:
+    """Load oneDNN on the first call; return it with an engine, or the reason (a text) why it cannot be used."""
     path = exclusion_reason("onednn") or libraries.find_library("oneDNN", DISTRIBUTION, LIBRARY, EXTRA)
     if isinstance(path, str):
         return path
@@ -181,6 +182,7 @@ PACKED: tuple[int, ...] = ()  # in place of strides: as oneDNN likes it best
 
 
 def _descriptor(layout: Layout) -> c_void_p:
+    """Return a new memory descriptor of a layout, which the caller must destroy."""
     shape, strides, size = layout
     numbers = c_int64 * len(shape)
     if strides == PACKED:
@@ -192,7 +194,7 @@ def _descriptor(layout: Layout) -> c_void_p:
 # Cache: valid for the life of the process: must not change, for sizes of memory follow from it.
 @cache
 def _packed_descriptor(shape: tuple[int, ...], size: int) -> c_void_p:
-    """Return the layout that products want of a matrix (K, M), the same for any number of rows.
+    """Return the memory descriptor that products prefer for a matrix (K, M), the same for any number of rows.
 
     Asked for once: what oneDNN answers depends on the number of threads that OpenMP has just then, and another answer
     later would be another size of memory.
@@ -270,7 +272,7 @@ class _Primitive:
         _call("dnnl_primitive_desc_destroy", description)
 
     def set_arrays(self, arrays: tuple[np.ndarray, ...]) -> None:
-        """Let these be the arguments from now on."""
+        """Make these arrays, not copied, the arguments of later calls."""
         for memory, array in zip(self.memories, arrays):
             self.held.dnnl_memory_set_data_handle(memory, array.ctypes.data)
 
@@ -312,7 +314,7 @@ def _run(
     arrays: tuple[np.ndarray, ...],
     layouts: tuple[Layout, ...] | None = None,
 ) -> None:
-    """Compute with arrays, whose layouts are their own unless given."""
+    """Run the cached primitive of `describe(descriptors, *options)` on arrays; `layouts` default to the arrays' own."""
     thread = _this_thread()
     layouts = tuple([_layout(array) for array in arrays]) if layouts is None else layouts
     thread.primitive(describe, options, places, *layouts)(thread.stream, arrays)
@@ -404,6 +406,7 @@ class PackedMatrix:
     def _arguments(
         self, x: np.ndarray, out: np.ndarray
     ) -> tuple[tuple[int, ...], tuple[Layout, ...], tuple[np.ndarray, ...]]:
+        """Return places, layouts and arrays of x, weights, out and any factors."""
         places: tuple[int, ...] = (SOURCE, WEIGHTS, RESULT)
         layouts = (_layout(x), self.layout, _layout(out))
         arrays = (x, self.memory, out)

@@ -111,7 +111,7 @@ def matmul(
 
 
 def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """Multiply a few float32 rows by oneDNN, which, unlike OpenBLAS, does not copy the other matrix first."""
+    """Return a @ b + bias for a few float32 rows, by oneDNN, which does not copy b first as OpenBLAS does."""
     n_rows, n_columns = len(a), b.shape[1]
     if b.flags.c_contiguous:
         result = np.empty((n_rows, n_columns), np.float32)
@@ -128,7 +128,7 @@ def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
 
 
 def _multiply_shared(operands: Callable[[slice], tuple[np.ndarray, np.ndarray, np.ndarray]], n_columns: int) -> None:
-    """Compute a product in OpenMP's threads while they keep up, else in worker threads by columns."""
+    """Compute `operands(columns)` = (a, b, out): at once in OpenMP threads if they keep up, else parts in workers."""
     if spin_threads.spin_policy:
         library.matmul_openmp(*operands(slice(None)))
         return
@@ -145,7 +145,7 @@ def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.
 
 
 def _multiply_upcast(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
-    """Compute a bfloat16 product in float32, upcasting each thread's part."""
+    """Write bfloat16 a @ b + bias into `result`, computed in float32; each thread upcasts its part."""
 
     def multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
         _write(blas.multiply(_to_float32(a), _to_float32(b)), bias, out)

@@ -50,6 +50,7 @@ FORMULAS = {
     "absolute": "z = |x|;  dx = g sign x",
     "tanh": "z = tanh x;  dx = g (1 - z²)",
     "sigmoid": "z = sigmoid(x);  dx = g z (1 - z)",
+    "softplus": "z = ln(1 + e^x);  dx = g sigmoid(x)",
     "sum": "z = Σ x;  every summed element gets g",
     "mean": "z = Σ x / n;  every element gets g / n",
     "max": "z = max x;  the largest element gets g",
@@ -66,6 +67,7 @@ FORMULAS = {
     "dense": "Z = X W + b;  dX = G Wᵀ,  dW = Xᵀ G,  db = Σ G over rows",
     "linear": "Z = X W + b;  dX = G Wᵀ,  dW = Xᵀ G,  db = Σ G over rows",
     "embedding": "rows of a table;  each row gets the sum of the gradients of its uses",
+    "state_space_scan": "S_t = e^d_t S_t-1 + k_t v_tᵀ,  z_t = S_tᵀ q_t;  dv, dd, dk, dq by the scan from last to first",
     "softmax1": "z_i = e^x_i / (1 + Σ e^x_j);  dx = z (g - Σ g z)",
     "softmax": "z_i = e^x_i / Σ e^x_j;  dx = z (g - Σ g z)",
     "log_softmax": "z_i = x_i - ln Σ e^x_j;  dx = g - e^z Σ g",
@@ -139,7 +141,7 @@ def build_graph(
 
 
 def _collect_tensors(result: Tensor, title: str) -> list[Tensor]:
-    """Return all Tensors of a graph, constants included, each after its inputs."""
+    """Return all Tensors of a graph, each after its inputs; ValueError for more than MAX_NODES."""
     order: list[Tensor] = []
     seen: set[int] = set()
     stack: list[tuple[Tensor, bool]] = [(result, False)]
@@ -166,6 +168,7 @@ def _operation_name(tensor: Tensor) -> str:
 def _describe_node(
     tensor: Tensor, input_name: str | None, indices: Mapping[int, int], result: Tensor
 ) -> dict[str, Any]:
+    """Return JSON data of a Tensor of the graph: its name, kind, shape, value, formula, and indices of its args."""
     leaf_kind = "input" if tensor.requires_grad else "constant"
     kind = "result" if tensor is result else "op" if tensor.args else leaf_kind
     other_name = _operation_name(tensor) if tensor.args else getattr(tensor, "role", None) or leaf_kind

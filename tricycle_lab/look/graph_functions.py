@@ -132,6 +132,7 @@ def _evaluate_formula(node: ast.AST, **inputs: Any) -> Any:
 
 
 def _evaluate(node: ast.AST | None, inputs: Mapping[str, Any]) -> Any:
+    """Return the value of a node of a checked formula: an array, a number, a tuple, or a slice."""
     if isinstance(node, ast.Name):
         return inputs[node.id]
     if isinstance(node, ast.BinOp):
@@ -175,7 +176,7 @@ def load_module(path: Path) -> Any:
 
 
 def _argument_names(function: Callable[..., Any], spec: str) -> list[str]:
-    """Return the names of the arguments without a default value."""
+    """Return the names of arguments without a default; ValueError if the function has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -126,7 +126,7 @@ class InspectableModel:
             raise ValueError(f"expected tokens from 0 to {n_vocab - 1}")
 
     def token_text(self, token: int) -> str:
-        """Return the text of one token, as it is within a text."""
+        """Return a token's text as it is within a text, cached; "⟨id⟩" if it has none."""
         if token not in self._token_texts:
             if len(self._token_texts) > MAX_CACHED_TEXTS:
                 self._token_texts.clear()

@@ -82,6 +82,7 @@ class Interventions:
 
 
 def _check_heads(value: Any, n_heads: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return a request's ablated heads without repetitions; raise ValueError for anything but existing heads."""
     if not isinstance(value, list) or len(value) > MAX_ABLATED_HEADS:
         raise ValueError("interventions: expected ablatedHeads to be a list of pairs")
     pairs = []

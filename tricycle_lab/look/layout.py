@@ -76,7 +76,7 @@ def layout_graph(sizes: Sequence[tuple[float, float]], edges: Sequence[tuple[int
 
 
 def _assign_layers(n_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the layer of each node, which is below the layers of all its predecessors.
+    """Return each node's layer, after those of all predecessors, inputs as late as can be; ValueError for cycles.
 
     A node without predecessors is in the layer above its first successor.
     """

@@ -86,6 +86,7 @@ def _notes(runs: Sequence[RunData], shown: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _describe_run(run: RunData) -> dict[str, Any]:
+    """Return JSON data of a run's curves: training (downsampled) and held-out losses by step and seconds."""
     training = [record for record in run.metrics if _is_finite(record.get("loss"))]
     steps = np.array([record["step"] for record in training], np.int64)
     seconds = _elapsed_seconds(training, run.tokens_per_step)

@@ -139,6 +139,7 @@ class ViewerService:
         return summary
 
     def _parse_ids(self, model: InspectableModel, fields: Fields) -> list[int]:
+        """Return the token ids of a request: its ids, edited as it asks, or its encoded text; ValueError if invalid."""
         if "ids" not in fields:
             text = fields.get("text")
             if not isinstance(text, str):
@@ -157,6 +158,7 @@ class ViewerService:
         return model.replace_token(ids, edit["position"], edit["replacement"])
 
     def _read_trace(self, request: str, index: int, fields: Fields) -> Any:
+        """Call the method `request` of the stored trace that the fields name; ValueError if deleted or badly typed."""
         key = fields.get("trace")
         traces = self._traces[index]
         if type(key) is not int or key not in traces:
@@ -232,6 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "tricycle", ""
 
     def do_GET(self) -> None:
+        """Send the HTML page for the token's own address; reject any other path with 404."""
         if self._request_name() == "":
             self._send(200, self.server.service.page().encode("utf-8"), "text/html; charset=utf-8")
         else:
@@ -280,6 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
         return parts[2] if has_token and self.headers.get("Host") in hosts else None
 
     def _reject(self, status: int, message: str) -> None:
+        """Send an error as JSON, and close the connection afterwards."""
         self.close_connection = True  # the rest of the request is not read
         self._send(status, json.dumps({"error": message}).encode("utf-8"), "application/json")
 

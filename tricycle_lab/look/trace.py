@@ -280,6 +280,7 @@ def summarize_logits(logits: np.ndarray, next_tokens: np.ndarray) -> list[np.nda
 
 
 def _summarize_rows(logits: np.ndarray, next_tokens: np.ndarray) -> list[np.ndarray]:
+    """Return each row's log-probability and rank of the next token, top token, its probability, and entropy."""
     rows = np.arange(len(logits))
     actual = logits[rows, next_tokens]
     ranks = np.count_nonzero(logits > actual[:, None], axis=-1)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from tricycle.configs.size import min_n_weights
@@ -13,22 +14,48 @@ from tricycle.kernels.quantized import DTYPE_NAMES
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS
 from tricycle.layers import Layer
 from tricycle.pretrained.config_fields import ConfigFields, field_error
+from tricycle.pretrained.families.bart import BART, MARIAN
 from tricycle.pretrained.families.bert import BERT, ROBERTA
-from tricycle.pretrained.families.family import Family, keeps_blocks, load_weights
+from tricycle.pretrained.families.family import Family, canonicalize_names, keeps_blocks, load_weights
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
+from tricycle.pretrained.families.gpt_oss import GPT_OSS
+from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from tricycle.pretrained.families.mamba2 import MAMBA2
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
+from tricycle.pretrained.families.phi3 import PHI3
 from tricycle.pretrained.families.smollm3 import SMOLLM3
 from tricycle.pretrained.families.stablelm import STABLELM
+from tricycle.pretrained.families.stacks import unstack
+from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
-DENSE_FAMILIES = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, STABLELM, SMOLLM3]
-ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, MIXTRAL, QWEN3_MOE, OLMOE, BERT, ROBERTA]
+DENSE_FAMILIES = [
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    OLMO2,
+    GPT2,
+    NEOX,
+    OPT,
+    GEMMA2,
+    GEMMA3,
+    PHI,
+    PHI3,
+    STABLELM,
+    SMOLLM3,
+    GRANITE,
+]
+MIXTURES = [MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS]
+ENCODERS = [BERT, ROBERTA]
+ENCODER_DECODERS = [T5, T5_GATED, BART, MARIAN]
+ALL_FAMILIES: list[Family] = [*DENSE_FAMILIES, *MIXTURES, *ENCODERS, *ENCODER_DECODERS, MAMBA2]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)
 
@@ -46,6 +73,8 @@ def build_model(source: StoredModel, weights: str = "float32") -> Layer:
     """
     with error_prefix(f"{source.path}: "):
         family = find_family(source)
+        if family.stacks:
+            source = replace(source, tensors=unstack(family.stacks, canonicalize_names(family, source.tensors)))
         config = read_config(family, source)
         _check_memory(config, source, weights)
         model = family.new_model(config)
@@ -58,7 +87,8 @@ def find_family(source: StoredModel) -> Family:
     model_type = source.fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise field_error("model_type", f"one of {', '.join(FAMILIES)}", model_type)
-    return FAMILIES[model_type]
+    families = [family for family in ALL_FAMILIES if model_type in family.model_types]
+    return next((family for family in families if family.applies_to(source.fields)), families[0])
 
 
 def read_config(family: Family, source: StoredModel) -> Any:
@@ -68,8 +98,9 @@ def read_config(family: Family, source: StoredModel) -> Any:
         ValueError: a field is invalid or not supported, or the config needs more weights than the files contain.
     """
     fields = ConfigFields(source.fields)
-    if fields.get("quantization_config") is not None:
-        raise ValueError("expected weights of 16 or 32 bits, got quantization_config")
+    method = fields.section("quantization_config").get("quant_method", "quantization_config")
+    if fields.get("quantization_config") is not None and not (family.stacks and method == "mxfp4"):
+        raise ValueError(f"expected weights of 16 or 32 bits, got {method}")
     for place in ("num_hidden_layers", "n_layer"):
         n_layers = ConfigFields(fields.section("text_config")).get(place, fields.get(place, 1))
         if isinstance(n_layers, int) and n_layers > len(source.tensors):

@@ -9,7 +9,7 @@ Shapes: H query heads, D head size; "in" and "out" are the input and output size
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,12 +21,17 @@ from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.pretrained.config_fields import ConfigFields
+from tricycle.pretrained.families.stacks import Stacks
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, join_blocks, release_pages
 from tricycle.tensor import Tensor
 
-# Names of Tricycle's layers to those of Hugging Face's. Several of the latter are concatenated along the output axis of
-# one Tricycle layer. N is the number of a block, and M that of an expert.
+# Names of Tricycle's layers or parameters to those of Hugging Face's. Several of the latter are concatenated along the
+# output axis of one Tricycle layer. N is the number of a block, and M that of an expert. ".weight" or ".bias" is added
+# to the name of a layer, but not to that of a parameter.
 TensorNames = dict[str, list[str]]
+# A function of config, ours and theirs, the outputs (out, ...) of one linear layer in Tricycle's and in another order,
+# that yields views of both with equal elements.
+Layout = Callable[[Any, np.ndarray, np.ndarray], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 # Masks and tables, which older versions of transformers also saved; they are not weights.
 BUFFERS = re.compile(
@@ -58,9 +63,12 @@ class Family:
             that of `names`.
         legacy_names: regular expressions of outdated parts of names, and the parts in `names` that replace them.
         ignored: a regular expression of names, without the prefix, of tensors that Tricycle does not use.
-        interleaved_qkv: one matrix contains queries, keys and values, interleaved by head (GPT-NeoX).
+        layouts: how the checkpoint orders the outputs of a linear layer, by the last component of its name there.
+        stacks: tensors with the matrices of all experts.
         fan_in_fan_out: matrices are (in, out), as Tricycle's are (GPT-2's Conv1D).
         new_model: returns a model of a config without random initialization of its weights.
+        fallbacks: names of tensors that may be missing, and the names of the tensors that they equal, or "" for zeros.
+        applies_to: whether the fields of a config.json belong to this family, among several of the same model_type.
     """
 
     model_types: tuple[str, ...]
@@ -71,9 +79,12 @@ class Family:
     prefixes: tuple[str, ...] = ("",)
     legacy_names: dict[str, str] = field(default_factory=dict)
     ignored: str = "(?!)"
-    interleaved_qkv: bool = False
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    stacks: Stacks = field(default_factory=dict)
     fan_in_fan_out: bool = False
     new_model: Callable[[Any], Layer] = uninitialized_gpt
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    applies_to: Callable[[dict[str, Any]], bool] = lambda fields: True
 
 
 class HFTensor(NamedTuple):
@@ -104,8 +115,9 @@ class TensorMapping:
         numbers = re.findall(NUMBER, layer)
         letters = iter("NM")
         template = re.sub(NUMBER, lambda number: next(letters, number[0]), layer)
-        ending = "bias" if kind == "bias" else "weight"
-        names = [f"{fill_numbers(theirs, numbers)}.{ending}" for theirs in self.family.names[template]]
+        own = self.family.names.get(f"{template}.{kind}".lstrip("."))  # the tensor of a single parameter
+        ending = "" if own else ".bias" if kind == "bias" else ".weight"
+        names = [fill_numbers(theirs, numbers) + ending for theirs in own or self.family.names[template]]
         sizes = [parameter.shape[-1] // len(names)] * len(names)  # on the parameter's last axis
         if len(names) == 3 and ".qkv." in name:
             heads = (self.config.n_heads, self.config.key_heads, self.config.key_heads)
@@ -122,9 +134,9 @@ class TensorMapping:
         role = declared_role(self.parameters[name])
         return role in ("head", "router") or (role == "matrix" and not self.family.fan_in_fan_out)
 
-    def is_interleaved(self, name: str) -> bool:
-        """Return whether the checkpoint interleaves queries, keys and values of a parameter by head."""
-        return self.family.interleaved_qkv and ".qkv." in name
+    def has_layout(self, hf_name: str) -> bool:
+        """Return whether the checkpoint orders the outputs of a linear layer, or of its tensor, in another way."""
+        return layer_kind(hf_name) in self.family.layouts
 
     def matching_views(
         self, name: str, hf_tensor: HFTensor, ours: np.ndarray, theirs: np.ndarray
@@ -132,22 +144,45 @@ class TensorMapping:
         """Yield views of parameter `ours` and tensor `theirs` with equal elements, a few rows at a time, to copy."""
         if hf_tensor.columns.stop - hf_tensor.columns.start < ours.shape[-1]:
             ours = ours[..., hf_tensor.columns]
-        if self.is_interleaved(name):
-            ours, theirs = self.views_by_head(ours, theirs)
-        elif self.is_transposed(name):
+        if self.is_transposed(name):
             ours = ours.T
         if not theirs.size:
             return
-        n_rows = max(1, CHUNK_BYTES // (theirs.itemsize * max(1, theirs.size // len(theirs))))
-        for start in range(0, len(theirs), n_rows):
-            yield ours[start : start + n_rows], theirs[start : start + n_rows]
+        for mine, their_part in self.reordered_views(hf_tensor.name, ours, theirs):
+            n_rows = max(1, CHUNK_BYTES // (theirs.itemsize * max(1, their_part.size // len(their_part))))
+            for start in range(0, len(their_part), n_rows):
+                yield mine[start : start + n_rows], their_part[start : start + n_rows]
 
-    def views_by_head(self, ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views (H, 3, D, ...) of a parameter (..., 3 H D) and of an interleaved tensor (H 3 D, ...)."""
-        n_heads = self.config.n_heads
-        theirs = theirs.reshape(n_heads, 3, -1, *theirs.shape[1:])
-        ours = ours.reshape(*ours.shape[:-1], 3, n_heads, -1)
-        return np.moveaxis(ours, (-2, -3, -1), (0, 1, 2)), theirs
+    def reordered_views(self, hf_name: str, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[Any, Any]]:
+        """Yield views with equal elements of the outputs (out, ...) of a linear layer, which may have another order."""
+        layout = self.family.layouts.get(layer_kind(hf_name))
+        yield from [(ours, theirs)] if layout is None else layout(self.config, ours, theirs)
+
+
+# -------------------------------------------------------------------- orders of outputs
+def by_head(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield views (H, 3, D, ...) of queries, keys and values (3 H D, ...), which `theirs` interleaves by head."""
+    rest = ours.shape[1:]
+    yield ours.reshape(3, config.n_heads, -1, *rest).swapaxes(0, 1), theirs.reshape(config.n_heads, 3, -1, *rest)
+
+
+def gate_first(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield both halves of a gated layer (2 F, ...), of which `theirs` has the gate first."""
+    half = len(ours) // 2
+    yield ours[half:], theirs[:half]
+    yield ours[:half], theirs[half:]
+
+
+def gate_interleaved(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield both halves of a gated layer (2 F, ...), of which `theirs` has each gate before its other output."""
+    half = len(ours) // 2
+    yield ours[half:], theirs[0::2]
+    yield ours[:half], theirs[1::2]
+
+
+def layer_kind(hf_name: str) -> str:
+    """Return the last component of the name of a layer, or of its weight or bias."""
+    return re.sub(r"\.(weight|bias)$", "", hf_name).rpartition(".")[2]
 
 
 def fill_numbers(template: str, numbers: Sequence[str]) -> str:
@@ -176,6 +211,7 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
     mapping = TensorMapping(family, model)
     tensors = canonicalize_names(family, source.tensors)
     expected = {name: mapping.hf_tensors(name) for name in mapping.parameters}
+    tensors = _add_fallbacks(family, tensors, expected)
     _check_tensors(expected, {name: tensor for name, tensor in tensors.items() if not re.match(family.ignored, name)})
     _check_tied_head(mapping, tensors)
     for name, hf_tensors in sorted(expected.items(), key=lambda item: -mapping.parameters[item[0]].size):
@@ -196,12 +232,28 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
         parameter.requires_grad = kind == "float32"
 
 
+def _add_fallbacks(
+    family: Family, tensors: dict[str, StoredTensor], expected: dict[str, list[HFTensor]]
+) -> dict[str, StoredTensor]:
+    """Return the tensors with those of `family.fallbacks` that are expected and missing."""
+    missing = [hf for hfs in expected.values() for hf in hfs if hf.name in family.fallbacks and hf.name not in tensors]
+    added: dict[str, StoredTensor] = {}
+    for name, shape, _ in missing:
+        other = family.fallbacks[name]
+        if not other:
+            added[name] = StoredTensor(shape, "F32", lambda shape=shape: np.zeros(shape, np.float32))  # type: ignore[misc]
+        elif other in tensors:
+            added[name] = tensors[other]
+    return {**tensors, **added}
+
+
 def _storage_format(mapping: TensorMapping, name: str, theirs: list[StoredTensor], weights: str) -> str:
     """Return how to store a parameter: "float32", a dtype of `QuantizedMatrix`, or "blocks" as in the file."""
     if weights == "float32" or declared_role(mapping.parameters[name]) not in QUANTIZED_ROLES:
         return "float32"
     kinds = {tensor.dtype_name for tensor in theirs}
-    have_blocks = all(tensor.read_blocks for tensor in theirs) and not mapping.is_interleaved(name)
+    reordered = any(mapping.has_layout(hf_tensor.name) for hf_tensor in mapping.hf_tensors(name))
+    have_blocks = all(tensor.read_blocks for tensor in theirs) and not reordered
     if have_blocks and keeps_blocks(weights, kinds):
         return "blocks"
     if weights == "auto":
@@ -297,7 +349,7 @@ def _check_tied_head(mapping: TensorMapping, tensors: dict[str, StoredTensor]) -
     name = next((name for name in tensors if _is_head(name)), None)
     if name is None or "head.weights" in mapping.parameters:
         return
-    embedding = mapping.family.names["token_embedding"][0] + ".weight"
+    embedding = next(iter(mapping.family.names.values()))[0] + ".weight"
     head, tied = tensors[name], tensors[embedding]
     if head.shape != tied.shape or not _arrays_equal(head.read(), tied.read()):
         raise ValueError(f"tie_word_embeddings says that {name} is {embedding}, but their values differ")

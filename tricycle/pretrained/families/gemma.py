@@ -6,14 +6,19 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.config_equivalence import has_bias
-from tricycle.pretrained.config_fields import ConfigFields, activation_name, field_error, read_rotary_section
+from tricycle.pretrained.config_fields import (
+    ConfigFields,
+    activation_name,
+    field_error,
+    read_rotary_section,
+    rotary_scaling_fields,
+)
 from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.llama import (
     LLAMA_NAMES,
     check_heads_divide_width,
     common_config,
     common_fields,
-    rotary_scaling_fields,
     sliding_window_config,
     sliding_window_fields,
 )
@@ -102,6 +107,7 @@ def _periodic_layer_types(n_layers: int, period: int) -> list[str]:
 
 
 def _sliding_window(fields: ConfigFields, types: list[str]) -> int | None:
+    """Return the window, None without one; raise an error if layers need one."""
     window = fields.optional_positive_int("sliding_window", DEFAULT_WINDOW)
     if window is None and "sliding_attention" in types:
         raise field_error("sliding_window", "a positive integer, because layers have sliding_attention", None)
@@ -109,7 +115,7 @@ def _sliding_window(fields: ConfigFields, types: list[str]) -> int | None:
 
 
 def _rope_config(fields: ConfigFields) -> dict[str, Any]:
-    """Return the RoPE fields. Sliding-window layers have their own base, and no scaling."""
+    """Return the RoPE fields; sliding-window layers have their own base, and may not be scaled (error)."""
     theta = fields.positive_float("rope_theta", 1_000_000.0)
     local_theta = fields.positive_float("rope_local_base_freq", 10_000.0)
     place = "rope_parameters"

@@ -16,6 +16,7 @@ from tricycle.pretrained.config_fields import (
     activation_name,
     field_error,
     read_rotary_fields,
+    rotary_scaling_fields,
     size_fields,
 )
 from tricycle.pretrained.families.family import Family, TensorNames
@@ -106,6 +107,7 @@ def from_olmo2(fields: ConfigFields) -> ModelConfig:
 
 
 def _qwen_config(fields: ConfigFields, head_size: int | None = None) -> dict[str, Any]:
+    """Return the config of a Qwen model; layers from `max_window_layers` on have any sliding window."""
     defaults = {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768}
     common = common_config(ConfigFields({**defaults, **fields.values}), 32, head_size)
     n_layers = common["n_layers"]
@@ -146,21 +148,6 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
     if scaling := rotary_scaling_fields(config):
         fields["rope_scaling"] = scaling
     return fields
-
-
-def rotary_scaling_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the value of rope_scaling in config.json: {rope_type, factor, bounds if llama3}; {} without scaling."""
-    if config.rotary_scaling == "none":
-        return {}
-    scaling = {"rope_type": config.rotary_scaling, "factor": float(config.rotary_factor)}
-    if config.rotary_scaling == "linear":
-        return scaling
-    return {
-        **scaling,
-        "low_freq_factor": float(config.rotary_low_frequency),
-        "high_freq_factor": float(config.rotary_high_frequency),
-        "original_max_position_embeddings": config.rotary_original_window,
-    }
 
 
 def check_heads_divide_width(config: ModelConfig) -> None:

@@ -6,9 +6,14 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.config_equivalence import has_bias
-from tricycle.pretrained.config_fields import ConfigFields, activation_name, read_rotary_fields, size_fields
-from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.families.llama import rotary_scaling_fields
+from tricycle.pretrained.config_fields import (
+    ConfigFields,
+    activation_name,
+    read_rotary_fields,
+    rotary_scaling_fields,
+    size_fields,
+)
+from tricycle.pretrained.families.family import Family, TensorNames, by_head
 
 NAMES: TensorNames = {
     "token_embedding": ["gpt_neox.embed_in"],
@@ -59,5 +64,12 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
 LEGACY_NAMES = {r"^lm_head\.": "embed_out."}
 PREFIXES = ("gpt_neox.", "")
 NEOX = Family(
-    ("gpt_neox",), "GPTNeoXForCausalLM", to_config, to_fields, NAMES, PREFIXES, LEGACY_NAMES, interleaved_qkv=True
+    ("gpt_neox",),
+    "GPTNeoXForCausalLM",
+    to_config,
+    to_fields,
+    NAMES,
+    PREFIXES,
+    LEGACY_NAMES,
+    layouts={"query_key_value": by_head},
 )

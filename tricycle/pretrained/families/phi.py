@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
-from tricycle.pretrained.config_fields import ConfigFields, activation_name, read_rotary_fields, size_fields
+from tricycle.pretrained.config_fields import (
+    ConfigFields,
+    activation_name,
+    read_rotary_fields,
+    rotary_scaling_fields,
+    size_fields,
+)
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.families.llama import LLAMA_NAMES, rotary_scaling_fields
+from tricycle.pretrained.families.llama import LLAMA_NAMES
 
 NAMES: TensorNames = {
     **LLAMA_NAMES,

@@ -6,9 +6,15 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.config_equivalence import has_bias
-from tricycle.pretrained.config_fields import ConfigFields, activation_name, read_rotary_fields, size_fields
+from tricycle.pretrained.config_fields import (
+    ConfigFields,
+    activation_name,
+    read_rotary_fields,
+    rotary_scaling_fields,
+    size_fields,
+)
 from tricycle.pretrained.families.family import Family
-from tricycle.pretrained.families.llama import LLAMA_NAMES, PREFIXES, check_heads_divide_width, rotary_scaling_fields
+from tricycle.pretrained.families.llama import LLAMA_NAMES, PREFIXES, check_heads_divide_width
 
 
 def to_config(fields: ConfigFields) -> ModelConfig:

@@ -1,0 +1,123 @@
+"""The block of Mamba-2 (Dao and Gu 2024): projections, a short convolution, the scan, a gate and a norm.
+
+For generation, a layer's `KeyValueCache` holds no keys and values: its `last` holds the state and the latest inputs of
+the convolution, whose size does not depend on the length of the text.
+
+Shapes: B batch, T tokens, C channels, H heads, P channels per head, G groups, N state size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tricycle import extra_ops
+from tricycle.activation import Swish
+from tricycle.attention.attend import Mask
+from tricycle.attention.cache import KeyValueCache
+from tricycle.blocks import new_norm
+from tricycle.configs.mamba import MambaConfig
+from tricycle.extra_ops import split_sizes
+from tricycle.functions import add_residual
+from tricycle.initialisers import Initialiser, xavier
+from tricycle.layers import Dense, Generator, Layer, RMSNorm, new_generator
+from tricycle.ops import as_tensor, reshape
+from tricycle.parameter import Parameter
+from tricycle.state_spaces.scan import StateSpaceScan
+from tricycle.tensor import Operand, Tensor
+
+STEP_SIZES = 0.001, 0.1  # the range of the initial step sizes of the heads
+
+
+class MambaMixer(Layer):
+    """The sequence layer of Mamba-2, in the place of attention.
+
+    Args:
+        config: of the model.
+        initialiser, generator: of the initial weights; the step sizes are drawn log-uniformly from `STEP_SIZES`.
+    """
+
+    def __init__(self, config: MambaConfig, *, initialiser: Initialiser = xavier, generator: Generator = None) -> None:
+        generator = new_generator(generator)
+        self.config, inner, n_heads = config, config.inner_size, config.n_heads
+        n_inputs = inner + config.conv_size + n_heads
+        self.input = Dense(config.embedding_dim, n_inputs, config.bias, initialiser, generator)
+        bound = config.conv_width**-0.5
+        shape = config.conv_size, 1, config.conv_width
+        self.conv_weights = Parameter(generator.uniform(-bound, bound, shape).astype(np.float32), "scale")
+        self.conv_bias = Parameter(np.zeros(config.conv_size, np.float32), "bias") if config.conv_bias else None
+        low, high = np.log(STEP_SIZES)
+        steps = np.exp(generator.uniform(low, high, n_heads))
+        self.step_bias = Parameter(np.log(np.expm1(steps)).astype(np.float32), "bias")  # softplus gives the step size
+        self.log_rates = Parameter(np.log(np.arange(1, n_heads + 1, dtype=np.float32)), "scale")
+        self.skip = Parameter(np.ones(n_heads, np.float32), "gain")
+        self.scan = StateSpaceScan(config.chunk_size)
+        self.norm = RMSNorm(inner // config.n_groups, config.norm_eps, gain=False)
+        self.norm_gain = Parameter(np.ones(inner, np.float32), "gain")
+        self.projection = Dense(inner, config.embedding_dim, config.bias, initialiser, generator)
+
+    def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
+        """Map x (B, T, C) to (B, T, C); continue from, and update, the state in the cache."""
+        x = as_tensor(x)
+        config, (n_items, n_tokens) = self.config, x.shape[:2]
+        inner, n_keys = config.inner_size, config.n_groups * config.state_size
+        gate, mixed, steps = split_sizes(self.input(x), (inner, config.conv_size, config.n_heads))
+        v, k, q = split_sizes(Swish()(self._convolve(mixed, cache)), (inner, n_keys, n_keys))
+        steps = extra_ops.softplus(steps + self.step_bias)  # (B, T, H)
+        v = reshape(v, n_items, n_tokens, config.n_heads, config.channels_per_head)
+        scanned = reshape(steps, *steps.shape, 1) * v
+        k, q = (reshape(part, n_items, n_tokens, config.n_groups, config.state_size) for part in (k, q))
+        y = self._scan(scanned, extra_ops.negative(steps * extra_ops.exp(self.log_rates)), k, q, cache)
+        y = reshape(y + v * reshape(self.skip, config.n_heads, 1), n_items, n_tokens, inner) * Swish()(gate)
+        groups = self.norm(reshape(y, n_items, n_tokens, config.n_groups, inner // config.n_groups))
+        return self.projection(reshape(groups, n_items, n_tokens, inner) * self.norm_gain)
+
+    def _convolve(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """Return the convolution of each channel of x (B, T, E) with the latest `conv_width` tokens."""
+        n_tokens, width = x.shape[1], self.config.conv_width
+        before = None if cache is None else cache.last.get("conv")
+        if before is None:
+            before = x.xp.zeros((x.shape[0], width - 1, x.shape[2]), x.dtype)
+        padded = extra_ops.concatenate([Tensor(before, False), x], axis=1)
+        if cache is not None:
+            cache.last["conv"] = padded.array[:, n_tokens:].copy()
+        parts = [padded[:, i : i + n_tokens] * self.conv_weights[:, 0, i] for i in range(width)]
+        out = parts[0]
+        for part in parts[1:]:
+            out = out + part
+        return out if self.conv_bias is None else out + self.conv_bias
+
+    def _scan(self, v: Tensor, decays: Tensor, k: Tensor, q: Tensor, cache: KeyValueCache | None) -> Tensor:
+        if cache is None:
+            return self.scan(v, decays, k, q)
+        out, cache.last["state"] = self.scan.scan(v.array, decays.array, k.array, q.array, cache.last.get("state"))
+        return Tensor(out, False)
+
+
+class MambaBlock(Layer):
+    """A block of a Mamba-2 model: x + mixer(norm(x)), without an MLP.
+
+    Args:
+        config: of the model. initialiser, generator: see `MambaMixer`.
+    """
+
+    mlp = None
+
+    def __init__(self, config: MambaConfig, *, initialiser: Initialiser = xavier, generator: Generator = None) -> None:
+        self.norm = new_norm(config)
+        self.mixer = MambaMixer(config, initialiser=initialiser, generator=generator)
+
+    def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
+        """Apply the block to x (B, T, C); continue from the state in the cache, and update it.
+
+        Raises:
+            ValueError: a mask, because a state cannot skip tokens.
+        """
+        if mask is not None:
+            raise ValueError("MambaBlock: expected no mask, because a state cannot skip tokens, got one")
+        x = as_tensor(x)
+        n_tokens = x.shape[-2]
+        rows = x if x.ndim == 3 else reshape(x, 1, *x.shape)
+        out = self.mixer(self.norm(rows), cache)
+        if cache is not None:
+            cache.length += n_tokens
+        return add_residual(x, out if x.ndim == 3 else reshape(out, x.shape))

@@ -1,0 +1,155 @@
+"""`StateSpaceScan`: the recurrence of a selective state-space model, computed in chunks.
+
+The state S (N, P) of each head decays and adds one outer product per token: S_t = e^(d_t) S_(t-1) + k_t v_t^T, and the
+output is y_t = S_t^T q_t. This equals causal attention without a softmax, whose weights q_t . k_s are multiplied by
+the decay e^(d_(s+1) + ... + d_t) (Dao and Gu 2024, "Transformers are SSMs", sections 3 and 6). Within a chunk of tokens
+it is computed as attention, by matrix products; between chunks by the state, so the time is linear in the tokens.
+
+Shapes: B batch, T tokens, H heads, P channels per head, G groups of heads that share keys and queries, R heads per
+group, N state size, Q tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tricycle.autograd import NeedsGrad, grad_enabled_for
+from tricycle.devices import Array, array_module
+from tricycle.ops import Op, as_floating, as_tensors, check_device, check_positive
+from tricycle.tensor import Operand, Tensor, record
+
+
+class _Chunk(NamedTuple):
+    """A chunk's inputs in the order of the matrix products, and its decays."""
+
+    v: Array  # (B, G, R, Q, P)
+    k: Array  # (B, G, 1, Q, N)
+    q: Array  # (B, G, 1, Q, N)
+    within: Array  # (B, G, R, Q, Q): from each token s to each later t, 0 for earlier t
+    since_start: Array  # (B, G, R, Q, 1): from the state before the chunk
+    until_end: Array  # (B, G, R, Q, 1): to the state after the chunk
+    whole: Array  # (B, G, R, 1, 1): of the state over the chunk
+
+
+class StateSpaceScan(Op):
+    """y_t = S_t^T q_t with S_t = e^(d_t) S_(t-1) + k_t v_t^T, from a state of zeros.
+
+    Args:
+        chunk_size: Q. The results are equal up to rounding; memory for the weights grows with it, T Q per head.
+    """
+
+    name = "state_space_scan"
+
+    def __init__(self, chunk_size: int = 64) -> None:
+        check_positive("StateSpaceScan", chunk_size=chunk_size)
+        self.chunk_size = chunk_size
+
+    def forward(self, v: Operand, decays: Operand, k: Operand, q: Operand) -> Tensor:
+        """Return y (B, T, H, P) of values v (B, T, H, P), log decays d (B, T, H), keys and queries (B, T, G, N).
+
+        Raises:
+            ValueError: other shapes, or H is not a multiple of G.
+        """
+        tensors = as_tensors(v, decays, k, q)
+        arrays = [as_floating(tensor.array) for tensor in tensors]
+        _check_shapes(*arrays)
+        dtype = array_module(arrays[0]).result_type(*arrays)
+        arrays = [array.astype(dtype, copy=False) for array in arrays]
+        values, log_decays, keys, queries = arrays
+        out, _, states = self._scan(values, log_decays, keys, queries, None, grad_enabled_for(*tensors))
+
+        def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array]:
+            return self._gradients(grad, arrays, states)
+
+        return record(out, tensors, backward, self.name)
+
+    def scan(self, v: Array, decays: Array, k: Array, q: Array, state: Array | None = None) -> tuple[Array, Array]:
+        """Return y and the last state (B, H, N, P), from a state (default zeros), without gradients; see `forward`."""
+        return self._scan(v, decays, k, q, state)[:2]
+
+    def _scan(
+        self, v: Array, decays: Array, k: Array, q: Array, state: Array | None, keep_states: bool = False
+    ) -> tuple[Array, Array, list[Array]]:
+        """Return y, the last state, and with `keep_states` the states (B, G, R, N, P) before all chunks."""
+        xp, (n_items, n_tokens, n_heads, size) = array_module(v), v.shape
+        shape = n_items, k.shape[2], n_heads // k.shape[2], k.shape[3], size
+        s = xp.zeros(shape, v.dtype) if state is None else state.reshape(shape)
+        out, states = xp.empty_like(v), []
+        for start in range(0, n_tokens, self.chunk_size):
+            rows = slice(start, start + self.chunk_size)
+            c = _chunk(v[:, rows], decays[:, rows], k[:, rows], q[:, rows])
+            states += [s] if keep_states else []
+            y = (c.q @ c.k.swapaxes(-1, -2) * c.within) @ c.v + c.since_start * (c.q @ s)
+            out[:, rows] = _by_token(y, n_heads)
+            s = c.whole * s + (c.k * c.until_end).swapaxes(-1, -2) @ c.v
+        return out, s.reshape(n_items, n_heads, *shape[3:]), states
+
+    def _gradients(self, grad: Array, inputs: list[Array], states: list[Array]) -> list[Array]:
+        """Return the gradients of the inputs of `forward`; chunks are recomputed, from the last to the first."""
+        xp, n_heads = array_module(grad), grad.shape[2]
+        grads = [xp.empty_like(x) for x in inputs]
+        ds: Any = 0  # of the state after the chunk
+        for number in reversed(range(len(states))):
+            rows, s = slice(number * self.chunk_size, (number + 1) * self.chunk_size), states[number]
+            c = _chunk(*(x[:, rows] for x in inputs))
+            dy = _by_head(grad[:, rows], c.k.shape[1])
+            scores, products = c.q @ c.k.swapaxes(-1, -2), dy @ c.v.swapaxes(-1, -2)
+            dscores = products * c.within
+            decayed = dy * c.since_start
+            dq = dscores @ c.k + decayed @ s.swapaxes(-1, -2)
+            dk = dscores.swapaxes(-1, -2) @ c.q
+            dv = (scores * c.within).swapaxes(-1, -2) @ dy
+            # A weight is e^(D_t - D_s), where D is the sum of the decays from the start of the chunk.
+            by_weight = dscores * scores
+            dsums = by_weight.sum(axis=-1) - by_weight.sum(axis=-2) + (decayed * (c.q @ s)).sum(axis=-1)
+            if number < len(states) - 1:  # nothing follows the last state
+                of_state = c.until_end * (c.k @ ds)
+                dv += of_state
+                dk += (c.until_end * c.v) @ ds.swapaxes(-1, -2)
+                by_end = (of_state * c.v).sum(axis=-1)
+                dsums -= by_end
+                dsums[..., -1] += by_end.sum(axis=-1) + (c.whole * s * ds).sum(axis=(-1, -2))
+            ds = c.whole * ds + c.q.swapaxes(-1, -2) @ decayed
+            ddecays = xp.flip(xp.cumsum(xp.flip(dsums, -1), axis=-1), -1)
+            grads[0][:, rows], grads[1][:, rows] = (
+                _by_token(dv, n_heads),
+                _by_token(ddecays[..., None], n_heads)[..., 0],
+            )
+            for gradient, part in zip(grads[2:], (dk, dq)):
+                gradient[:, rows] = part.sum(axis=2).swapaxes(1, 2)
+        return grads
+
+
+def _check_shapes(v: Array, decays: Array, k: Array, q: Array) -> None:
+    if not type(v) is type(decays) is type(k) is type(q):
+        check_device("StateSpaceScan", v, decays, k, q)
+    fits = v.ndim == k.ndim == 4 and decays.shape == v.shape[:3] and k.shape == q.shape and k.shape[:2] == v.shape[:2]
+    if not fits or k.shape[2] == 0 or v.shape[2] % k.shape[2]:
+        expected = "v (B, T, H, P), decays (B, T, H), k and q (B, T, G, N), H a multiple of G"
+        got = ", ".join(str(x.shape) for x in (v, decays, k, q))
+        raise ValueError(f"StateSpaceScan: expected {expected}, got shapes {got}")
+
+
+def _chunk(v: Array, decays: Array, k: Array, q: Array) -> _Chunk:
+    """Return the chunk of these tokens (B, Q, ...)."""
+    xp, n_groups = array_module(v), k.shape[2]
+    d = _by_head(decays[..., None], n_groups)
+    visible = xp.tri(v.shape[1], dtype=bool)
+    # Sums from each token s on, as differences of sums from the first token on would cancel.
+    exponents = xp.cumsum(xp.where(xp.tri(v.shape[1], k=-1, dtype=bool), d, 0), axis=-2)
+    within = xp.where(visible, xp.exp(exponents), 0)
+    since_start = xp.exp(xp.cumsum(d, axis=-2))
+    keys, queries = (x.swapaxes(1, 2)[:, :, None] for x in (k, q))
+    until_end = within[..., -1:, :].swapaxes(-1, -2)
+    return _Chunk(_by_head(v, n_groups), keys, queries, within, since_start, until_end, since_start[..., -1:, :])
+
+
+def _by_head(x: Array, n_groups: int) -> Array:
+    """Reshape (B, Q, H, P) to (B, G, R, Q, P)."""
+    x = x.swapaxes(1, 2)
+    return x.reshape(len(x), n_groups, x.shape[1] // n_groups, *x.shape[2:])
+
+
+def _by_token(x: Array, n_heads: int) -> Array:
+    """Reshape (B, G, R, Q, P) to (B, Q, H, P)."""
+    return x.reshape(len(x), n_heads, *x.shape[3:]).swapaxes(1, 2)
