@@ -70,7 +70,7 @@ def check_builds_graph() -> None:
 
 
 def _add(sums: dict[Tensor, Tensor | None], nodes: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Add the gradients of the nodes that are keys of `sums`, cast to the node's dtype; TypeError if complex."""
+    """Add the gradients of nodes that depend on an input to `sums`, cast to the node's dtype; TypeError if complex."""
     for node, grad in zip(nodes, grads, strict=True):
         if grad is None or node not in sums:
             continue
