@@ -40,7 +40,7 @@ class Item(NamedTuple):
 
 
 def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.random.Generator) -> list[int]:
-    """Return random indices of texts that all models have right, then some, then none; at most `each` per class.
+    """Return random indices of texts that all models have right, then some, none; at most `each` per kind and class.
 
     Args:
         right: (M, N) whether each of M models is right.

@@ -199,7 +199,7 @@ _QUANTIZERS: dict[str, Quantizer] = {
 
 # -------------------------------------------------------------------- scales
 def _columns(x: np.ndarray, size: int) -> np.ndarray:
-    """Return a copy of x, in groups of `size` values, as (size, groups)."""
+    """Return x, in groups of `size` values, as a contiguous array (size, groups); perhaps a view."""
     return np.ascontiguousarray(x.reshape(-1, size).T)
 
 

@@ -104,7 +104,7 @@ def _with_scale(builder: Any, integers: Any, scale: Any) -> list[Part]:
 
 # -------------------------------------------------------------------- formats with blocks of 32
 def _q8_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q8_0 block: its 32 signed integers (unsigned for VNNI) and scale, no minimum."""
+    """Emit code that reads a Q8_0 block; return ([a part: 32 signed integers (unsigned for VNNI), scale], None)."""
     integers = _load(builder, address, 2, BYTES)
     if HAS_VNNI:
         integers = builder.xor(integers, _constant(BYTES, 128))
@@ -112,24 +112,24 @@ def _q8_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
 
 
 def _q4_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q4_0 block: its 32 unsigned integers and scale, no minimum."""
+    """Emit code that reads a Q4_0 block; return ([a part: its 32 unsigned integers and scale], None)."""
     return _with_scale(builder, _nibbles(builder, address, 2), _half(builder, address, 0)), None
 
 
 def _q4_1(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q4_1 block: its 32 unsigned integers, scale and minimum."""
+    """Emit code that reads a Q4_1 block; return ([a part: its 32 unsigned integers and scale], <1 x float> minimum)."""
     parts = _with_scale(builder, _nibbles(builder, address, 4), _half(builder, address, 0))
     return parts, _splat(builder, _half(builder, address, 2), 1)
 
 
 def _q5_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q5_0 block: its 32 unsigned integers and scale, no minimum."""
+    """Emit code that reads a Q5_0 block; return ([a part: its 32 unsigned integers and scale], None)."""
     integers = builder.or_(_nibbles(builder, address, 6), _fifth_bits(builder, address, 2))
     return _with_scale(builder, integers, _half(builder, address, 0)), None
 
 
 def _q5_1(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q5_1 block: its 32 unsigned integers, scale and minimum."""
+    """Emit code that reads a Q5_1 block; return ([a part: its 32 unsigned integers and scale], <1 x float> minimum)."""
     integers = builder.or_(_nibbles(builder, address, 8), _fifth_bits(builder, address, 4))
     return _with_scale(builder, integers, _half(builder, address, 0)), _splat(builder, _half(builder, address, 2), 1)
 
@@ -138,7 +138,7 @@ MXFP4_TABLE = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0]  # twi
 
 
 def _mxfp4(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads an MXFP4 block: its 32 integers, from a table, and scale, a power of two; no minimum."""
+    """Emit code that reads an MXFP4 block; return ([a part: 32 integers from a table, power-of-two scale], None)."""
     exponent = builder.zext(_load(builder, address, 0, BYTE), PAIR)
     subnormal = builder.shl(PAIR(0x00200000), exponent)
     normal = builder.shl(builder.sub(exponent, PAIR(1)), PAIR(23))

@@ -35,7 +35,7 @@ def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | No
 
 
 def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
-    """Return GELU of x by all threads; write its derivative to `slope` unless it is None."""
+    """Return GELU of x by all threads; write its derivative to `slope`, a contiguous array, unless it is None."""
     flat = np.ascontiguousarray(x).reshape(-1)
     y = buffers.empty(flat.shape, flat.dtype)
     slopes = None if slope is None else slope.reshape(-1)

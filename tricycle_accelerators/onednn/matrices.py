@@ -17,6 +17,7 @@ UPCAST_TERMS = 2048  # of a product's sums, that are made float32 at a time
 
 
 def _operand_decline_reason(x: np.ndarray, precision: str) -> str | None:
+    """Return why oneDNN cannot multiply at a precision ("float16" only), or None; x is not examined."""
     return "precision float16: a CPU's 16 bits are bfloat16" if precision == "float16" else None
 
 

@@ -87,7 +87,7 @@ def _multiply_int8(x: np.ndarray, matrix: library.PackedMatrix) -> np.ndarray | 
 
 # -------------------------------------------------------------------- bfloat16
 def _multiply_bfloat16(x: np.ndarray, matrix: library.PackedMatrix, exact: bool) -> np.ndarray:
-    """Multiply rows by a packed bfloat16 matrix; with `exact`, do not round x, even for many rows."""
+    """Multiply rows by a bfloat16 matrix; round many rows to bfloat16, or split them in two if `exact` and finite."""
     n_rows = len(x)
     if n_rows <= FEW_ROWS:
         product = split_precision.bfloat16_split_matmul(x, matrix.few_rows_matmul(2 * n_rows))
