@@ -116,6 +116,7 @@ class Buckets:
         return self
 
     def __next__(self) -> np.ndarray:
+        """Return the item indices of the next batch and advance; after an epoch's last batch, start the next epoch."""
         if self.position == len(self._batches):
             self.load_state({"epoch": self.epoch + 1, "position": 0})
         self.position += 1

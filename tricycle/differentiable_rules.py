@@ -56,6 +56,7 @@ def _split_sizes(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 @rule("tricycle.ops._heads_gradient")
 def _split_heads(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of x from that of one of its parts: `grad` in the part's channels, 0 elsewhere."""
     (start,), n_channels = node._saved, grad.shape[2] * grad.shape[3]
     index = (slice(None), slice(None), slice(start, start + n_channels))
     return [scatter(grad.reshape(*grad.shape[:2], n_channels), index, node.args[0].array, unique=True)]
@@ -74,6 +75,7 @@ def _stack(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 @unfused("tricycle.attention.rotary.Rotary.forward")
 def _rotary(node: Tensor, v: Any) -> Tensor:
+    """Recompute RoPE by operations on Tensors, from the operation's cosines and sines."""
     (x,), half = node.args, v.cos.shape[1]
     cos, sin = v.cos[:, None, :], v.sin[:, None, :]
     first, second = x[..., :half], x[..., half : 2 * half]
@@ -83,6 +85,7 @@ def _rotary(node: Tensor, v: Any) -> Tensor:
 
 @rule("tricycle.einsum.contraction")
 def _contraction(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
+    """Return the gradients of an einsum's args as contractions of `grad` and the other args; None if not needed."""
     results: list[Tensor | None] = []
     for i, x in enumerate(node.args):
         terms = node.args[:i] + (grad,) + node.args[i + 1 :]
@@ -93,6 +96,7 @@ def _contraction(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
 
 @rule("tricycle.functions.linear")
 def _linear(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
+    """Return the gradients of x, W and (if any) b of x W + b as Tensors; None for an x or W that needs none."""
     x, weights, *_ = node.args
     dx = dweights = None
     dy, rows = grad.reshape(v.n_rows, v.to_size), x.reshape(v.n_rows, x.shape[-1])
@@ -142,6 +146,7 @@ def _on_tensors(gradient: Any) -> Any:
 
 
 def _power_left(g: Tensor, x: Tensor, y: Any, z: Tensor) -> Tensor:
+    """Return g y x ** (y - 1) as a Tensor, 0 where y is 0."""
     if not isinstance(y, Tensor):
         return g * (y * x ** (y - 1)) if y else g * 0
     y = cast(y, x.dtype)
@@ -149,6 +154,7 @@ def _power_left(g: Tensor, x: Tensor, y: Any, z: Tensor) -> Tensor:
 
 
 def _power_right(g: Tensor, x: Any, y: Tensor, z: Tensor) -> Tensor:
+    """Return g z log x as a Tensor, for z = x ** y; 0 where x is not above 0."""
     x = ops.as_tensor(x, y)
     positive = x > 0
     return g * extra_ops.where(positive, z * extra_ops.log(extra_ops.where(positive, x, 1)), 0)
@@ -249,6 +255,7 @@ def _extreme(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 # -------------------------------------------------------------------- softmax, norms, losses
 @rule("tricycle.functions.RowSoftmax.forward")
 def _row_softmax(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor | None]:
+    """Return the gradient of a softmax's scores; for variants by their `row_softmax_of_tensor`, else an error."""
     if isinstance(v.self, functions.Softmax):
         return [node * (grad - (grad * node).sum(axis=-1, keepdims=True))]
     if hasattr(v.self, "row_softmax_of_tensor"):
@@ -264,6 +271,7 @@ def _log_softmax(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 @unfused("tricycle.layers.LayerNorm.forward")
 def _norm(node: Tensor, v: Any) -> Tensor:
+    """Recompute a layer or RMS norm by operations on Tensors, in float32 for 16-bit inputs."""
     x, *parameters = node.args
     x = cast(x, np.result_type(x.dtype, np.float32)) if x.dtype.itemsize == 2 else x
     if v.self._subtract_mean:
@@ -276,6 +284,7 @@ def _norm(node: Tensor, v: Any) -> Tensor:
 
 @unfused("tricycle.loss.CrossEntropy._weighted_sum")
 def _cross_entropy(node: Tensor, v: Any) -> Tensor:
+    """Recompute the weighted, label-smoothed sum of cross-entropies by operations on Tensors."""
     (logits,), (ids, weights, smoothing) = node.args, node._saved
     rows = logits.reshape(-1, logits.shape[-1])
     # the loss of an ignored row may be infinite, and 0 times infinity is NaN

@@ -53,7 +53,7 @@ def _module(x: Any, y: Any) -> Any:
 
 
 def power_right(g: Array, x: Any, y: Any, z: Array) -> Array:
-    """Return g x ** y log x, and its limit 0 where x is 0."""
+    """Return g z log x, for z = x ** y; 0 where x is not above 0."""
     xp = array_module(g)
     positive = xp.asarray(x) > 0
     return g * xp.where(positive, z * xp.log(xp.where(positive, x, 1)), 0)

@@ -109,6 +109,7 @@ def _symmetric(x: Matrix) -> Matrix:
 
 # -------------------------------------------------------------------- systems of equations
 def _solve_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, a: Matrix, b: Matrix, x: Matrix) -> Sequence[Any]:
+    """Return the gradients of a (None if not needed) and b from that of x = solve(a, b), g."""
     to_b = linalg.solve(_transposed(a), g)
     to_a = unbroadcast(-to_b @ _transposed(x), a.shape) if needs_grad[0] else None
     return to_a, unbroadcast(to_b, b.shape)
@@ -192,6 +193,7 @@ def slogdet(x: Operand) -> tuple[Tensor, Tensor]:
 
 # -------------------------------------------------------------------- factorizations
 def _cholesky_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, y: Matrix) -> Sequence[Any]:
+    """Return the symmetric gradient of x from that of its Cholesky factor y, g, in a tuple."""
     upper = _transposed(y)
     inner = (upper @ g) * (0.5 * _identity(y, lower=2))  # the lower triangle, and half of the diagonal
     right = _transposed(linalg.solve(upper, _transposed(inner)))
@@ -250,13 +252,14 @@ def _singular_value_gradient(
 def _left_vector_gradient(
     linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, u: Matrix, s: Matrix, vh: Matrix
 ) -> Sequence[Any]:
+    """Return the gradient of x from that of its left singular vectors u, g, in a tuple."""
     inner, columns = _transposed(u) @ g, s[..., None, :]
     within = u @ (_inverse_gaps(s * s) * (inner - _transposed(inner)) * columns)
     return ((within + (g - u @ inner) / columns) @ vh,)
 
 
 def _right_vector_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, *usv: Matrix) -> Sequence[Any]:
-    """Compute the gradient of the right vectors: they are the left vectors of the transposed matrix."""
+    """Return the gradient of x from that of vh, g, in a tuple: as of left vectors of the transposed matrix."""
     u, s, vh = usv
     mirrored = (_transposed(vh), s, _transposed(u))
     (gradient,) = _left_vector_gradient(linalg, needs_grad, _transposed(g), x, *mirrored)

@@ -196,6 +196,7 @@ def _clip(a: Operand, a_min: Operand | None = None, a_max: Operand | None = None
 
 @function_rule(np.dot)
 def _dot(a: Operand, b: Operand) -> Tensor:
+    """Compute `numpy.dot` of operands with at most 2 axes; ValueError for more."""
     a, b = ops.as_tensors(a, b)
     if a.ndim > 2 or b.ndim > 2:
         raise ValueError(f"numpy.dot: expected at most 2 axes, got shapes {a.shape} and {b.shape}: use matmul")
@@ -209,6 +210,7 @@ def _einsum(subscripts: str, *operands: Operand) -> Tensor:
 
 @function_rule(np.linalg.svd)
 def _svd(a: Tensor, full_matrices: bool = True) -> tuple[Tensor, ...]:
+    """Compute the reduced SVD; TypeError for `full_matrices` of a matrix that is not square."""
     if full_matrices and a.ndim > 1 and a.shape[-1] != a.shape[-2]:
         raise TypeError(f"numpy.linalg.svd: expected full_matrices=False for a Tensor of shape {a.shape}")
     return linalg.svd(a)

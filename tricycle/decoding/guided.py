@@ -187,6 +187,7 @@ def check_grammar(grammar: str, seconds: int = MAX_COMPILE_SECONDS) -> None:
 
 
 def _check_size(text: str) -> None:
+    """Raise a ValueError for a text of more than MAX_GRAMMAR_BYTES bytes."""
     n_bytes = len(text.encode("utf-8", "surrogatepass"))
     if n_bytes > MAX_GRAMMAR_BYTES:
         raise ValueError(f"it has {n_bytes:,} bytes, more than {MAX_GRAMMAR_BYTES:,}")

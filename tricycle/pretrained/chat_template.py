@@ -216,7 +216,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _insert_checks(tree: nodes.Template) -> None:
-    """Insert checks around the expressions of a template that create values, and into its loops."""
+    """Insert checks in place around the expressions of a template that create values, and into its loops."""
     creators = (nodes.Concat, nodes.List, nodes.Tuple, nodes.Dict, nodes.Filter, nodes.Call)
 
     def checked(node: nodes.Expr) -> nodes.Expr:

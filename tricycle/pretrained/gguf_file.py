@@ -283,7 +283,7 @@ class _HeaderReader:
         return np.frombuffer(raw, dtype).tolist()
 
     def _read_strings(self, key: str, n: int) -> list[str]:
-        """Read n strings, several times as fast as `_read_string`: a vocabulary is most of a header."""
+        """Return n strings, each stored after its length, and advance; ValueError if damaged."""
         self._check_room(n, _COUNT.size, f"strings of {key}")
         content, size, length_at = self.content, self.size, _COUNT.unpack_from
         end = self.position

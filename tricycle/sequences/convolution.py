@@ -61,6 +61,7 @@ def _fold_rule(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 
 def _unfold(array: Array, kernel: Sizes, stride: Sizes, padding: Sizes) -> Array:
+    """Return windows (B, *O, K * C) of an array (B, *S, C), padded with zeros, as a new array."""
     xp = array_module(array)
     padded = xp.pad(array, [(0, 0), *((p, p) for p in padding), (0, 0)])
     n_items, *sizes, channels = padded.shape
@@ -72,6 +73,7 @@ def _unfold(array: Array, kernel: Sizes, stride: Sizes, padding: Sizes) -> Array
 
 
 def _fold(columns: Array, shape: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes) -> Array:
+    """Sum windows (B, *O, K * C) into a new array of `shape` (B, *S, C), without the padding."""
     (n_items, *sizes, channels), places = shape, columns.shape[1:-1]
     windows = columns.reshape(n_items, *places, *kernel, channels)
     wider = [n + 2 * p for n, p in zip(sizes, padding)]
@@ -129,6 +131,7 @@ class Conv1d(Layer):
         return sizes
 
     def _checked(self, x: Operand) -> Tensor:
+        """Return x as a Tensor; ValueError if its last axis is not `from_size` long."""
         x = as_tensor(x, self.weights)
         check_last_axis(f"{type(self).__name__}(from_size={self.from_size})", x, self.from_size)
         return x

@@ -122,6 +122,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _check_overlaps(path: Path, ranges: list[tuple[int, int, str]]) -> None:
+    """Raise a ValueError if two of the (start, end, tensor name) ranges overlap."""
     end, previous = 0, ""
     for start, last, name in sorted(ranges):
         if start < end:

@@ -14,7 +14,7 @@ AnyLayer = TypeVar("AnyLayer", bound=Layer)
 
 
 def quantize(model: AnyLayer, dtype_name: str = "int8") -> AnyLayer:
-    """Quantize float32 matrices and embeddings in host memory in place and freeze all; ValueError if not finite.
+    """Quantize a model's float32 matrices in place, freeze it, return it; ValueError on a GPU or if not finite.
 
     Products with few rows then take less time, as they are limited by memory bandwidth. Gradients flow through the
     quantized weights, but not to them. Matrices that are quantized already stay unchanged.
