@@ -53,7 +53,6 @@ class EndlessDataset:
         return batch
 
     def _item_or_batch(self, start: int, stop: int) -> tuple[Any, Any]:
-        """Return (x, y) of items start to stop, as Tensors if set; without `batch`, the first item, no batch axis."""
         arrays = self._items(self._indices(start, stop))
         x, y = arrays if self._is_batched else (arrays[0][0], arrays[1][0])
         return (self._tensor(x), self._tensor(y)) if self._as_tensors else (x, y)
@@ -67,13 +66,11 @@ class EndlessDataset:
         return [int(self._cached_order(number // self.n_items)[number % self.n_items]) for number in range(start, stop)]
 
     def _cached_order(self, epoch: int) -> Sequence[int]:
-        """Return the order of an epoch's items; only the latest epoch's is cached."""
         if self._latest_order[0] != epoch:
             self._latest_order = epoch, self._new_order(epoch)
         return self._latest_order[1]
 
     def _new_order(self, epoch: int) -> Any:
-        """Return an epoch's item indices in order: a range or, if shuffled, a permutation drawn from (seed, epoch)."""
         if not self._is_shuffled:
             return range(self.n_items)
         return np.random.default_rng((self.seed, epoch)).permutation(self.n_items)
@@ -132,7 +129,6 @@ class CausalLMDataset(EndlessDataset):
         return super()._new_order(epoch) * length + start
 
     def _items(self, starts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens from each start, and the next ones, int64 (B, T) each; ValueError if out of range."""
         windows = np.empty((len(starts), self.context_window + 1), np.int64)
         for window, start in zip(windows, starts):
             window[:] = self.tokens[start : start + self.context_window + 1]

@@ -46,6 +46,7 @@ def _to_compute_dtype(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 @rule("tricycle.ops.getitem")
 def _getitem(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of x from that of x[index]: 0 where not selected, the sum where selected repeatedly."""
     return [scatter(grad, v.index, node.args[0].array)]
 
 
@@ -64,11 +65,13 @@ def _split_heads(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 @rule("tricycle.layers.Embedding.forward")
 def _embedding(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of the table: the sums of the rows of `grad` with the same id."""
     return [scatter(grad, v.index, node.args[0].array)]
 
 
 @rule("tricycle.extra_ops.stack")
 def _stack(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of each stacked Tensor: its place along the stacked axis of `grad`."""
     before = (slice(None),) * (v.axis % node.ndim)
     return [grad[(*before, i)] for i in range(len(node.args))]
 
@@ -119,11 +122,13 @@ TENSOR_MODULE = SimpleNamespace(sin=extra_ops.sin, cos=extra_ops.cos, exp=extra_
 
 @rule("tricycle.ops.unary_op")
 def _unary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient by the elementwise operation's own function, applied to Tensors."""
     return [_on_tensors(v.gradient)(TENSOR_MODULE, grad, node.args[0], node)]
 
 
 @rule("tricycle.ops.binary_op")
 def _binary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
+    """Return the gradients by the operation's own functions, in the args' shapes; one if the other is a number."""
     left, right = (_on_tensors(getattr(v, side, None)) for side in ("left", "right"))
     if len(node.args) == 1:  # the other operand is a number
         (x,), (a, b, _, *_) = node.args, node._saved
@@ -176,6 +181,7 @@ TENSOR_FORMS: dict[Any, Any] = {
 
 @rule("tricycle.extra_ops.where")
 def _where(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradients of x and y in their shapes: `grad` where it was selected, else 0."""
     x, y = node.args
     chosen = v.chosen
     return [
@@ -186,12 +192,14 @@ def _where(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 @rule("tricycle.functions.softcap")
 def _softcap(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return `grad` times 1 - tanh(x / cap)^2, with tanh from the result."""
     tanh = node * (1 / node._saved[0])
     return [grad * (1 - tanh * tanh)]
 
 
 @unfused("tricycle.activation.GeLU.forward")
 def _gelu(node: Tensor, v: Any) -> Tensor:
+    """Recompute GELU's tanh approximation by operations on Tensors."""
     (x,) = node.args
     return 0.5 * x * (1 + ops.tanh(kernels.SQRT_2_OVER_PI * (x + 0.044715 * (x * x * x))))
 
@@ -229,6 +237,7 @@ def _swish(node: Tensor, v: Any) -> Tensor:
 
 @unfused("tricycle.activation.SwiGLU._gate")
 def _swiglu(node: Tensor, v: Any) -> Tensor:
+    """Recompute a b sigmoid(b) of x = [a, b] by operations on Tensors."""
     (x,), half = node.args, node.shape[-1]
     b = x[..., half:]
     return x[..., :half] * (b * ops.sigmoid(b))
@@ -237,6 +246,7 @@ def _swiglu(node: Tensor, v: Any) -> Tensor:
 # -------------------------------------------------------------------- reductions
 @rule("tricycle.extra_ops.sum", "tricycle.extra_ops.mean")
 def _sum(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of a sum or mean: `grad`, divided by any count, broadcast to the input's shape."""
     grad = grad / v.count if hasattr(v, "count") else grad
     return [broadcast(_restored(grad, v.shape, v.axes), v.shape)]
 
@@ -248,6 +258,7 @@ def _restored(grad: Tensor, shape: tuple[int, ...], axes: Iterable[int]) -> Tens
 
 @rule("tricycle.extra_ops._extreme")
 def _extreme(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of max or min, divided evenly among equal extremes."""
     chosen = v.array == v.y
     return [_restored(grad, v.array.shape, v.axes) * (chosen / chosen.sum(axis=v.axes, keepdims=True))]
 
@@ -266,6 +277,7 @@ def _row_softmax(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor | None]:
 
 @rule("tricycle.functions.LogSoftmax.forward")
 def _log_softmax(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return grad - exp(y) sum(grad), the gradient of the scores."""
     return [grad - extra_ops.exp(node) * grad.sum(axis=-1, keepdims=True)]
 
 
@@ -297,6 +309,7 @@ def _cross_entropy(node: Tensor, v: Any) -> Tensor:
 
 @rule("tricycle.loss.MeanSquaredError.forward")
 def _mean_squared_error(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradients of y_true and y_pred, in this order."""
     y_true, y_pred = node.args
     to_pred = grad * v.scale * (y_pred - y_true)
     return [-to_pred, to_pred]

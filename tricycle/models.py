@@ -151,7 +151,6 @@ class GPT(BlockStack):
         return x
 
     def _embed(self, tokens: Tensor, positions: Array) -> Tensor:
-        """Return token embeddings (B, T, C), scaled and projected as configured, plus any position embeddings."""
         x = self.token_embedding(tokens)
         x = x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
         x = x if self.embedding_projection is None else self.embedding_projection(x)

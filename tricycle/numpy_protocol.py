@@ -169,6 +169,7 @@ def _expand_dims(a: Tensor, axis: int) -> Tensor:
 
 @function_rule(np.squeeze)
 def _squeeze(a: Tensor, axis: Axis = None) -> Tensor:
+    """Remove all axes of length 1, or these; ValueError if one has another length."""
     return a.reshape(np.broadcast_to(np.empty(()), a.shape).squeeze(axis).shape)
 
 
@@ -179,6 +180,7 @@ def _broadcast_to(array: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @function_rule(np.var)
 def _var(a: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Return the population variance over axes, without a correction."""
     centered = a - a.mean(axis, True)
     return (centered * centered).mean(axis, keepdims)
 
@@ -190,6 +192,7 @@ def _std(a: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 @function_rule(np.clip)
 def _clip(a: Operand, a_min: Operand | None = None, a_max: Operand | None = None) -> Operand:
+    """Limit a to a_min and a_max, either of which may be None; if both are, return a itself."""
     a = a if a_min is None else extra_ops.maximum(a, a_min)
     return a if a_max is None else extra_ops.minimum(a, a_max)
 

@@ -38,7 +38,6 @@ class Op:
     """
 
     def __init_subclass__(cls, is_base: bool = False, **kwargs: Any) -> None:
-        """Add this package's public subclasses to OPS by name, unless `is_base`."""
         super().__init_subclass__(**kwargs)
         if not is_base and not cls.__name__.startswith("_") and cls.__module__.startswith("tricycle."):
             OPS[cls.__name__] = cls
@@ -270,7 +269,6 @@ def split_heads(x: Tensor, n_heads: Sequence[int], head_size: int) -> list[Tenso
 
 
 def _heads_gradient(grad: Array, needs_grad: NeedsGrad, start: int) -> tuple[SlicedGradient]:
-    """Return the gradient of x (B, T, C) as a slice: that of a part (B, T, n, D), from channel `start` on."""
     channels = grad.reshape(*grad.shape[:2], grad.shape[2] * grad.shape[3])
     index = (slice(None), slice(None), slice(start, start + channels.shape[2]))
     return (SlicedGradient(channels, index, unique=True),)

@@ -376,9 +376,11 @@ class _OneUpdate(StateSession):
         return self._last
 
     def log(self, loss: Any, norm: Any) -> None:
+        """Store loss and norm as the result; nothing is written."""
         self.result = loss, norm
 
     def recover(self, error: NonFiniteError) -> None:
+        """Raise the error again, with the number of the step; an update is not repeated."""
         raise NonFiniteError(f"step {self.step + 1}: {error}") from None
 
 

@@ -133,6 +133,7 @@ class _Arena:
         return True
 
     def range_of(self, address: int) -> _Range:
+        """Return the mapped range that contains an address."""
         return self.ranges[bisect_right(self.ranges, address, key=lambda each: each.start) - 1]
 
     def collect(self) -> None:

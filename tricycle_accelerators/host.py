@@ -71,7 +71,7 @@ def _keep_memory() -> bool:
 
 
 def _reserve_huge_pages(libc: ctypes.CDLL, size: int) -> None:
-    """Allocate `size` bytes of addresses, mark them for huge pages, and free them to malloc."""
+    """Allocate `size` bytes of addresses without touching them, mark them for huge pages, free them to malloc."""
     madv_hugepage = 14
     libc.malloc.restype = ctypes.c_void_p
     block = libc.malloc(ctypes.c_size_t(size))

@@ -345,6 +345,7 @@ def _stop_serving_helpers() -> None:
 # Cache: valid for the life of the process: registered once; a forked process inherits that.
 @cache
 def _register_fork_hook() -> None:
+    """Have `_after_fork` called in each forked process; called once."""
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=_after_fork)
 

@@ -172,7 +172,7 @@ class _Worker:
             self.position = (step, -1)
 
     def _log(self, lines: Sequence[Line]) -> None:
-        """Log the lines after the position, without values that the tracker has, and advance the position."""
+        """Log lines after the position, without values the tracker has; flush it; advance and save the position."""
         for line in lines:
             step, position = line["step"], _position(line)
             if position <= self.position:

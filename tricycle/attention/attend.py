@@ -103,7 +103,6 @@ class Attention(Op):
 
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
-    """Raise a ValueError unless the shapes are (B, T, H, D), (B, S, K, D), (B, S, K, E), with H a multiple of K."""
     if not type(q) is type(k) is type(v):
         check_device("Attention", q, k, v)
     fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[::3] == k.shape[::3] and k.shape[:3] == v.shape[:3]

@@ -28,7 +28,6 @@ class ValidatedConfig:
     """The base of configs: an invalid value raises a ValueError with the field and the rule."""
 
     def _check(self, rules: list[Rule]) -> None:
-        """Raise a ValueError for a field with a wrong type, or with a value that breaks one of the rules."""
         hints = get_type_hints(type(self))
         for field in fields(self):  # type: ignore[arg-type]
             expected = _expected(getattr(self, field.name), hints[field.name])

@@ -194,6 +194,7 @@ def _check_size(text: str) -> None:
 
 
 def _one_line(text: str) -> str:
+    """Return a message of llguidance on one line, at most 500 characters."""
     return " ".join(text.replace("<non-verbose/>", "").split())[:500]
 
 

@@ -162,6 +162,7 @@ class _ChangeCheck:
         self.next_time = 0.0
 
     def _read_state(self) -> tuple[int, int]:
+        """Return the open file's size and time of change in nanoseconds."""
         found = os.fstat(self.file.fileno())
         return found.st_size, found.st_mtime_ns
 

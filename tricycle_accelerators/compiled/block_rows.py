@@ -55,6 +55,7 @@ class BlockFormat(NamedTuple):
 
 # -------------------------------------------------------------------- pieces of code
 def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+    """Emit an unaligned load of a type from an address plus `offset` bytes."""
     place = builder.add(address, INDEX(offset)) if offset else address
     return builder.load(builder.inttoptr(place, kind.as_pointer()), align=1)
 
@@ -64,6 +65,7 @@ def _constant(kind: Any, value: float) -> Any:
 
 
 def _splat(builder: Any, number: Any, count: int = 8) -> Any:
+    """Emit a vector filled with `count` copies of a number."""
     kind = ir.VectorType(number.type, count)
     alone = builder.insert_element(ir.Constant(kind, ir.Undefined), number, PAIR(0))
     return builder.shuffle_vector(alone, alone, ir.Constant(ir.VectorType(PAIR, count), [0] * count))
@@ -80,6 +82,7 @@ def _half(builder: Any, address: Any, offset: int) -> Any:
 
 
 def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Emit a call of an LLVM function or intrinsic, declared by its result and the arguments' types."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
@@ -99,6 +102,7 @@ def _fifth_bits(builder: Any, address: Any, offset: int) -> Any:
 
 
 def _with_scale(builder: Any, integers: Any, scale: Any) -> list[Part]:
+    """Return the integers as the only part of a block, with one scale for all."""
     return [Part(integers, _splat(builder, scale))]
 
 
@@ -161,12 +165,12 @@ def _look_up(builder: Any, places: Any) -> Any:
 
 # -------------------------------------------------------------------- formats with blocks of 256
 def _q4_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q4_K block: 8 parts of 32 unsigned integers, with scales and minima."""
+    """Emit code that reads a Q4_K block; return (8 parts of 32 unsigned integers with scales, 8 minima)."""
     return _k_parts(builder, address, _four_bits(builder, address, 16))
 
 
 def _q5_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q5_K block: 8 parts of 32 unsigned integers, with scales and minima."""
+    """Emit code that reads a Q5_K block; return (8 parts of 32 unsigned integers with scales, 8 minima)."""
     fifth = _load(builder, address, 16, BYTES)
     parts = []
     for number, integers in enumerate(_four_bits(builder, address, 48)):
@@ -206,7 +210,7 @@ def _k_parts(builder: Any, address: Any, integers: list[Any]) -> tuple[list[Part
 
 
 def _q6_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q6_K block: 8 parts of 32 unsigned integers, with scales, no minima."""
+    """Emit code that reads a Q6_K block; return (8 parts of 32 unsigned integers, a scale per 16, None)."""
     scales = builder.sitofp(
         builder.sext(_load(builder, address, 192, ir.VectorType(BYTE, 16)), ir.VectorType(PAIR, 16)),
         ir.VectorType(FLOAT, 16),

@@ -83,6 +83,7 @@ def _whole_rows(array: np.ndarray) -> bool:
 
 
 def _panels(weights: Any) -> _Panels:
+    """Return weights as _Panels: unchanged if they are, else a new object for the matrix."""
     return weights if isinstance(weights, _Panels) else _Panels(weights)
 
 
@@ -101,6 +102,7 @@ def _bias(bias: np.ndarray | None, panels: np.ndarray) -> np.ndarray:
 
 
 def _pipeline_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | None:
+    """Return why batch items are not divided among threads (not float32, or few items), or None."""
     if gates.dtype != np.float32:
         return f"float32 alone, got {gates.dtype}"
     if gates.shape[1] < 2 * FEWEST_ITEMS and threads.n_threads() > 1:
@@ -127,6 +129,7 @@ def run_batch_parallel(
 
 
 def _project_decline_reason(x: np.ndarray, matrix: Any, bias: np.ndarray | None, out: np.ndarray) -> str | None:
+    """Return a reason unless the matrix is the _Panels of this `prepare_matrix`; only the matrix is examined."""
     return None if isinstance(matrix, _Panels) else "a matrix that `prepare_matrix` has laid out"
 
 

@@ -50,6 +50,7 @@ def _to_tanh(x: np.ndarray, more: np.ndarray) -> None:
 
 @compile_loop("void(f4[::1], f4[::1])")
 def _add(x: np.ndarray, more: np.ndarray) -> None:
+    """Add a vector to x in place."""
     for j in range(len(x)):
         x[j] += more[j]
 

@@ -38,6 +38,7 @@ class _Inputs(NamedTuple):
     mask: np.ndarray | None
 
     def of_items(self, items: slice) -> _Inputs:
+        """Return the inputs of some batch items, as views; a mask for all items stays as it is."""
         mask = self.mask if self.mask is None or len(self.mask) == 1 else self.mask[items]
         return self._replace(q=self.q[items], k=self.k[items], v=self.v[items], mask=mask)
 
@@ -64,6 +65,7 @@ def _fill_outside(x: np.ndarray, tokens: slice, value: float) -> np.ndarray:
 
 
 def _for_items_decline_reason(q: np.ndarray, *_: Any, **__: Any) -> str | None:
+    """Return a reason if there are fewer batch items than threads, else None."""
     return "fewer items than threads: better shared by what is done inside" if len(q) < threads.n_threads() else None
 
 

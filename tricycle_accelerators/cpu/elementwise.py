@@ -134,6 +134,7 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 def _shared_decline_reason(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> str | None:
+    """Return why threads do not share the arrays: few elements, other shapes, 16 bits, not contiguous; else None."""
     if a.size < 2 * chunks.CHUNK_SIZE:
         return "too few elements to share"
     if a.shape != b.shape:

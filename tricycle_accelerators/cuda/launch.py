@@ -308,6 +308,7 @@ def _device() -> int:
 # Cache: valid for the life of the process: depends on the device alone.
 @cache
 def _capability(device: int) -> int:
+    """Return a device's compute capability without the point, such as 90."""
     from cupy.cuda import Device
 
     return int(Device(device).compute_capability)

@@ -15,6 +15,7 @@ from tricycle_accelerators.providers import decline_when
 
 
 def _decline_reason(weights: Array, *others: Array | None) -> str | None:
+    """Return a reason unless all are contiguous, not empty, float32 (others also bool, or None); else None."""
     for x in others:
         if x is None:
             continue
