@@ -244,6 +244,7 @@ class Tricycle(Side):
         return event
 
     def _milliseconds(self, first: Any, last: Any) -> float:
+        """Return the milliseconds between two CUDA events, or, on a CPU, two times in seconds."""
         if not self.on_gpu:
             return 1e3 * (last - first)
         import cupy

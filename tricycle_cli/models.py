@@ -217,6 +217,7 @@ def load_file(source: str, weights: str = "float32", device: str = "cpu") -> Pre
 
 
 def _is_gguf(path: Path) -> bool:
+    """Return whether a file begins with GGUF's magic bytes."""
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
 

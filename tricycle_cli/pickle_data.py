@@ -106,6 +106,7 @@ class _Opcodes(dict[int, Callable[[Any], Any]]):
     """The function that executes each opcode; other opcodes raise an error."""
 
     def __missing__(self, code: int) -> Any:
+        """Raise an UnsupportedPickleError that names the opcode, or says that this is no pickle."""
         names = [name for name, value in vars(pickle).items() if value == bytes([code])]
         problem = f"it has the opcode {names[0]}, which no model needs" if names else "it is no pickle"
         raise UnsupportedPickleError(problem)

@@ -60,6 +60,7 @@ class Signals:
         return self.number != 0
 
     def __enter__(self) -> Signals:
+        """Install handlers for signals that are not ignored, in the main thread only; return self."""
         if threading.current_thread() is threading.main_thread():
             for name in self.names:
                 number = getattr(signal, name, None)
@@ -69,6 +70,7 @@ class Signals:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Restore the handlers and the hook for unraisable exceptions."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

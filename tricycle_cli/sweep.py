@@ -430,6 +430,7 @@ def trial_rows(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def _six_digits(value: Any) -> Any:
+    """Round a float to six significant digits; return other values unchanged."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

@@ -136,6 +136,7 @@ class _Worker:
             self._fail(f"it did not finish within {seconds:.0f} s")
 
     def _fail(self, why: str) -> None:
+        """Mark the tracker as failed, and print why on one line."""
         self._has_failed = True
         advice = "the run continues without this tracker; --resume sends the missing metrics"
         self.tracking.print_line(f"--track {self.name}: {on_one_line(why)}; {advice}")
@@ -195,6 +196,7 @@ def _position(line: Line) -> Position:
 
 
 def _numbers(line: Line) -> dict[str, float]:
+    """Return the finite numbers of a line by name, without `step` and Booleans."""
     items = [(name, value) for name, value in line.items() if name != "step" and type(value) in (int, float)]
     return {name: value for name, value in items if math.isfinite(value)}
 

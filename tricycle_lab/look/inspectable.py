@@ -292,6 +292,7 @@ class InspectableStack(InspectableModel):
         return max(n_blocks / len(self.block_names), n_tokens / len(ids))
 
     def _unembed(self, x: Tensor) -> Tensor:
+        """Return the logits of rows of the residual stream, without gradients."""
         with self.model.evaluating():
             return self.model.logits(self.model.place(x))
 
