@@ -41,6 +41,7 @@ class Dataset(EndlessDataset):
         return super().batch(batch_size)
 
     def _items(self, indices: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (inputs, outputs) of the items at these indices, as new arrays."""
         return self.inputs[indices], self.outputs[indices]
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:

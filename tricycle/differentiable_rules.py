@@ -41,6 +41,7 @@ def _same_code(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor]:
 # -------------------------------------------------------------------- indexing, shapes, products
 @rule("tricycle.functions.to_compute_dtype")
 def _to_compute_dtype(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient in the dtype of the original x."""
     return [cast(grad, v.x.dtype)]
 
 
@@ -52,6 +53,7 @@ def _getitem(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 @rule("tricycle.extra_ops._sliced_gradient")
 def _split_sizes(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of x, with `grad` at the part's slice and 0 elsewhere."""
     return [scatter(grad, node._saved[0], node.args[0].array, unique=True)]
 
 
@@ -113,6 +115,7 @@ def _linear(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
 
 # -------------------------------------------------------------------- elementwise
 def _sign(x: Tensor) -> Tensor:
+    """Return the signs of x (-1, 0, 1) as a Tensor without a gradient."""
     return Tensor(x.xp.sign(x.array), False, x.is_batched)
 
 
@@ -221,17 +224,20 @@ def _normal_cdf(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 @unfused("tricycle.activations.ExactGeLU.forward")
 def _exact_gelu(node: Tensor, v: Any) -> Tensor:
+    """Recompute x * normal_cdf(x) by operations on Tensors."""
     return node.args[0] * normal_cdf(node.args[0])
 
 
 @unfused("tricycle.activations.ReLUSquared.forward")
 def _relu_squared(node: Tensor, v: Any) -> Tensor:
+    """Recompute max(x, 0)^2 by operations on Tensors."""
     positive = extra_ops.maximum(node.args[0], 0)
     return positive * positive
 
 
 @unfused("tricycle.activation.Swish.forward")
 def _swish(node: Tensor, v: Any) -> Tensor:
+    """Recompute x * sigmoid(x) by operations on Tensors."""
     return node.args[0] * ops.sigmoid(node.args[0])
 
 

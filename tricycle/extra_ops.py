@@ -210,7 +210,7 @@ def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
-    """Compute `max` or `min`, by `name`, over axes; the gradient is divided evenly among equal extremes."""
+    """Compute `max` or `min` by `name` over axes, gradient shared by equal extremes; ValueError without elements."""
     x = as_tensor(x)
     axes, array = _axes(name, x, axis), x.array
     if 0 in [array.shape[a] for a in axes]:

@@ -68,6 +68,7 @@ def _record(
 
 
 def _backward(grad: Array, needs_grad: NeedsGrad, gradient: Gradient, op: Any, *values: Array) -> Sequence[Any]:
+    """Call a gradient rule on arrays; `op` is ignored here."""
     return gradient(ON_ARRAYS, needs_grad, grad, *values)
 
 
@@ -87,6 +88,7 @@ ON_ARRAYS = SimpleNamespace(**{name: partial(_computed, name, "an invertible mat
 
 # -------------------------------------------------------------------- parts of gradients, of arrays and Tensors
 def _transposed(x: Matrix) -> Matrix:
+    """Return x with its last two axes exchanged."""
     return x.transpose((*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
@@ -104,6 +106,7 @@ def _inverse_gaps(values: Matrix) -> Matrix:
 
 
 def _symmetric(x: Matrix) -> Matrix:
+    """Return the mean of matrices and their transposes."""
     return 0.5 * (x + _transposed(x))
 
 
@@ -143,6 +146,7 @@ def solve(a: Operand, b: Operand) -> Tensor:
 
 
 def _inv_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, y: Matrix) -> Sequence[Any]:
+    """Return (gradient of x,) from g, that of y = inv(x)."""
     return (-_transposed(y) @ g @ _transposed(y),)
 
 
@@ -160,6 +164,7 @@ ON_TENSORS = SimpleNamespace(solve=solve, inv=inv)
 
 # -------------------------------------------------------------------- determinants
 def _det_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, y: Matrix) -> Sequence[Any]:
+    """Return (gradient of x,) from g, that of y = det(x); it inverts x."""
     return ((g * y)[..., None, None] * _transposed(linalg.inv(x)),)
 
 
@@ -173,6 +178,7 @@ def det(x: Operand) -> Tensor:
 
 
 def _slogdet_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, *_: Matrix) -> Sequence[Any]:
+    """Return (gradient of x,) from g, that of log |det(x)|; it inverts x."""
     return (g[..., None, None] * _transposed(linalg.inv(x)),)
 
 
@@ -216,12 +222,14 @@ def cholesky(x: Operand) -> Tensor:
 def _eigenvalue_gradient(
     linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, values: Matrix, vectors: Matrix
 ) -> Sequence[Any]:
+    """Return (gradient of x,) from g, that of the eigenvalues of a symmetric x."""
     return ((vectors * g[..., None, :]) @ _transposed(vectors),)
 
 
 def _eigenvector_gradient(
     linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, values: Matrix, vectors: Matrix
 ) -> Sequence[Any]:
+    """Return (gradient of x,), symmetric, from g, that of the eigenvectors of a symmetric x."""
     back = _transposed(vectors)
     return (_symmetric(vectors @ (_inverse_gaps(values) * (back @ g)) @ back),)
 
@@ -246,6 +254,7 @@ def eigh(x: Operand) -> tuple[Tensor, Tensor]:
 def _singular_value_gradient(
     linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, u: Matrix, s: Matrix, vh: Matrix
 ) -> Sequence[Any]:
+    """Return (gradient of x,) from g, that of the singular values."""
     return ((u * g[..., None, :]) @ vh,)
 
 

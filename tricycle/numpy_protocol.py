@@ -83,6 +83,7 @@ def apply_ufunc(ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> A
 
 
 def _unsupported(name: str) -> TypeError:
+    """Return, without raising it, the TypeError for a function that has no operation on Tensors."""
     advice = "compose it of functions in tricycle.numpy_protocol, or call it with x.numpy() if it needs no gradient"
     return TypeError(f"{name}: expected a function with an operation on Tensors, got one without: {advice}")
 

@@ -48,6 +48,7 @@ class _Range:
 
     @property
     def end(self) -> int:
+        """The address behind the last byte."""
         return self.start + self.bytes.size
 
 

@@ -45,6 +45,7 @@ def tune_host() -> Tuning:
 # Cache: valid for the life of the process: a forked process inherits what was tuned.
 @cache
 def _tune() -> Tuning:
+    """Keep freed memory, limit BLAS to one thread until exit, and return what was changed; once per process."""
     return Tuning(_keep_memory(), threads.limit_blas_until_exit())
 
 

@@ -147,7 +147,7 @@ def load_model(
     adapter: Path | None = None,
     loaded: Pretrained | None = None,
 ) -> Pretrained:
-    """Load a decoder, or change `loaded` in place: set the tokenizer, attach the adapter, set softmax and device.
+    """Load a decoder, or change `loaded` in place: set tokenizer (ValueError without), adapter, softmax and device.
 
     Args:
         source: a run folder, a checkpoint, a pickle, or a source that `tricycle.pretrained.load` takes.

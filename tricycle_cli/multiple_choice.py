@@ -44,7 +44,7 @@ class ItemScore:
 
 
 def read_items(path: Path) -> list[Item]:
-    """Read a JSON Lines file of objects with `prompt`, `choices` and `answer`, an index or one of the choices.
+    """Read JSON Lines objects with `prompt`, `choices`, `answer` (index or choice); ValueError with the line number.
 
     Raises:
         ValueError: a line is not such an object; the message has its number.

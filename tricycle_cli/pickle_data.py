@@ -58,7 +58,7 @@ class RecordedCall:
 
 
 def read_pickle(content: Buffer, resolve_name: ResolveName) -> Any:
-    """Decode a pickle to data and records, running nothing.
+    """Decode a pickle to data and records, running nothing; UnsupportedPickleError if damaged or a name is not allowed.
 
     The result consists of plain values, tuples, lists, dicts, memoryviews of the pickle's bytes, `GlobalName` and
     `RecordedCall`.
@@ -158,6 +158,7 @@ class _Reader(pickle._Unpickler):
         self.append(str(raw, "utf-8", "surrogatepass"))
 
     def extend(self, values: list[Any]) -> None:
+        """Append values in place to the list on top of the stack, which must be one."""
         self.expect_top(list).extend(values)
 
     def set_items(self, pairs: list[Any]) -> None:

@@ -341,7 +341,7 @@ def final_bits_per_byte(folder: Path) -> float | None:
 
 
 def train_trial(sweep: Sweep, trial: Any, params: dict[str, Any]) -> bool:
-    """Run `tricycle train` for a trial, report its losses to Optuna; stop it if pruned, and return whether it was.
+    """Run `tricycle train`, report losses to Optuna, stop it if pruned; return whether it was; RuntimeError on failure.
 
     Raises:
         RuntimeError: the run failed; the message is the last line of its output.
@@ -479,4 +479,5 @@ def report(sweep: Sweep) -> None:
 
 
 def _width(name: str) -> int:
+    """Return a column's width: the name's length, at least 10."""
     return max(10, len(name))

@@ -73,6 +73,7 @@ class Tracking:
         self._send("log", list(lines))
 
     def _send(self, action: str, content: Any) -> None:
+        """Send an action and its content to all trackers' workers, without waiting."""
         for worker in self._workers:
             worker.send(action, content)
 
@@ -187,6 +188,7 @@ class _Worker:
             self._save_position()
 
     def _save_position(self) -> None:
+        """Save the tracker's run id and how far it has read metrics.jsonl."""
         self.tracking.save_position(self.name, self.tracker.id, self.position)
 
 

@@ -237,7 +237,7 @@ class RunSession(StateSession):
         return f"loss {loss:.3f}, lr {rate:.1e}, {speed:,.0f} tokens/s"
 
     def _skip(self, step: int, reason: str) -> None:
-        """Record a skipped update, which did not change the weights because of NaN or infinity.
+        """Record an update skipped for NaN or infinity; NonFiniteError if `on_nan` is not "skip", or after too many.
 
         Raises:
             NonFiniteError: `run.on_nan` is not "skip", too many updates were skipped, or the weights are not finite.
@@ -297,6 +297,7 @@ def _sample_is_due(state: TrainingState) -> bool:
 
 
 def _is_due(state: TrainingState) -> bool:
+    """Return whether an evaluation or a sample is due after the state's step."""
     return _evaluation_is_due(state) or _sample_is_due(state)
 
 

@@ -154,4 +154,5 @@ def _shape(
 
 
 def _text(x: float, y: float, text: str, anchor: str, attributes: str = "") -> str:
+    """Return an SVG text element, escaped; `attributes` are inserted as they are."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {attributes}>{escape(text)}</text>'

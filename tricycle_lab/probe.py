@@ -97,6 +97,7 @@ class Probe:
         self._hooks.close()
 
     def _record_activation(self, name: str, layer: Layer, out: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Keep the layer's last output array by its name, without a copy."""
         self.activations[name] = out.array
 
     def _record_attention(self, name: str, attention: Any, out: Tensor, *args: Any, **kwargs: Any) -> None:

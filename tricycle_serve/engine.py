@@ -227,6 +227,7 @@ class GenerationEngine(Engine):
         return bool(self._queue or self._prefilling or self._decoding)
 
     def _active(self) -> list[_Sequence]:
+        """Return a new list of all sequences: prefilling ones first, then decoding ones."""
         return [*self._prefilling, *self._decoding.values()]
 
     def _step(self) -> None:

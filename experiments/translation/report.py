@@ -21,7 +21,7 @@ PAINTED = ("bahdanau", "luong", "transformer")
 
 
 def load_runs(folder: Path) -> dict[tuple[str, str], list[Run]]:
-    """Return {(target language, model): runs of its seeds} of a folder, in the order of the recipes.
+    """Return {(target language, model): runs of its seeds} of a folder, in the order of RECIPES; ValueError if none.
 
     Raises:
         ValueError: no run in the folder.

@@ -199,6 +199,7 @@ def _one_line(text: str) -> str:
 
 
 def _import_llguidance() -> Any:
+    """Import and return llguidance; ImportError with advice if it is not installed."""
     try:
         import llguidance
     except ImportError:

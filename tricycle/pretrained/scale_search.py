@@ -105,6 +105,7 @@ def search_common_scale(x: np.ndarray, weights: np.ndarray, largest: int) -> np.
 
 
 def _sum_products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the dot product of each row of a with that of b, (N,)."""
     return np.einsum("in,in->n", a, b)
 
 

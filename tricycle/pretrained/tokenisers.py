@@ -428,7 +428,7 @@ def _load_backend(document: str) -> Any:
 
 # -------------------------------------------------------------------- from a folder
 def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser:
-    """Load the tokenizer of a Hugging Face folder: tokenizer.json, else vocab.json and merges.txt, else vocab.txt.
+    """Load a folder's tokenizer.json, else vocab.json and merges.txt, else vocab.txt; FileNotFoundError without these.
 
     The vocabulary comes from tokenizer.json, or vocab.json and merges.txt (GPT-2), or vocab.txt (BERT). Optional files
     are tokenizer_config.json, special_tokens_map.json and chat_template.jinja.

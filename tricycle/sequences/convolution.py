@@ -120,6 +120,7 @@ class Conv1d(Layer):
         self.bias = Parameter(np.zeros(to_size, np.float32), "bias") if bias else None
 
     def _weight_shape(self, n_places: int) -> Sizes:
+        """Return the shape of the weights, (n_places * channels in, channels out)."""
         return n_places * self.from_size, self.to_size
 
     def _each(self, name: str, value: int | Sizes, least: int) -> Sizes:
@@ -163,6 +164,7 @@ class ConvTranspose2d(Conv2d):
         self.output_padding = self._each("output_padding", output_padding, 0)
 
     def _weight_shape(self, n_places: int) -> Sizes:
+        """Return the shape of the weights, (channels in, n_places * channels out)."""
         return self.from_size, n_places * self.to_size
 
     def forward(self, x: Operand) -> Tensor:

@@ -213,6 +213,7 @@ def _around(array: Array, piece: cells.Piece) -> Array:
 
 
 def _flat(array: Array) -> Array:
+    """Return an array (..., C) as (N, C), a view where possible."""
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 

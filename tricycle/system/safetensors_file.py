@@ -118,6 +118,7 @@ def _check_entry(path: Path, name: str, entry: Any, n_bytes: int) -> tuple[int, 
 
 
 def _are_sizes(values: Any) -> bool:
+    """Return whether a value is a list of integers from 0 to below 2^63; True and False are none."""
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 

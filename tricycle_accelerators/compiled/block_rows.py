@@ -61,6 +61,7 @@ def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
 
 
 def _constant(kind: Any, value: float) -> Any:
+    """Return an LLVM vector constant of type `kind`, all elements `value`."""
     return ir.Constant(kind, [value] * kind.count)
 
 
@@ -72,6 +73,7 @@ def _splat(builder: Any, number: Any, count: int = 8) -> Any:
 
 
 def _shuffle(builder: Any, a: Any, b: Any, places: Sequence[int]) -> Any:
+    """Return LLVM's shuffle of vectors a and b; places from the length of a on are in b."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(PAIR, len(places)), list(places)))
 
 

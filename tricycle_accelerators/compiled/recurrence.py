@@ -55,6 +55,7 @@ class _Panels:
 
 
 def _repeated_decline_reason(matrix: np.ndarray) -> str | None:
+    """Return why the kernel cannot take the matrix, or None: it takes float32 alone."""
     return None if matrix.dtype == np.float32 else f"float32 alone, got {matrix.dtype}"
 
 
@@ -147,12 +148,14 @@ def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.nda
 
 
 def _forward_decline_reason(gates: np.ndarray, states: np.ndarray, weights: Any, *_: Any, **__: Any) -> str | None:
+    """Return why the forward kernel cannot take these arrays, or None."""
     return _decline_reason(weights, gates, states)
 
 
 def _backward_decline_reason(
     grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any, relu: bool = False
 ) -> str | None:
+    """Return why the backward kernel cannot take these arrays, or None."""
     return _decline_reason(weights, gates, grad, states, d_gates, d_states)
 
 

@@ -157,6 +157,7 @@ class _Heads(NamedTuple):
 
 
 def _regroup(rows: np.ndarray, n: int) -> np.ndarray:
+    """Return rows (M, R, C) as n groups (n, M R / n, C)."""
     return rows.reshape(n, rows.shape[0] * rows.shape[1] // n, rows.shape[2])
 
 

@@ -35,6 +35,7 @@ def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, 
 # Cache: valid for the life of the process: each precision is warned of once.
 @cache
 def _warn_float32(precision: str) -> None:
+    """Warn that products of this 16-bit precision are made in float32, and why."""
     why = UNAVAILABLE.get("onednn") if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
     warnings.warn(f"precision {precision}: products are made in float32 here: {why}", stacklevel=2)
 

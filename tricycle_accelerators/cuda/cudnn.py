@@ -155,6 +155,7 @@ def _attention_options(shape: AttentionShape) -> dict[str, Any]:
 
 
 def _data_type(name: str) -> Any:
+    """Import cuDNN's frontend, and return its data type of this name."""
     import cudnn
 
     return getattr(cudnn.data_type, name)

@@ -344,6 +344,7 @@ def matmul_openmp(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 
 def _layout(array: np.ndarray) -> Layout:
+    """Return (shape, strides in bytes, item size) of an array."""
     return array.shape, array.strides, array.itemsize
 
 

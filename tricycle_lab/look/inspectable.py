@@ -338,7 +338,7 @@ class InspectableEncoderDecoder(InspectableModel):
         return "<begin>" if token == self.begin else "<end>" if token == self.end else self._token_text(token)
 
     def encode_input(self, text: str) -> list[int]:
-        """Set `source_ids` from "SOURCE => TARGET", return the target's tokens; without "=>" the model generates it."""
+        """Set `source_ids` by "SOURCE => TARGET"; return target tokens, generated without "=>"; or ValueError."""
         source, arrow, target = text.partition("=>")
         self.source_ids = self.encode(source)
         if not self.source_ids:

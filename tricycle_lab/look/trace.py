@@ -296,6 +296,7 @@ def _summarize_rows(logits: np.ndarray, next_tokens: np.ndarray) -> list[np.ndar
 
 
 def _kurtosis(values: np.ndarray) -> float:
+    """Return the excess kurtosis, or NaN of no values."""
     return excess_kurtosis(values) if values.size else math.nan
 
 
