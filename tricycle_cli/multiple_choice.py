@@ -100,7 +100,7 @@ def score_items(model: GPT, tokeniser: Tokeniser, items: list[Item], batch_size:
 
 
 def encode_pair(tokeniser: Tokeniser, prompt: str, choice: str) -> Pair:
-    """Return the ids of a prompt and a choice, which are separated by a space unless the prompt ends with white space.
+    """Return ids of prompt (`new_text` if blank) and choice, cut from both encoded together; a space is put between.
 
     White space at the end of the prompt is encoded with the choice, as in the LM Evaluation Harness.
     """

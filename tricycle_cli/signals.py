@@ -89,7 +89,7 @@ class Signals:
             raise Interrupted(number)
 
     def _send_again(self, lost: Any) -> None:
-        """Send a signal again whose exception Python could not raise, for example in a `__del__`."""
+        """As `sys.unraisablehook`, send a signal again whose exception was lost, as in a `__del__`; pass others on."""
         if isinstance(lost.exc_value, Interrupted):
             self.number, self._raised = 0, False
             # On Windows `os.kill` ends the process; elsewhere it also wakes a main thread that waits for the system.

@@ -147,10 +147,7 @@ def read(model: GPT, ids: np.ndarray, n_rows: int = 0) -> Read:
     """
     batch_size = n_rows or max(1, 2048 // ids.shape[1])
     with model.evaluating(), no_grad():
-        parts = [
-            _read(model, np.asarray(ids[i : i + batch_size], np.int64))
-            for i in range(0, len(ids), batch_size)
-        ]
+        parts = [_read(model, np.asarray(ids[i : i + batch_size], np.int64)) for i in range(0, len(ids), batch_size)]
     return Read(*(np.concatenate(arrays) for arrays in zip(*parts)))
 
 
