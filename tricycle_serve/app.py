@@ -206,6 +206,7 @@ def _page_endpoint(name: str, media_type: str) -> Endpoint:
 
 
 async def _handle_api_error(request: Request, error: ApiError) -> Response:
+    """Return the error as an HTTP response."""
     return error.response()
 
 

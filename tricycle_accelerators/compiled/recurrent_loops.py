@@ -18,6 +18,7 @@ from tricycle_accelerators.compiled.packed_matmul import PANEL, multiply_packed
 
 @numba.njit(inline="always")
 def _sigmoid(x: np.float32) -> np.float32:
+    """Compute 1 / (1 + e^-x) of a float32."""
     return ONE / (ONE + exp(-x))
 
 

@@ -181,7 +181,7 @@ def _run(
     work_items: Callable[[slice, _Inputs], None],
     work_group: Callable[[HeadGroup, _Heads, AttentionPlan], None],
 ) -> AttentionPlan | None:
-    """Call `work_items` once for few scores, or in threads for batches of short items, else `work_group` in threads.
+    """Call `work_items` on all if few, or batches of short items in threads, else `work_group`; return plan or None.
 
     Returns:
         The plan whose groups `work_group` was called for, if it was.

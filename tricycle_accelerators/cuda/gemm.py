@@ -295,7 +295,7 @@ def _handle(device: int) -> Any:
 
 
 def _workspace(device: int, stream: int) -> int:
-    """Return the address of the workspace of a stream; products on one stream run one after another."""
+    """Return the address of a stream's workspace, allocated once; products on one stream run one after another."""
     import cupy
 
     if (device, stream) not in _workspaces:

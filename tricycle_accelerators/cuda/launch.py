@@ -58,7 +58,7 @@ _BACKWARD = tuple((str(size), str(float32_backward_tile(size))) for size in PADD
 
 
 def _width(name: str) -> str:
-    """Return how many elements of a type fit into 16 bytes."""
+    """Return "4" for "float", else "8": how many elements fit into 16 bytes, as text."""
     return "4" if name == "float" else "8"
 
 
