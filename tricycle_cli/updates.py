@@ -253,7 +253,7 @@ class RunSession(StateSession):
         raise NonFiniteError(f"step {step}: {reason}")
 
     def _estimate_total_steps(self) -> None:
-        """Set the total number of updates from the time limit, at the steps `ESTIMATE_STEPS`."""
+        """Set the total number of updates by the time limit, at `ESTIMATE_STEPS` if early, or once if none is set."""
         state, config = self.state, self.state.config
         used = (self.run.spent + state.seconds) / (config.minutes * 60)
         is_early = state.step in ESTIMATE_STEPS and used < 1 / 4
@@ -289,10 +289,12 @@ def _roll_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
 
 
 def _evaluation_is_due(state: TrainingState) -> bool:
+    """Return whether the state's step is a multiple of `eval_interval`."""
     return state.step % state.config.eval_interval == 0
 
 
 def _sample_is_due(state: TrainingState) -> bool:
+    """Return whether a sample is due after the state's step; never if `sample_interval` is 0."""
     return state.config.sample_interval > 0 and state.step % state.config.sample_interval == 0
 
 
