@@ -310,7 +310,7 @@ class FinetuneTask(Task):
         return state
 
     def _begin_or_resume(self, state: TuningState, run: Run, examples: ExampleSplit) -> None:
-        """Resume from the last checkpoint; or evaluate and sample the base model, and write the first files.
+        """Resume the last checkpoint (ValueError: data or model changed); or measure and sample the base, write files.
 
         Raises:
             ValueError: the data or the model has changed since the run started.

@@ -52,11 +52,13 @@ def fold(columns: Tensor, sizes: Sizes, kernel: Sizes, stride: Sizes, padding: S
 
 @rule("tricycle.sequences.convolution.unfold")
 def _unfold_rule(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of x: the windows' gradients added up by `fold`."""
     return [fold(grad, v.x.shape[1:-1], v.kernel, v.stride, v.padding)]
 
 
 @rule("tricycle.sequences.convolution.fold")
 def _fold_rule(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of the windows: that of the result, extracted by `unfold`."""
     return [unfold(grad, v.kernel, v.stride, v.padding)]
 
 
