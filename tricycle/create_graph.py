@@ -181,6 +181,7 @@ def linear_map(x: Tensor, forward: Callable[[Array], Array], transpose: Callable
 
 @rule("tricycle.create_graph.linear_map")
 def _linear_map(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of a linear map's input: the transposed map of `grad`, differentiable again."""
     return [linear_map(grad, v.transpose, node._saved[0], f"{node.name} transposed")]
 
 
