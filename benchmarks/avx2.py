@@ -68,7 +68,7 @@ def seconds_since_start(pid: int) -> float:
 
 
 def uses_avx512(pid: int) -> bool:
-    """Return whether a thread of a process used AVX-512 registers later than `START_SECONDS` after the process's start.
+    """Return whether a process used AVX-512 registers since START_SECONDS after its start; FileNotFoundError if ended.
 
     Raises:
         FileNotFoundError: the process has ended.

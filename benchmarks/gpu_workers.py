@@ -231,6 +231,7 @@ class Tricycle(Side):
         return f"Tricycle {tricycle.__version__}, CuPy {cupy.__version__}, {', '.join(parts)}"
 
     def _xp(self) -> Any:
+        """Return the array module of the model's parameters, NumPy or CuPy."""
         return next(self.state.model.parameters()).xp
 
     def _mark(self) -> Any:
@@ -244,6 +245,7 @@ class Tricycle(Side):
         return event
 
     def _milliseconds(self, first: Any, last: Any) -> float:
+        """Return the milliseconds between two results of `_mark`."""
         if not self.on_gpu:
             return 1e3 * (last - first)
         import cupy

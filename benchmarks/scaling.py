@@ -87,7 +87,7 @@ class StepProfile:
 def step_seconds(
     profile: StepProfile, costs: Sequence[ReduceCost] | None, n_batches: int = 1, overlap: bool = True
 ) -> float:
-    """Return the seconds of a step of equally fast ranks, whose buckets are reduced one after another.
+    """Return seconds of a step whose buckets are reduced in turn, each at the lowest of `costs`; None: one rank.
 
     Args:
         costs: of each available all-reduce algorithm; each bucket uses the cheapest. None for a single rank.

@@ -90,6 +90,7 @@ class ExpectedAnswers:
             self.answers = {prompt: self._generate(self._encode_chat(prompt)) for prompt in self.prompts}
 
     def _encode_chat(self, prompt: str) -> list[int]:
+        """Return the token ids of a chat of one user message; names of special tokens in it are plain text."""
         return [*map(int, self.tokeniser.chat([{"role": "user", "content": prompt}], allowed_special=False))]
 
     def _generate(self, ids: list[int]) -> str:
@@ -180,6 +181,7 @@ class LoadGenerator:
         return connection
 
     def _streaming_body(self, prompt: str, **fields: Any) -> bytes:
+        """Return the JSON of a streamed greedy completion request as bytes, with further `fields`."""
         common = {"prompt": prompt, "max_tokens": self.expected.n_tokens, "temperature": 0, "repetition_penalty": 1}
         return json.dumps({**common, "stream": True, **fields}).encode()
 

@@ -227,7 +227,7 @@ def peak_memory_mb() -> float:
 
 
 def library_versions(side: str) -> str:
-    """Return one line with the versions of PyTorch if `side` begins with "torch", else of Tricycle and NumPy."""
+    """Return a line with the version of PyTorch if `side` begins with "torch", else of Tricycle, NumPy and its BLAS."""
     if side.startswith("torch"):
         import torch
 
@@ -251,7 +251,7 @@ def blas_description() -> str:
 
 
 def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precision: str = "float32") -> None:
-    """Answer each stdin line with JSON: "step" (seconds), "memory" (peak MB), "matmul" (GFLOP/s) or "versions".
+    """Answer stdin lines in JSON: "step" (s), "memory" (peak MB above `memory_before`), "matmul" (GFLOP/s), "versions".
 
     The library runs as imported, without `tune_host`, which only programs call.
 

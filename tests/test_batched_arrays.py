@@ -17,9 +17,10 @@ from tricycle.ops import tanh
 from tricycle.tensor import Tensor
 from tricycle.transforms import functional_call, grad, hvp, jvp, tree_leaves, tree_map, vmap
 
-# The ops of which some calls are made for each item
+# The ops that vmap calls for each item in some cases; add an op here if it cannot be computed for all items at once
 LOOP = set("""
 Attention Einsum Embedding cholesky det eigh fold inv recurrence slogdet solve svd unfold BlockSoftmax getitem
+StateSpaceScan
 """.split())  # fmt: skip
 
 

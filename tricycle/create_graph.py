@@ -70,7 +70,7 @@ def check_builds_graph() -> None:
 
 
 def _add(sums: dict[Tensor, Tensor | None], nodes: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Add the gradients of the nodes that are keys of `sums`, cast to the node's dtype; TypeError if complex."""
+    """Add the gradients of nodes that depend on an input to `sums`, cast to the node's dtype; TypeError if complex."""
     for node, grad in zip(nodes, grads, strict=True):
         if grad is None or node not in sums:
             continue
@@ -181,6 +181,7 @@ def linear_map(x: Tensor, forward: Callable[[Array], Array], transpose: Callable
 
 @rule("tricycle.create_graph.linear_map")
 def _linear_map(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of a linear map's input: the transposed map of `grad`, differentiable again."""
     return [linear_map(grad, v.transpose, node._saved[0], f"{node.name} transposed")]
 
 

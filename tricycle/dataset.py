@@ -41,6 +41,7 @@ class Dataset(EndlessDataset):
         return super().batch(batch_size)
 
     def _items(self, indices: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (inputs, outputs) of the items at these indices, as new arrays."""
         return self.inputs[indices], self.outputs[indices]
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -116,6 +117,7 @@ class Buckets:
         return self
 
     def __next__(self) -> np.ndarray:
+        """Return the item indices of the next batch and advance; after an epoch's last batch, start the next epoch."""
         if self.position == len(self._batches):
             self.load_state({"epoch": self.epoch + 1, "position": 0})
         self.position += 1

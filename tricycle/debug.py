@@ -54,4 +54,5 @@ def _watch(node: Tensor) -> None:
 
 
 def _checksum(array: Array) -> int:
+    """Return the CRC-32 of an array's bytes, copied from a GPU if necessary."""
     return zlib.crc32(devices.to_cpu(array).tobytes())

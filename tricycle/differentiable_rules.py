@@ -50,21 +50,25 @@ def _same_code(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor]:
     "tricycle.finetuning.lora.AdaptedDense.forward",
 )
 def _conversion(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient in the dtype of the first arg."""
     return [cast(grad, node.args[0].dtype)]
 
 
 @rule("tricycle.ops.getitem")
 def _getitem(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of x from that of x[index]: 0 where not selected, the sum where selected repeatedly."""
     return [scatter(grad, v.index, node.args[0].array)]
 
 
 @rule("tricycle.extra_ops._sliced_gradient")
 def _split_sizes(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of x, with `grad` at the part's slice and 0 elsewhere."""
     return [scatter(grad, node._saved[0], node.args[0].array, unique=True)]
 
 
 @rule("tricycle.ops._heads_gradient")
 def _split_heads(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of x from that of one of its parts: `grad` in the part's channels, 0 elsewhere."""
     (start,), n_channels = node._saved, grad.shape[2] * grad.shape[3]
     index = (slice(None), slice(None), slice(start, start + n_channels))
     return [scatter(grad.reshape(*grad.shape[:2], n_channels), index, node.args[0].array, unique=True)]
@@ -72,17 +76,20 @@ def _split_heads(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 @rule("tricycle.layers.Embedding.forward")
 def _embedding(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of the table: the sums of the rows of `grad` with the same id."""
     return [scatter(grad, v.index, node.args[0].array)]
 
 
 @rule("tricycle.extra_ops.stack")
 def _stack(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of each stacked Tensor: its place along the stacked axis of `grad`."""
     before = (slice(None),) * (v.axis % node.ndim)
     return [grad[(*before, i)] for i in range(len(node.args))]
 
 
 @unfused("tricycle.attention.rotary.Rotary.forward")
 def _rotary(node: Tensor, v: Any) -> Tensor:
+    """Recompute RoPE by operations on Tensors, from the operation's cosines and sines."""
     (x,), half = node.args, v.cos.shape[1]
     cos, sin = v.cos[:, None, :], v.sin[:, None, :]
     first, second = x[..., :half], x[..., half : 2 * half]
@@ -92,6 +99,7 @@ def _rotary(node: Tensor, v: Any) -> Tensor:
 
 @rule("tricycle.einsum.contraction")
 def _contraction(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
+    """Return the gradients of an einsum's args as contractions of `grad` and the other args; None if not needed."""
     results: list[Tensor | None] = []
     for i, x in enumerate(node.args):
         terms = node.args[:i] + (grad,) + node.args[i + 1 :]
@@ -102,6 +110,7 @@ def _contraction(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
 
 @rule("tricycle.functions.linear")
 def _linear(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
+    """Return the gradients of x, W and (if any) b of x W + b as Tensors; None for an x or W that needs none."""
     x, weights, *_ = node.args
     dx = dweights = None
     dy, rows = grad.reshape(v.n_rows, v.to_size), x.reshape(v.n_rows, x.shape[-1])
@@ -115,6 +124,7 @@ def _linear(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
 
 # -------------------------------------------------------------------- elementwise
 def _sign(x: Tensor) -> Tensor:
+    """Return the signs of x (-1, 0, 1) as a Tensor without a gradient."""
     return Tensor(x.xp.sign(x.array), False, x.is_batched)
 
 
@@ -124,11 +134,13 @@ TENSOR_MODULE = SimpleNamespace(sin=extra_ops.sin, cos=extra_ops.cos, exp=extra_
 
 @rule("tricycle.ops.unary_op", elementwise=True)
 def _unary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient by the elementwise operation's own function, applied to Tensors."""
     return [_on_tensors(v.gradient)(TENSOR_MODULE, grad, node.args[0], node)]
 
 
 @rule("tricycle.ops.binary_op")
 def _binary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
+    """Return the gradients by the operation's own functions, in the args' shapes; one if the other is a number."""
     left, right = (_on_tensors(getattr(v, side, None)) for side in ("left", "right"))
     if len(node.args) == 1:  # the other operand is a number
         (x,), (a, b, _, *_) = node.args, node._saved
@@ -151,6 +163,7 @@ def _on_tensors(gradient: Any) -> Any:
 
 
 def _power_left(g: Tensor, x: Tensor, y: Any, z: Tensor) -> Tensor:
+    """Return g y x ** (y - 1) as a Tensor, 0 where y is 0."""
     if not isinstance(y, Tensor):
         return g * (y * x ** (y - 1)) if y else g * 0
     y = cast(y, x.dtype)
@@ -158,6 +171,7 @@ def _power_left(g: Tensor, x: Tensor, y: Any, z: Tensor) -> Tensor:
 
 
 def _power_right(g: Tensor, x: Any, y: Tensor, z: Tensor) -> Tensor:
+    """Return g z log x as a Tensor, for z = x ** y; 0 where x is not above 0."""
     x = ops.as_tensor(x, y)
     positive = x > 0
     return g * extra_ops.where(positive, z * extra_ops.log(extra_ops.where(positive, x, 1)), 0)
@@ -179,6 +193,7 @@ TENSOR_FORMS: dict[Any, Any] = {
 
 @rule("tricycle.extra_ops.where")
 def _where(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradients of x and y in their shapes: `grad` where it was selected, else 0."""
     x, y = node.args
     chosen = v.chosen
     return [
@@ -189,12 +204,14 @@ def _where(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 @rule("tricycle.functions.softcap", elementwise=True)
 def _softcap(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return `grad` times 1 - tanh(x / cap)^2, with tanh from the result."""
     tanh = node * (1 / node._saved[0])
     return [grad * (1 - tanh * tanh)]
 
 
 @unfused("tricycle.activation.GeLU.forward")
 def _gelu(node: Tensor, v: Any) -> Tensor:
+    """Recompute GELU's tanh approximation by operations on Tensors."""
     (x,) = node.args
     return 0.5 * x * (1 + ops.tanh(kernels.SQRT_2_OVER_PI * (x + 0.044715 * (x * x * x))))
 
@@ -216,22 +233,26 @@ def _normal_cdf(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 @unfused("tricycle.activations.ExactGeLU.forward")
 def _exact_gelu(node: Tensor, v: Any) -> Tensor:
+    """Recompute x * normal_cdf(x) by operations on Tensors."""
     return node.args[0] * normal_cdf(node.args[0])
 
 
 @unfused("tricycle.activations.ReLUSquared.forward")
 def _relu_squared(node: Tensor, v: Any) -> Tensor:
+    """Recompute max(x, 0)^2 by operations on Tensors."""
     positive = extra_ops.maximum(node.args[0], 0)
     return positive * positive
 
 
 @unfused("tricycle.activation.Swish.forward")
 def _swish(node: Tensor, v: Any) -> Tensor:
+    """Recompute x * sigmoid(x) by operations on Tensors."""
     return node.args[0] * ops.sigmoid(node.args[0])
 
 
 @unfused("tricycle.activation.SwiGLU._gate")
 def _swiglu(node: Tensor, v: Any) -> Tensor:
+    """Recompute a b sigmoid(b) of x = [a, b] by operations on Tensors."""
     (x,), half = node.args, node.shape[-1]
     b = x[..., half:]
     return x[..., :half] * (b * ops.sigmoid(b))
@@ -255,6 +276,7 @@ def _state_space_scan(node: Tensor, v: Any) -> Tensor:
 # -------------------------------------------------------------------- reductions
 @rule("tricycle.extra_ops.sum", "tricycle.extra_ops.mean")
 def _sum(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of a sum or mean: `grad`, divided by any count, broadcast to the input's shape."""
     grad = grad / v.count if hasattr(v, "count") else grad
     return [broadcast(_restored(grad, v.shape, v.axes), v.shape)]
 
@@ -266,6 +288,7 @@ def _restored(grad: Tensor, shape: tuple[int, ...], axes: Iterable[int]) -> Tens
 
 @rule("tricycle.extra_ops._extreme")
 def _extreme(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of max or min, divided evenly among equal extremes."""
     chosen = v.array == v.y
     return [_restored(grad, v.array.shape, v.axes) * (chosen / chosen.sum(axis=v.axes, keepdims=True))]
 
@@ -273,6 +296,7 @@ def _extreme(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 # -------------------------------------------------------------------- softmax, norms, losses
 @rule("tricycle.functions.RowSoftmax.forward")
 def _row_softmax(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor | None]:
+    """Return the gradient of a softmax's scores; for variants by their `row_softmax_of_tensor`, else an error."""
     if isinstance(v.self, functions.Softmax):
         return [node * (grad - (grad * node).sum(axis=-1, keepdims=True))]
     if hasattr(v.self, "row_softmax_of_tensor"):
@@ -283,11 +307,13 @@ def _row_softmax(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor | None]:
 
 @rule("tricycle.functions.LogSoftmax.forward")
 def _log_softmax(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return grad - exp(y) sum(grad), the gradient of the scores."""
     return [grad - extra_ops.exp(node) * grad.sum(axis=-1, keepdims=True)]
 
 
 @unfused("tricycle.layers.LayerNorm.forward")
 def _norm(node: Tensor, v: Any) -> Tensor:
+    """Recompute a layer or RMS norm by operations on Tensors, in float32 for 16-bit inputs."""
     x, *parameters = node.args
     x = cast(x, np.result_type(x.dtype, np.float32)) if x.dtype.itemsize == 2 else x
     if v.self._subtract_mean:
@@ -300,6 +326,7 @@ def _norm(node: Tensor, v: Any) -> Tensor:
 
 @unfused("tricycle.loss.CrossEntropy._weighted_sum")
 def _cross_entropy(node: Tensor, v: Any) -> Tensor:
+    """Recompute the weighted, label-smoothed sum of cross-entropies by operations on Tensors."""
     (logits,), (ids, weights, smoothing) = node.args, node._saved
     rows = logits.reshape(-1, logits.shape[-1])
     # the loss of an ignored row may be infinite, and 0 times infinity is NaN
@@ -312,6 +339,7 @@ def _cross_entropy(node: Tensor, v: Any) -> Tensor:
 
 @rule("tricycle.loss.MeanSquaredError.forward")
 def _mean_squared_error(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradients of y_true and y_pred, in this order."""
     y_true, y_pred = node.args
     to_pred = grad * v.scale * (y_pred - y_true)
     return [-to_pred, to_pred]

@@ -258,6 +258,7 @@ def _multiply(first: tuple[Array, str], second: tuple[Array, str], kept: set[str
 
 
 def _sum_out(array: Array, labels: str, needed: set[str]) -> tuple[Array, str]:
+    """Return (array, labels) summed over the labels that are not needed; unchanged if all are."""
     axes = tuple(i for i, letter in enumerate(labels) if letter not in needed)
     return (array.sum(axis=axes), "".join(c for c in labels if c in needed)) if axes else (array, labels)
 

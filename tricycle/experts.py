@@ -146,6 +146,7 @@ class Assignment:
     """
 
     def __init__(self, selected: Array, n_experts: int) -> None:
+        """Sort the pairs of token and expert of `selected` (N, K) by expert, and count the pairs of each expert."""
         xp, pairs = array_module(selected), selected.reshape(-1)
         self.n_active = selected.shape[1]
         self.order = xp.argsort(pairs, kind="stable")

@@ -54,7 +54,7 @@ def _module(x: Any, y: Any) -> Any:
 
 
 def power_right(g: Array, x: Any, y: Any, z: Array) -> Array:
-    """Return g x ** y log x, and its limit 0 where x is 0."""
+    """Return g z log x, for z = x ** y; 0 where x is not above 0."""
     xp = array_module(g)
     positive = (x if is_array(x) else xp.asarray(x)) > 0
     return g * xp.where(positive, z * xp.log(xp.where(positive, x, 1)), 0)
@@ -211,7 +211,7 @@ def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
-    """Compute `max` or `min`, by `name`, over axes; the gradient is divided evenly among equal extremes."""
+    """Compute `max` or `min` by `name` over axes, gradient shared by equal extremes; ValueError without elements."""
     x = as_tensor(x)
     axes, array = _axes(name, x, axis), x.array
     if 0 in [array.shape[a] for a in axes]:

@@ -68,6 +68,7 @@ def _record(
 
 
 def _backward(grad: Array, needs_grad: NeedsGrad, gradient: Gradient, op: Any, *values: Array) -> Sequence[Any]:
+    """Call a gradient rule on arrays; `op` is ignored here."""
     return gradient(ON_ARRAYS, needs_grad, grad, *values)
 
 
@@ -87,6 +88,7 @@ ON_ARRAYS = SimpleNamespace(**{name: partial(_computed, name, "an invertible mat
 
 # -------------------------------------------------------------------- parts of gradients, of arrays and Tensors
 def _transposed(x: Matrix) -> Matrix:
+    """Return x with its last two axes exchanged."""
     return x.transpose((*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
@@ -104,11 +106,13 @@ def _inverse_gaps(values: Matrix) -> Matrix:
 
 
 def _symmetric(x: Matrix) -> Matrix:
+    """Return the mean of matrices and their transposes."""
     return 0.5 * (x + _transposed(x))
 
 
 # -------------------------------------------------------------------- systems of equations
 def _solve_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, a: Matrix, b: Matrix, x: Matrix) -> Sequence[Any]:
+    """Return the gradients of a (None if not needed) and b from that of x = solve(a, b), g."""
     to_b = linalg.solve(_transposed(a), g)
     to_a = unbroadcast(-to_b @ _transposed(x), a.shape) if needs_grad[0] else None
     return to_a, unbroadcast(to_b, b.shape)
@@ -142,6 +146,7 @@ def solve(a: Operand, b: Operand) -> Tensor:
 
 
 def _inv_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, y: Matrix) -> Sequence[Any]:
+    """Return (gradient of x,) from g, that of y = inv(x)."""
     return (-_transposed(y) @ g @ _transposed(y),)
 
 
@@ -159,6 +164,7 @@ ON_TENSORS = SimpleNamespace(solve=solve, inv=inv)
 
 # -------------------------------------------------------------------- determinants
 def _det_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, y: Matrix) -> Sequence[Any]:
+    """Return (gradient of x,) from g, that of y = det(x); it inverts x."""
     return ((g * y)[..., None, None] * _transposed(linalg.inv(x)),)
 
 
@@ -172,6 +178,7 @@ def det(x: Operand) -> Tensor:
 
 
 def _slogdet_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, *_: Matrix) -> Sequence[Any]:
+    """Return (gradient of x,) from g, that of log |det(x)|; it inverts x."""
     return (g[..., None, None] * _transposed(linalg.inv(x)),)
 
 
@@ -192,6 +199,7 @@ def slogdet(x: Operand) -> tuple[Tensor, Tensor]:
 
 # -------------------------------------------------------------------- factorizations
 def _cholesky_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, y: Matrix) -> Sequence[Any]:
+    """Return the symmetric gradient of x from that of its Cholesky factor y, g, in a tuple."""
     upper = _transposed(y)
     inner = (upper @ g) * (0.5 * _identity(y, lower=2))  # the lower triangle, and half of the diagonal
     right = _transposed(linalg.solve(upper, _transposed(inner)))
@@ -214,12 +222,14 @@ def cholesky(x: Operand) -> Tensor:
 def _eigenvalue_gradient(
     linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, values: Matrix, vectors: Matrix
 ) -> Sequence[Any]:
+    """Return (gradient of x,) from g, that of the eigenvalues of a symmetric x."""
     return ((vectors * g[..., None, :]) @ _transposed(vectors),)
 
 
 def _eigenvector_gradient(
     linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, values: Matrix, vectors: Matrix
 ) -> Sequence[Any]:
+    """Return (gradient of x,), symmetric, from g, that of the eigenvectors of a symmetric x."""
     back = _transposed(vectors)
     return (_symmetric(vectors @ (_inverse_gaps(values) * (back @ g)) @ back),)
 
@@ -244,19 +254,21 @@ def eigh(x: Operand) -> tuple[Tensor, Tensor]:
 def _singular_value_gradient(
     linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, u: Matrix, s: Matrix, vh: Matrix
 ) -> Sequence[Any]:
+    """Return (gradient of x,) from g, that of the singular values."""
     return ((u * g[..., None, :]) @ vh,)
 
 
 def _left_vector_gradient(
     linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, u: Matrix, s: Matrix, vh: Matrix
 ) -> Sequence[Any]:
+    """Return the gradient of x from that of its left singular vectors u, g, in a tuple."""
     inner, columns = _transposed(u) @ g, s[..., None, :]
     within = u @ (_inverse_gaps(s * s) * (inner - _transposed(inner)) * columns)
     return ((within + (g - u @ inner) / columns) @ vh,)
 
 
 def _right_vector_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, *usv: Matrix) -> Sequence[Any]:
-    """Compute the gradient of the right vectors: they are the left vectors of the transposed matrix."""
+    """Return the gradient of x from that of vh, g, in a tuple: as of left vectors of the transposed matrix."""
     u, s, vh = usv
     mirrored = (_transposed(vh), s, _transposed(u))
     (gradient,) = _left_vector_gradient(linalg, needs_grad, _transposed(g), x, *mirrored)

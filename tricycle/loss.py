@@ -62,7 +62,7 @@ class CrossEntropy(Op):
         return rows, ids, xp.full(ids.shape, weight) if isinstance(scale, float) else xp.ones(ids.shape, wide) * weight
 
     def _weighted_sum(self, logits: Tensor, rows: Array, ids: Array, weights: Array) -> Tensor:
-        """Return the weighted sum of the losses of all rows."""
+        """Return the weighted sum of the losses of all rows, a 0-d Tensor; ValueError for labels out of range."""
         check_range("CrossEntropy: labels", ids, rows.shape[-1])
         loss, slope = kernels.cross_entropy(rows, ids, weights, self.label_smoothing, grad_enabled_for(logits))
 

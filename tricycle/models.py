@@ -165,7 +165,7 @@ class GPT(BlockStack):
         return softcap(logits, self.config.logit_cap) if self.config.logit_cap else logits
 
     def loss(self, tokens: Operand, labels: Operand, loss_fn: Any = None, scale: Any = 1.0, **options: Any) -> Tensor:
-        """Return `loss_fn(labels, self(tokens, **options), scale)` (default: CrossEntropy), in chunks if large."""
+        """Return `loss_fn(labels, self(tokens, **options), scale)` (default: CrossEntropy), plus any router loss."""
         loss_fn = loss_fn or CrossEntropy()
         if accepts_argument(self, "output_fn"):
             output_fn = lambda hidden: self.loss_from_hidden(labels, hidden, loss_fn, scale)

@@ -83,6 +83,7 @@ def apply_ufunc(ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> A
 
 
 def _unsupported(name: str) -> TypeError:
+    """Return, without raising it, the TypeError for a function that has no operation on Tensors."""
     advice = "compose it of functions in tricycle.numpy_protocol, or call it with x.numpy() if it needs no gradient"
     return TypeError(f"{name}: expected a function with an operation on Tensors, got one without: {advice}")
 
@@ -169,6 +170,7 @@ def _expand_dims(a: Tensor, axis: int) -> Tensor:
 
 @function_rule(np.squeeze)
 def _squeeze(a: Tensor, axis: Axis = None) -> Tensor:
+    """Remove all axes of length 1, or these; ValueError if one has another length."""
     return a.reshape(np.broadcast_to(np.empty(()), a.shape).squeeze(axis).shape)
 
 
@@ -179,6 +181,7 @@ def _broadcast_to(array: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @function_rule(np.var)
 def _var(a: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Return the population variance over axes, without a correction."""
     centered = a - a.mean(axis, True)
     return (centered * centered).mean(axis, keepdims)
 
@@ -190,12 +193,14 @@ def _std(a: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 @function_rule(np.clip)
 def _clip(a: Operand, a_min: Operand | None = None, a_max: Operand | None = None) -> Operand:
+    """Limit a to a_min and a_max, either of which may be None; if both are, return a itself."""
     a = a if a_min is None else extra_ops.maximum(a, a_min)
     return a if a_max is None else extra_ops.minimum(a, a_max)
 
 
 @function_rule(np.dot)
 def _dot(a: Operand, b: Operand) -> Tensor:
+    """Compute `numpy.dot` of operands with at most 2 axes; ValueError for more."""
     a, b = ops.as_tensors(a, b)
     if a.ndim > 2 or b.ndim > 2:
         raise ValueError(f"numpy.dot: expected at most 2 axes, got shapes {a.shape} and {b.shape}: use matmul")
@@ -209,6 +214,7 @@ def _einsum(subscripts: str, *operands: Operand) -> Tensor:
 
 @function_rule(np.linalg.svd)
 def _svd(a: Tensor, full_matrices: bool = True) -> tuple[Tensor, ...]:
+    """Compute the reduced SVD; TypeError for `full_matrices` of a matrix that is not square."""
     if full_matrices and a.ndim > 1 and a.shape[-1] != a.shape[-2]:
         raise TypeError(f"numpy.linalg.svd: expected full_matrices=False for a Tensor of shape {a.shape}")
     return linalg.svd(a)

@@ -130,6 +130,7 @@ class BPETokeniser(ByteLevelBPE):
         super().__init__(int(vocab_size), names)
 
     def _set_tokens(self, tokens: list[bytes]) -> None:
+        """Replace all tokens (the first 256 are single bytes) and discard the compiled encoder."""
         super()._set_tokens(tokens)
         # The first 256 tokens are the single bytes in some order; this inverts it.
         self._byte_ids = np.argsort([token[0] for token in tokens[:256]])
@@ -394,6 +395,7 @@ def _characters(kind: str) -> str:
 
 
 def _expect(ok: bool, what: str, got: object) -> None:
+    """Raise a ValueError with what was expected and what came unless `ok`."""
     if not ok:
         got = got.tolist() if isinstance(got, np.ndarray) else got
         raise ValueError(f"BPETokeniser: expected {what}, got {reprlib.repr(got)}")

@@ -336,7 +336,7 @@ class StateSession(Session):
 
     @contextmanager
     def batches(self, source: CausalLMDataset) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Yield this process's batches of an update and label counts; skip others' batches and dropout draws.
+        """Give a block this process's batches and label counts; then advance data and dropout draws past all batches.
 
         Afterwards the dataset and the generator are in the same state as if one process had computed all batches.
         """
@@ -376,9 +376,11 @@ class _OneUpdate(StateSession):
         return self._last
 
     def log(self, loss: Any, norm: Any) -> None:
+        """Store loss and norm as the result; nothing is written."""
         self.result = loss, norm
 
     def recover(self, error: NonFiniteError) -> None:
+        """Raise the error again, with the number of the step; an update is not repeated."""
         raise NonFiniteError(f"step {self.step + 1}: {error}") from None
 
 

@@ -137,6 +137,7 @@ def backward_with_graph(x: Tensor, on_input: Callable[[Tensor], None] | None = N
 
 
 def _ones_like(x: Tensor) -> Tensor:
+    """Return a Tensor of ones of x's shape and dtype, without a gradient."""
     return Tensor(x.xp.ones_like(x.array), False, x.is_batched)
 
 
@@ -205,6 +206,7 @@ def _inputs_at(f: Function, args: Sequence[Any], argnums: Argnums) -> tuple[tupl
 
 
 def _one_or_all(trees: tuple[Tree, ...], argnums: Argnums) -> Tree:
+    """Return the only tree if `argnums` is an integer, else the tuple of all."""
     return trees[0] if isinstance(argnums, int) else trees
 
 

@@ -98,7 +98,7 @@ def multiply_bfloat16(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 
 def _fits(x: np.ndarray, dtype: Any) -> bool:
-    """Return whether a matrix has that dtype and contiguous rows, or columns, none of which overlap."""
+    """Return whether a matrix, at least (2, 2), is aligned, of that dtype, with contiguous separate rows or columns."""
     if x.dtype != dtype or x.ndim != 2 or min(x.shape) < 2 or not x.flags.aligned:
         return False
     down, across = x.strides

@@ -48,6 +48,7 @@ class _Range:
 
     @property
     def end(self) -> int:
+        """The address behind the last byte."""
         return self.start + self.bytes.size
 
 
@@ -133,6 +134,7 @@ class _Arena:
         return True
 
     def range_of(self, address: int) -> _Range:
+        """Return the mapped range that contains an address."""
         return self.ranges[bisect_right(self.ranges, address, key=lambda each: each.start) - 1]
 
     def collect(self) -> None:

@@ -45,6 +45,7 @@ def tune_host() -> Tuning:
 # Cache: valid for the life of the process: a forked process inherits what was tuned.
 @cache
 def _tune() -> Tuning:
+    """Keep freed memory, limit BLAS to one thread until exit, and return what was changed; once per process."""
     return Tuning(_keep_memory(), threads.limit_blas_until_exit())
 
 
@@ -71,7 +72,7 @@ def _keep_memory() -> bool:
 
 
 def _reserve_huge_pages(libc: ctypes.CDLL, size: int) -> None:
-    """Allocate `size` bytes of addresses, mark them for huge pages, and free them to malloc."""
+    """Allocate `size` bytes of addresses without touching them, mark them for huge pages, free them to malloc."""
     madv_hugepage = 14
     libc.malloc.restype = ctypes.c_void_p
     block = libc.malloc(ctypes.c_size_t(size))

@@ -345,6 +345,7 @@ def _stop_serving_helpers() -> None:
 # Cache: valid for the life of the process: registered once; a forked process inherits that.
 @cache
 def _register_fork_hook() -> None:
+    """Have `_after_fork` called in each forked process; called once."""
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=_after_fork)
 
@@ -391,7 +392,7 @@ def parallel_for(work: Callable[[Any], None], items: Iterable[Any]) -> None:
 
 
 def _run_shared(work: Callable[[Any], None], items: list[Any]) -> None:
-    """Run `work` in the calling thread and the workers; each takes the next item when it has finished one."""
+    """Run `work` on items in this thread and the workers, each taking the next; raise the first error when all end."""
     queue = iter(items)  # taking the next item of a list is one step that no other thread comes between
 
     def take() -> None:

@@ -132,6 +132,7 @@ class Conversation:
         return self._answer(ids), n_dropped
 
     def _ids(self, messages: list[Message]) -> list[int]:
+        """Return the token ids of messages in the chat template; names of special tokens in them are plain text."""
         return list(self.tokeniser.chat(messages, allowed_special=False))
 
     def _answer(self, ids: list[int]) -> Iterator[str]:

@@ -170,11 +170,13 @@ def _filled(template: str, commands: str, flags: Flags, choice: str, names: str)
 
 
 def _bash(commands: Mapping[str, str], flags: Flags) -> str:
+    """Return the completion script for bash."""
     choice, names = 12 * " " + '"{}") offered="{}" ;;', 28 * " " + '{}) offered="{}" ;;'
     return _filled(BASH, " ".join([*commands, *OWN_FLAGS]), flags, choice, names)
 
 
 def _zsh(commands: Mapping[str, str], flags: Flags) -> str:
+    """Return the completion script for zsh, with a help text for each command."""
     offered = [_quoted(f"{command}:{help}") for command, help in commands.items()]
     lines = "\n".join(12 * " " + word for word in [*offered, *OWN_FLAGS])
     choice, names = 8 * " " + "('{}') compadd -- {}; return ;;", 12 * " " + "({}) compadd -- {} ;;"
@@ -182,6 +184,7 @@ def _zsh(commands: Mapping[str, str], flags: Flags) -> str:
 
 
 def _fish(commands: Mapping[str, str], flags: Flags) -> str:
+    """Return the completion script for fish, with a help text for each command."""
     lines = ["# Completion of `tricycle` for fish: save as ~/.config/fish/completions/tricycle.fish."]
     first = "complete -c tricycle -n __fish_use_subcommand"
     lines += [f"{first} -f -a {command} -d {_quoted(help)}" for command, help in commands.items()]

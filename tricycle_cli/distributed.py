@@ -202,7 +202,7 @@ def n_threads() -> int:
 
 
 def share_threads(processes: ProcessGroup) -> None:
-    """Set TRICYCLE_NUM_THREADS to the fewest usable processors per rank; skip if it or OMP_NUM_THREADS is set."""
+    """Set and print TRICYCLE_NUM_THREADS, the fewest usable CPUs per rank; skip if it or OMP_NUM_THREADS is set."""
     if processes.size == 1 or os.environ.get("TRICYCLE_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS"):
         return
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

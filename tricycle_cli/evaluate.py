@@ -203,5 +203,6 @@ def _total(scores: list[Score]) -> Score:
 
 
 def _text(score: Score) -> str:
+    """Return a score as one line: nats per token, perplexity, bits per byte, tokens and bytes."""
     losses = f"{score.loss:.4f} nats/token, perplexity {score.perplexity:.3f}, {score.bits_per_byte:.4f} bits/byte"
     return f"{losses}; {score.tokens:,} tokens, {score.bytes:,} bytes"

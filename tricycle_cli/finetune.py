@@ -310,7 +310,7 @@ class FinetuneTask(Task):
         return state
 
     def _begin_or_resume(self, state: TuningState, run: Run, examples: ExampleSplit) -> None:
-        """Resume from the last checkpoint; or evaluate and sample the base model, and write the first files.
+        """Resume the last checkpoint (ValueError: data or model changed); or measure and sample the base, write files.
 
         Raises:
             ValueError: the data or the model has changed since the run started.
@@ -372,6 +372,7 @@ class FinetuneTask(Task):
         return self.held_out.format_metrics(metrics)
 
     def _write_samples(self, run: Run, title: str) -> None:
+        """Append samples of the prompts to samples.txt and print them; skip it without prompts or --sample-tokens 0."""
         if self.prompts and self.arguments.sample_tokens:
             write_samples(self.loaded, run, title, self.prompts, self.arguments.sample_tokens)
 
@@ -397,6 +398,7 @@ class FinetuneTask(Task):
         self._print_next_commands(run.folder)
 
     def _print_next_commands(self, folder: Path) -> None:
+        """Print the commands that chat or generate with the result, and for an adapter that export it."""
         name = "chat" if self.loaded.tokeniser.chat_template else "generate"
         verb = command_name(name, self.command)
         if self.arguments.method == "full":

@@ -188,6 +188,7 @@ def _tune_host() -> None:
 
 
 def _program() -> str:
+    """Return the program's name: the file name of sys.argv[0], or the package of a `__main__.py`."""
     *folders, name = sys.argv[0].replace("\\", "/").split("/")
     return folders[-1] if folders and name == "__main__.py" else name
 

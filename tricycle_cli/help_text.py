@@ -71,6 +71,7 @@ def _entries(box: str) -> Iterator[tuple[str, str]]:
 
 
 def _columns(name: str, words: str, columns: int) -> list[str]:
+    """Return the lines of an entry: its name, and words wrapped in the second column."""
     wrapped = textwrap.wrap(words, max(30, columns - LEFT - 2)) or [""]
     first = [f"  {name}"] if len(name) >= LEFT else [f"  {name:{LEFT}}{wrapped.pop(0)}"]
     return first + [f"  {'':{LEFT}}{line}" for line in wrapped]

@@ -174,6 +174,7 @@ def _score_tables(inspectable: InspectableStack) -> list[Table]:
 
 
 def _head_texts(values: np.ndarray) -> list[str]:
+    """Return the indices of the columns of values (L, H) as texts."""
     return [str(head) for head in range(values.shape[1])]
 
 

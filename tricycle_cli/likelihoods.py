@@ -35,7 +35,7 @@ class Likelihood(NamedTuple):
 def iter_likelihoods(
     model: GPT, pairs: Sequence[Pair], batch_size: int | None = None
 ) -> Iterator[tuple[int, Likelihood]]:
-    """Yield (index of the pair, its likelihood), in batches of similar lengths, the longest first.
+    """Yield (index of pair, likelihood), in batches of similar lengths, longest first; ValueError if empty or too long.
 
     Pairs that are equal but for the last token are processed once, such as one-token choices after a prompt.
 

@@ -108,6 +108,7 @@ class TricycleLM(TemplateLM):
         return [int(token) for token in self.tokenizer.encode(string)]
 
     def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any) -> list[Any]:
+        """Return (log-likelihood, is greedy) for each (key, context ids, continuation ids); cache those with a key."""
         pairs = [Pair(context[-self.max_length :], continuation) for _, context, continuation in requests]
         results: list[Any] = [None] * len(pairs)
         scored = iter_likelihoods(self.model, pairs, self.batch_size)
@@ -145,6 +146,7 @@ class TricycleLM(TemplateLM):
         return results
 
     def _new_text(self, number: int, context: str, options: dict[str, Any]) -> _Text:
+        """Return the _Text of a request; ValueError for unknown options or too many new tokens."""
         options = dict(options)
         until = options.pop("until", None) or []
         until = [until] if isinstance(until, str) else until

@@ -148,7 +148,7 @@ def load_model(
     loaded: Pretrained | None = None,
     kinds: tuple[Any, ...] = (GPT,),
 ) -> Pretrained:
-    """Load a decoder, or change `loaded` in place: set the tokenizer, attach the adapter, set softmax and device.
+    """Load a decoder, or change `loaded` in place: set tokenizer (ValueError without), adapter, softmax and device.
 
     Args:
         source: a run folder, a checkpoint, a pickle, or a source that `tricycle.pretrained.load` takes.
@@ -196,7 +196,7 @@ def load_model(
 
 
 def load_file(source: str, weights: str = "float32", device: str = "cpu") -> Pretrained:
-    """Load a decoder or encoder by path (pickle, file, folder) or name; its tokenizer may be None.
+    """Load a decoder or encoder by path (pickle, file, folder) or name; tokenizer may be None; error for no model.
 
     The weights are in host memory. On a GPU, which `use_gpu(device, weights)` decides, "auto" is float32.
 
@@ -222,6 +222,7 @@ def load_file(source: str, weights: str = "float32", device: str = "cpu") -> Pre
 
 
 def _is_gguf(path: Path) -> bool:
+    """Return whether a file begins with GGUF's magic bytes."""
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
 

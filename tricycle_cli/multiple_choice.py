@@ -51,7 +51,7 @@ class ItemScore:
 
 
 def read_items(path: Path) -> list[Item]:
-    """Read a JSON Lines file of objects with `prompt`, `choices`, `answer` (index or text) and perhaps `group`.
+    """Read JSON Lines objects with `prompt`, `choices`, `answer`, maybe `group`; ValueError with the line number.
 
     Raises:
         ValueError: a line is not such an object; the message has its number.
@@ -121,7 +121,7 @@ def encode_items(tokeniser: Tokeniser, items: list[Item]) -> list[list[Pair]]:
 
 
 def encode_pair(tokeniser: Tokeniser, prompt: str, choice: str) -> Pair:
-    """Return the ids of a prompt and a choice, which are separated by a space unless the prompt ends with white space.
+    """Return ids of prompt (`new_text` if blank) and choice, cut from both encoded together; a space is put between.
 
     White space at the end of the prompt is encoded with the choice, as in the LM Evaluation Harness.
     """

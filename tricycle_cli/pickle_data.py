@@ -58,7 +58,7 @@ class RecordedCall:
 
 
 def read_pickle(content: Buffer, resolve_name: ResolveName) -> Any:
-    """Decode a pickle to data and records, running nothing.
+    """Decode a pickle to data and records, running nothing; UnsupportedPickleError if damaged or a name is not allowed.
 
     The result consists of plain values, tuples, lists, dicts, memoryviews of the pickle's bytes, `GlobalName` and
     `RecordedCall`.
@@ -106,6 +106,7 @@ class _Opcodes(dict[int, Callable[[Any], Any]]):
     """The function that executes each opcode; other opcodes raise an error."""
 
     def __missing__(self, code: int) -> Any:
+        """Raise an UnsupportedPickleError that names the opcode, or says that this is no pickle."""
         names = [name for name, value in vars(pickle).items() if value == bytes([code])]
         problem = f"it has the opcode {names[0]}, which no model needs" if names else "it is no pickle"
         raise UnsupportedPickleError(problem)
@@ -157,6 +158,7 @@ class _Reader(pickle._Unpickler):
         self.append(str(raw, "utf-8", "surrogatepass"))
 
     def extend(self, values: list[Any]) -> None:
+        """Append values in place to the list on top of the stack, which must be one."""
         self.expect_top(list).extend(values)
 
     def set_items(self, pairs: list[Any]) -> None:

@@ -103,6 +103,7 @@ def _class_of(value: Any) -> type:
 
 
 def _state_of(call: RecordedCall) -> dict[str, Any]:
+    """Return the attributes of a recorded object; UnsupportedPickleError if it has none."""
     if not isinstance(call.state, dict):
         raise UnsupportedPickleError(f"expected a {call.name} with attributes, got none")
     return call.state

@@ -173,7 +173,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _is_past(line: dict[str, Any], state: TrainingState) -> bool:
-    """Return whether a line of metrics belongs to a step before the state's next step."""
+    """Return whether a metrics line is of a step before the state's, or of its own with a loss or a past rollback."""
     if line["step"] != state.step:
         return line["step"] < state.step
     if line.get("on_nan") == "rollback":
@@ -192,5 +192,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_sound(line: dict[str, Any]) -> bool:
+    """Return whether a line of metrics has an integer `step` and no metric that is not a number."""
     numbers = (line[name] for name in NUMERIC_FIELDS if name in line)
     return type(line.get("step")) is int and all(type(number) in (int, float) for number in numbers)

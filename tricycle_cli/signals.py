@@ -60,6 +60,7 @@ class Signals:
         return self.number != 0
 
     def __enter__(self) -> Signals:
+        """Install handlers for signals that are not ignored, in the main thread only; return self."""
         if threading.current_thread() is threading.main_thread():
             for name in self.names:
                 number = getattr(signal, name, None)
@@ -69,6 +70,7 @@ class Signals:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Restore the handlers and the hook for unraisable exceptions."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -87,7 +89,7 @@ class Signals:
             raise Interrupted(number)
 
     def _send_again(self, lost: Any) -> None:
-        """Send a signal again whose exception Python could not raise, for example in a `__del__`."""
+        """As `sys.unraisablehook`, send a signal again whose exception was lost, as in a `__del__`; pass others on."""
         if isinstance(lost.exc_value, Interrupted):
             self.number, self._raised = 0, False
             # On Windows `os.kill` ends the process; elsewhere it also wakes a main thread that waits for the system.

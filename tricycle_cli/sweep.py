@@ -343,7 +343,7 @@ def final_bits_per_byte(folder: Path) -> float | None:
 
 
 def train_trial(sweep: Sweep, trial: Any, params: dict[str, Any]) -> bool:
-    """Run `tricycle train` for a trial, report its losses to Optuna; stop it if pruned, and return whether it was.
+    """Run `tricycle train`, report losses to Optuna, stop it if pruned; return whether it was; RuntimeError on failure.
 
     Raises:
         RuntimeError: the run failed; the message is the last line of its output.
@@ -432,6 +432,7 @@ def trial_rows(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def _six_digits(value: Any) -> Any:
+    """Round a float to six significant digits; return other values unchanged."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -480,4 +481,5 @@ def report(sweep: Sweep) -> None:
 
 
 def _width(name: str) -> int:
+    """Return a column's width: the name's length, at least 10."""
     return max(10, len(name))

@@ -52,6 +52,7 @@ class TextTask(Task):
         return {"held_out_loss": loss, "bits_per_byte": self.held_out.bits_per_byte(loss)}
 
     def _evaluate(self, state: TrainingState, model: Any, n_batches: int = 0) -> tuple[float, int]:
+        """Return (nats per token, number of tokens) of held-out windows, which overlap and are divided among ranks."""
         config = state.config
         stride = max(1, config.context_window // OVERLAP)
         tokens, size = self.held_out.tokens, config.batch_size

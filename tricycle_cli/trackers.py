@@ -91,6 +91,7 @@ class TensorBoard(Tracker):
         self.where = f"tensorboard --logdir {shlex.quote(str(folder))}"
 
     def _write(self, **fields: Any) -> None:
+        """Append an event with the present time to the event file, without a flush."""
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())

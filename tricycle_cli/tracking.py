@@ -73,6 +73,7 @@ class Tracking:
         self._send("log", list(lines))
 
     def _send(self, action: str, content: Any) -> None:
+        """Send an action and its content to all trackers' workers, without waiting."""
         for worker in self._workers:
             worker.send(action, content)
 
@@ -136,6 +137,7 @@ class _Worker:
             self._fail(f"it did not finish within {seconds:.0f} s")
 
     def _fail(self, why: str) -> None:
+        """Mark the tracker as failed, and print why on one line."""
         self._has_failed = True
         advice = "the run continues without this tracker; --resume sends the missing metrics"
         self.tracking.print_line(f"--track {self.name}: {on_one_line(why)}; {advice}")
@@ -172,7 +174,7 @@ class _Worker:
             self.position = (step, -1)
 
     def _log(self, lines: Sequence[Line]) -> None:
-        """Log the lines after the position, without values that the tracker has, and advance the position."""
+        """Log lines after the position, without values the tracker has; flush it; advance and save the position."""
         for line in lines:
             step, position = line["step"], _position(line)
             if position <= self.position:
@@ -186,6 +188,7 @@ class _Worker:
             self._save_position()
 
     def _save_position(self) -> None:
+        """Save the tracker's run id and how far it has read metrics.jsonl."""
         self.tracking.save_position(self.name, self.tracker.id, self.position)
 
 
@@ -195,6 +198,7 @@ def _position(line: Line) -> Position:
 
 
 def _numbers(line: Line) -> dict[str, float]:
+    """Return the finite numbers of a line by name, without `step` and Booleans."""
     items = [(name, value) for name, value in line.items() if name != "step" and type(value) in (int, float)]
     return {name: value for name, value in items if math.isfinite(value)}
 

@@ -237,7 +237,7 @@ class RunSession(StateSession):
         return f"loss {loss:.3f}, lr {rate:.1e}, {speed:,.0f} tokens/s"
 
     def _skip(self, step: int, reason: str) -> None:
-        """Record a skipped update, which did not change the weights because of NaN or infinity.
+        """Record an update skipped for NaN or infinity; NonFiniteError if `on_nan` is not "skip", or after too many.
 
         Raises:
             NonFiniteError: `run.on_nan` is not "skip", too many updates were skipped, or the weights are not finite.
@@ -253,7 +253,7 @@ class RunSession(StateSession):
         raise NonFiniteError(f"step {step}: {reason}")
 
     def _estimate_total_steps(self) -> None:
-        """Set the total number of updates from the time limit, at the steps `ESTIMATE_STEPS`."""
+        """Set the total number of updates by the time limit, at `ESTIMATE_STEPS` if early, or once if none is set."""
         state, config = self.state, self.state.config
         used = (self.run.spent + state.seconds) / (config.minutes * 60)
         is_early = state.step in ESTIMATE_STEPS and used < 1 / 4
@@ -289,14 +289,17 @@ def _roll_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
 
 
 def _evaluation_is_due(state: TrainingState) -> bool:
+    """Return whether the state's step is a multiple of `eval_interval`."""
     return state.step % state.config.eval_interval == 0
 
 
 def _sample_is_due(state: TrainingState) -> bool:
+    """Return whether a sample is due after the state's step; never if `sample_interval` is 0."""
     return state.config.sample_interval > 0 and state.step % state.config.sample_interval == 0
 
 
 def _is_due(state: TrainingState) -> bool:
+    """Return whether an evaluation or a sample is due after the state's step."""
     return _evaluation_is_due(state) or _sample_is_due(state)
 
 

@@ -294,6 +294,7 @@ class _TokenWriter:
         self._write_header()
 
     def _write_header(self) -> None:
+        """Write a .npy header of the present number of tokens at the file's position."""
         header = {"descr": self.tokeniser.dtype.str, "fortran_order": False, "shape": (self.n_tokens,)}
         np.lib.format.write_array_header_1_0(self.file, header)
 

@@ -387,7 +387,7 @@ def _opening(ids: np.ndarray, encoder: ExampleEncoder) -> tuple[str, list[int]]:
 
 
 def _prompt(record: Record, encoder: ExampleEncoder) -> tuple[str, list[int]]:
-    """Return the prompt of a record (a text's beginning, a chat's last question) as text and as token ids."""
+    """Return (text, ids) of a record's prompt; of a chat: the last message before the first answer, and ids of all."""
     if record.kind == "text":
         return _opening(encoder.encode_text(record.value), encoder)
     if record.kind in ("pair", "preference"):

@@ -161,6 +161,7 @@ def _project_heads(attention: MultiHeadSelfAttention, heads: Array) -> np.ndarra
 
 
 def _to_float64(array: Array) -> np.ndarray:
+    """Return a float64 copy of an array in host memory."""
     return to_cpu(array).astype(np.float64)
 
 

@@ -106,6 +106,7 @@ def _check(exercise: Exercise, function: Callable[..., Any], inputs: list[np.nda
 
 
 def _tensor(array: np.ndarray) -> Tensor:
+    """Return a copy of an array as a Tensor of its dtype; floats require a gradient."""
     return to_tensor(array.copy(), dtype=array.dtype, requires_grad=array.dtype.kind == "f")
 
 
@@ -116,6 +117,7 @@ def _differentiable_inputs(exercise: Exercise, inputs: list[np.ndarray]) -> dict
 
 
 def _close(answer: np.ndarray, right: np.ndarray) -> bool:
+    """Return whether shapes are equal, and values almost (NaN never)."""
     return answer.shape == right.shape and bool(np.allclose(answer, right, rtol=1e-7, atol=1e-10))
 
 

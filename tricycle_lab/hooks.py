@@ -130,6 +130,7 @@ def _selection_mask(caller: str, out: Tensor, heads: Sequence[int] | None, posit
 
 
 def _index_mask(caller: str, argument: str, indices: Sequence[int], size: int) -> np.ndarray:
+    """Return booleans (size,), True at the indices, which may be negative; ValueError if out of range."""
     mask = np.zeros(size, bool)
     for index in indices:
         if not -size <= index < size:

@@ -119,6 +119,7 @@ def _axes(x_axis: Scale, y_axis: Scale) -> Iterator[str]:
 
 
 def _curve_shapes(curve: Curve, x_axis: Scale, y_axis: Scale) -> list[str]:
+    """Return the SVG elements of a curve's finite points; without x, of a horizontal line."""
     if curve.x is None:
         y = y_axis.pixels(np.repeat(curve.y, 2))
         return _shape(np.array([LEFT, RIGHT]), y, curve, None)
@@ -153,4 +154,5 @@ def _shape(
 
 
 def _text(x: float, y: float, text: str, anchor: str, attributes: str = "") -> str:
+    """Return an SVG text element, escaped; `attributes` are inserted as they are."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {attributes}>{escape(text)}</text>'

@@ -83,6 +83,7 @@ class Probe:
         self._is_active = False
 
     def __enter__(self) -> Probe:
+        """Add hooks that record activations and attention of the selected layers; return self."""
         self._is_active = True
         for name, layer in self._layers.items():
             self._hooks.callback(add_hook(layer, "observers", partial(self._record_activation, name)))
@@ -96,9 +97,11 @@ class Probe:
         self._hooks.close()
 
     def _record_activation(self, name: str, layer: Layer, out: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Keep the layer's last output array by its name, without a copy."""
         self.activations[name] = out.array
 
     def _record_attention(self, name: str, attention: Any, out: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Store an attention call's scores and weights, computed again from its arguments."""
         self.scores[name], self.weights[name] = scores_and_weights(attention, *args, **kwargs)
 
     # ---------------------------------------------------------------- changes

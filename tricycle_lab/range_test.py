@@ -64,6 +64,7 @@ class _RangeTestState(TrainingState):
     rates: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def learning_rate(self, step: int) -> float:
+        """Return the rate of update `step`, from 1."""
         return float(self.rates[step - 1])
 
 

@@ -103,6 +103,7 @@ def _plot_trials(
 
 
 def _result(trial: TrialResult) -> float | None:
+    """Return a trial's final bits per byte, else its last estimate, else None."""
     return trial.last_estimate if trial.bits_per_byte is None else trial.bits_per_byte
 
 

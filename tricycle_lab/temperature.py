@@ -19,7 +19,7 @@ def fit_adaptive_temperature(
     n_bins: int = 20,
     threshold: float = 0.5,
 ) -> tuple[float, ...]:
-    """Fit a polynomial to each entropy bin's beta of lowest mean cost; return it, highest degree first.
+    """Fit a polynomial to each entropy bin's cheapest beta; return it, highest degree first; ValueError with few rows.
 
     The rows with an entropy above the threshold are sorted by entropy and divided into bins of equal size. For each bin
     the inverse temperature with the lowest mean cost is selected; least squares fits the polynomial to these points.

@@ -196,6 +196,7 @@ class _ResponseSender:
             return _internal_error(error, path).response()
 
     async def _send_events(self, response: CompletionResponse, send: Send) -> None:
+        """Send status 200 and each event of a stream when it is generated, then end the body."""
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         async for event in response.events():
             await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -217,10 +218,12 @@ def _page_endpoint(name: str, media_type: str) -> Endpoint:
 
 
 async def _handle_api_error(request: Request, error: ApiError) -> Response:
+    """Return the error as an HTTP response."""
     return error.response()
 
 
 async def _handle_http_exception(request: Request, error: HTTPException) -> Response:
+    """Return an HTTP error, such as 404 or 405, as an OpenAI error object with its headers."""
     path, status = request.url.path[:100], error.status_code
     messages = {
         404: f"there is no endpoint {path!r}",

@@ -166,6 +166,7 @@ def _parse_chat_logprobs(fields: RequestFields) -> int | None:
 
 
 def _parse_stop_strings(fields: RequestFields) -> tuple[str, ...]:
+    """Return the different stop strings, () if absent; ApiError if too many, empty or too long."""
     stops = fields.get("stop", [])
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or len(stops) > MAX_STOP_STRINGS or not all(isinstance(stop, str) for stop in stops):
@@ -196,6 +197,7 @@ def _parse_sampling(fields: RequestFields, default: PenalizedSamplingParams) -> 
 
 
 def _parse_logit_bias(fields: RequestFields, n_vocab: int | None) -> tuple[tuple[int, float], ...] | None:
+    """Return (token id, bias) pairs, None if absent; ApiError for unknown ids, or biases outside -100 to 100."""
     biases = fields.get("logit_bias")
     if biases is None:
         return None
@@ -229,11 +231,7 @@ def parse_messages(fields: RequestFields) -> list[dict[str, Any]]:
 
 
 def parse_message(message: Any, path: str) -> dict[str, Any]:
-    """Return a message as `role` and `content`, perhaps `tool_calls`; raise ApiError that names `path` if invalid.
-
-    Raises:
-        ApiError: an invalid message, or content other than text.
-    """
+    """Return a message's role ("developer" as "system"), text and tool calls; ApiError if invalid, at `path`."""
     if not isinstance(message, dict):
         raise ApiError(f"expected {path} to be an object, got {format_value(message)}", param=path)
     role = message.get("role")

@@ -91,6 +91,7 @@ class EmbeddingEngine(Engine):
                 self._queue.append((engine_request, texts[BATCH_SIZE:]))
 
     def _fail_all(self, error: BaseException) -> None:
+        """Remove all requests from the queue, and give each the error."""
         with self._condition:
             engine_requests = [engine_request for engine_request, _ in self._queue]
             self._queue.clear()

@@ -248,9 +248,11 @@ class GenerationEngine(Engine):
 
     # ---------------------------------------------------------------- one step
     def _has_work(self) -> bool:
+        """Return whether a request is queued, or a sequence is prefilling or decoding."""
         return bool(self._queue or self._prefilling or self._decoding)
 
     def _active(self) -> list[_Sequence]:
+        """Return a new list of all sequences: prefilling ones first, then decoding ones."""
         return [*self._prefilling, *self._decoding.values()]
 
     def _step(self) -> None:

@@ -30,6 +30,7 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
 
 
 def _reject_constant(name: str) -> NoReturn:
+    """Raise ValueError: NaN and infinity are no JSON."""
     raise ValueError(f"{name} is not valid JSON")
 
 

@@ -34,6 +34,7 @@ class TimeoutProtocol(H11Protocol):
             self._schedule_check()
 
     def _schedule_check(self) -> None:
+        """Have timeouts checked again after CHECK_INTERVAL_SECONDS."""
         self._check_timer = self.loop.call_later(CHECK_INTERVAL_SECONDS, self._check_timeouts)
 
     def _check_timeouts(self) -> None:

@@ -249,6 +249,7 @@ class GenerationService(ModelService):
         prompts: list[list[int]],
         prefixes: list[str],
     ) -> CompletionResponse:
+        """Queue a request's prompts in the engine, without waiting; return the response that reports its results."""
         limits = (self._defaults.max_tokens, self.context_window)
         sequences = request.sequence_requests(prompts, *limits, prefixes)
         engine_request = self.engine.submit(sequences, self._defaults.timeout_seconds)

@@ -191,7 +191,7 @@ def negative_elbo(model: VariationalAutoencoder, images: np.ndarray) -> tuple[fl
 
 
 def precision_and_recall(real: np.ndarray, drawn: np.ndarray, others: np.ndarray) -> tuple[float, float]:
-    """Return (precision, recall) of the images `drawn`, by distance in pixels (Kynkäänniemi et al. 2019).
+    """Return (fraction of `drawn` near `real`, of `others` near `drawn`) in pixels (Kynkäänniemi et al. 2019).
 
     An image is among a set if it is no further from one of them than that one from its third neighbour in the set.
 

@@ -112,7 +112,7 @@ class RecallModel(Layer):
 
 
 def new_model(kind: str, parameters: int, window: int, generator: np.random.Generator) -> RecallModel:
-    """Return the widest model of a kind within a number of parameters; widths are multiples of N_HEADS.
+    """Return the widest model of a kind with at most `parameters`, width a multiple of N_HEADS; ValueError if none.
 
     Raises:
         ValueError: there is none.

@@ -90,7 +90,7 @@ MODELS: dict[str, NewModel] = {  # from hidden size (width of the Transformer, a
 
 
 def new_model(name: str, n_parameters: int, generator: np.random.Generator) -> EncoderDecoder:
-    """Return a new model whose number of parameters is closest to `n_parameters`; widths are multiples of 4.
+    """Return a new model of about `n_parameters`, the width a multiple of 4; ValueError if it has over twice as many.
 
     Raises:
         ValueError: the narrowest has more than twice as many.

@@ -138,7 +138,7 @@ def plot_lengths(runs: Runs, path: Path) -> None:
 
 
 def plot_multiple_dates(runs: Runs, path: Path) -> None:
-    """Write an image of the accuracy against the number of dates."""
+    """Write an image of two panels against the number of dates: whole answers right, and dates right, in %."""
     titles = {f"whole answers right, % (1 to {TRAINED_DATES} dates in training)": "whole", "dates right, %": "each"}
     right = lambda name, key: 100 * np.array(of(select(runs, model=name), key))
     curves = {title: {name: (COUNTS, right(name, key)) for name in distinct(runs)} for title, key in titles.items()}

@@ -133,7 +133,7 @@ def finetune_and_measure(task: Task, method: str, seed: int, settings: Settings,
 
 
 def run_finetuning(task: Task, method: str, seed: int, settings: Settings, folder: Path) -> dict[str, Any]:
-    """Run or resume `tricycle finetune` in `folder`, and return its costs; KeyboardInterrupt if it was stopped.
+    """Run or resume `tricycle finetune` in `folder`, return its costs; KeyboardInterrupt if it was stopped.
 
     "seconds" of the command by the clock, "cpu_seconds" of all its threads, "training_seconds" of the updates alone,
     without times in which the process stood still.

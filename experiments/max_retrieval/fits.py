@@ -163,5 +163,6 @@ def _loss_with(
 
 
 def _drop_last_token(caches: list[KeyValueCache]) -> None:
+    """Remove the last token of each cache in place."""
     for cache in caches:
         cache.truncate(cache.length - 1)

@@ -22,7 +22,7 @@ def letters(name: str) -> list[str]:
 
 
 def load(repeated: bool, most: int) -> Problem:
-    """Return the surnames as a Problem: characters as tokens, languages as classes, no pair of both twice.
+    """Return a Problem of at most `most` surnames a language: characters as tokens; equal pairs once unless `repeated`.
 
     Args:
         repeated: keep duplicates: each line of the files is a separate text, in a separate group.

@@ -64,7 +64,7 @@ class Speller(EncoderDecoder):
 
 
 def load(path: Path | None = None) -> Speller:
-    """Return a Speller with g2p-en's weights, in evaluation mode; download the package if it is missing.
+    """Return a Speller with g2p-en's weights, in evaluation mode, downloaded if missing; ValueError if damaged.
 
     Args:
         path: as of `Package.read`.

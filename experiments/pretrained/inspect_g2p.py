@@ -174,9 +174,9 @@ def recognition_delays(model: Speller, words: Sequence[str], spoken: Sequence[li
 
 # -------------------------------------------------------------------- letters in the state
 def letter_readout(states: np.ndarray, words: Sequence[str], seed: int, penalty: float = 1.0) -> dict[int, list[float]]:
-    """Return {word length: accuracy (0 to 1) at each letter position} of a linear map from state to letters.
+    """Return {length of 8 or more words: cross-validated accuracy of each letter position} of a linear readout.
 
-    Of lengths that eight words or more have. Ridge regression for each place, fitted on four fifths of the words,
+    Ridge regression for each place, fitted on four fifths of the words,
     measured on the others, five times.
 
     Args:

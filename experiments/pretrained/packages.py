@@ -63,7 +63,7 @@ class Package:
         return next((path for path in paths if path.is_file() and file_sha256(path) == self.sha256), None)
 
     def read(self, name: str, path: Path | None = None) -> bytes:
-        """Return the bytes of file `name` in the module's folder of the package, downloaded if it is missing.
+        """Return the bytes of a file in the package's module folder, downloaded if missing; ValueError if not in it.
 
         Args:
             path: the wheel or source archive, or the module's folder; None for what is installed, or else what

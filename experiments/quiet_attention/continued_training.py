@@ -131,4 +131,5 @@ def _train(model: Any, sinks: list[tuple[str, Tensor]], variant: Variant, plan: 
 
 
 def _schedule(rate: float, steps: int) -> WarmupCosine:
+    """Return a cosine schedule with a warm-up of up to WARMUP steps from 0 to `rate`, then to 0."""
     return WarmupCosine(rate, 0.0, min(WARMUP, steps - 1), steps)

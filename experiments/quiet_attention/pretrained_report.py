@@ -229,6 +229,7 @@ def draw(path: Path, groups: Groups, before: Result) -> None:
 
 
 def _draw_heads(figure: Any, axes: Any, before: Result) -> None:
+    """Draw a heat map, layers by heads, of the untrained model's weight in % on the first token, with a color bar."""
     shares = np.mean([found["first_share"] for found in before["texts"].values()], axis=0)
     image = axes.imshow(100 * shares.T, aspect="auto", cmap="viridis", vmin=0)
     axes.set(xlabel="layer", ylabel="head", title="Attention weight on the first token, %, model as it is")
@@ -236,6 +237,7 @@ def _draw_heads(figure: Any, axes: Any, before: Result) -> None:
 
 
 def _draw_bars(axes: Any, groups: Groups) -> None:
+    """Draw bars of perplexity with 8-bit rounding over that without, by variant and rounding, a point per seed."""
     roundings = list(ROUNDINGS)[:3]
     height = 0.8 / len(roundings)
     for i, rounding in enumerate(roundings):

@@ -85,7 +85,7 @@ class Windows(NamedTuple):
 
 
 def windows(tokeniser: Any, text: str, n_windows: int, n_tokens: int, first: int | None = None) -> Windows:
-    """Return Windows of even excerpts of the first MB (or more): ids (N, T + 1), n_bytes (N, T); else ValueError.
+    """Return evenly spaced Windows of a text, each after the id `first` if any; ValueError if it is too short.
 
     Args:
         tokeniser: byte-level, as that of SmolLM2.
@@ -109,7 +109,7 @@ def windows(tokeniser: Any, text: str, n_windows: int, n_tokens: int, first: int
 
 
 def token_bytes(tokeniser: Any, ids: np.ndarray, text: str) -> np.ndarray:
-    """Return the number of bytes of each token id, int64 (V,); 0 for tokens that are not in `ids`.
+    """Return each token id's bytes, int64 (V,), 0 if not in `ids`; ValueError if they do not add up to the text's.
 
     Args:
         ids, text: a text and its tokens, to check the numbers.
@@ -145,12 +145,9 @@ def read(model: GPT, ids: np.ndarray, n_rows: int = 0) -> Read:
     Args:
         n_rows: that are computed together; 0 for as many as have about 2,048 tokens.
     """
-    concatenate_folds = n_rows or max(1, 2048 // ids.shape[1])
+    batch_size = n_rows or max(1, 2048 // ids.shape[1])
     with model.evaluating(), no_grad():
-        parts = [
-            _read(model, np.asarray(ids[i : i + concatenate_folds], np.int64))
-            for i in range(0, len(ids), concatenate_folds)
-        ]
+        parts = [_read(model, np.asarray(ids[i : i + batch_size], np.int64)) for i in range(0, len(ids), batch_size)]
     return Read(*(np.concatenate(arrays) for arrays in zip(*parts)))
 
 

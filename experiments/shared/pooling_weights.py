@@ -40,7 +40,7 @@ class Item(NamedTuple):
 
 
 def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.random.Generator) -> list[int]:
-    """Return random indices of texts that all models have right, then some, then none; at most `each` per class.
+    """Return random indices of texts that all models have right, then some, none; at most `each` per kind and class.
 
     Args:
         right: (M, N) whether each of M models is right.
@@ -59,7 +59,7 @@ def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.rando
 def new_items(
     problem: Problem, outcome: Outcome, gaps: Callable[[int], Sequence[str]], each: int, seed: int
 ) -> list[Item]:
-    """Return Items of random test texts: all models right, then some, then none; at most `each` per class.
+    """Return Items of random test texts: all models right, some, then none; at most `each` of these kinds and class.
 
     Args:
         gaps: returns the text before each token of the text with this index in the problem.
@@ -81,7 +81,7 @@ def new_items(
 
 
 def write_page(path: Path, title: str, note: str, classes: Sequence[str], items: Sequence[Item]) -> None:
-    """Write a self-contained HTML page of texts with colored words, one column for each model.
+    """Write a self-contained HTML page of texts with colored words, a column per model; ValueError without texts.
 
     Raises:
         ValueError: no text, or weights that do not fit the tokens.

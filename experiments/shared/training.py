@@ -32,7 +32,7 @@ def train_best(
     title: str,
     max_norm: float = 0.0,
 ) -> Any:
-    """Train `model` in place by AdamW without decay; return it with the weights of the lowest validation loss.
+    """Train `model` in place by AdamW; return it with its weights of lowest validation loss; ArithmeticError if NaN.
 
     Args:
         batch_loss: the loss of a batch, times a factor.

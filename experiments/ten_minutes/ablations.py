@@ -85,7 +85,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def all_variants(also: Sequence[str] = ()) -> dict[str, Variant]:
-    """Return VARIANTS with the variants of `also`, each "name: field=value, field=value", by name.
+    """Return VARIANTS and those of `also`, "name: field=value, ...", by name; ValueError for a known name or bad field.
 
     Raises:
         ValueError: a text of another form, a name that is taken, or no field of a config.
@@ -111,7 +111,7 @@ def _change(part: str, text: str) -> tuple[str, Any]:
 
 
 def configs(recipe: GPTConfig, names: Sequence[str] = (), also: Sequence[str] = ()) -> dict[str, GPTConfig]:
-    """Return {name: config}, recipe first, changed ones only; `also` defines variants "name: field=value".
+    """Return {name: config}, recipe first, changed ones only, also of `also` ("name: field=value"); else ValueError.
 
     Args:
         names: of the variants; empty for all that change the recipe.

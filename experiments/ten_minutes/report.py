@@ -111,7 +111,7 @@ def tables(folder: Path) -> dict[str, str]:
 
 
 def plot(trials: Runs, path: Path) -> None:
-    """Write a PNG with a bar for each variant's mean change in bits per byte, and a point for each seed.
+    """Write a PNG of each variant's mean change in bits per byte, a point per seed; ValueError without any to compare.
 
     Raises:
         ValueError: no variant beside the recipe, or no recipe with the same seed.

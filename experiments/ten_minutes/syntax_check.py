@@ -150,7 +150,7 @@ def is_python(text: str) -> bool:
 
 # -------------------------------------------------------------------- prompts
 def signatures(tokeniser: BPETokeniser, n: int, longest: int, seed: int) -> list[bytes]:
-    """Return up to n signatures with docstrings as bytes, in random order, up to the body's indentation.
+    """Return up to n signatures with docstrings of held-out files as bytes, in random order; ValueError if none.
 
     Args:
         n: how many; all in another order if there are fewer.

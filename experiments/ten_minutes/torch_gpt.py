@@ -47,7 +47,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(self.size)) if self.centred and config.bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x (..., C) normalized over its last axis, with gain and bias."""
+        """Return x (..., C) normalized over its last axis: layer norm if `centred`, else RMS norm, without the bias."""
         if self.centred:
             return F.layer_norm(x, self.size, self.gain, self.bias, eps=EPS)
         return F.rms_norm(x, self.size, self.gain, eps=EPS)

@@ -193,7 +193,7 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
 
 
 def by_length(sources: list[str], references: list[str], translations: list[str]) -> list[dict[str, Any]]:
-    """Return "words" (a range), "sentences", "mean_words" and "bleu" (0 to 100) for each range of lengths."""
+    """Return "words" (a range), "sentences", "mean_words" and "bleu" (0 to 100) of each range that has sentences."""
     words = np.array([len(source.split()) for source in sources])
     parts = []
     for low, high in RANGES:

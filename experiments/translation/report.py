@@ -21,7 +21,7 @@ PAINTED = ("bahdanau", "luong", "transformer")
 
 
 def load_runs(folder: Path) -> dict[tuple[str, str], list[Run]]:
-    """Return {(target language, model): runs of its seeds} of a folder, in the order of the recipes.
+    """Return {(target language, model): runs of its seeds} of a folder, in the order of RECIPES; ValueError if none.
 
     Raises:
         ValueError: no run in the folder.
@@ -79,7 +79,7 @@ def of_target(runs: dict[tuple[str, str], list[Run]], target: str) -> dict[str, 
 
 # -------------------------------------------------------------------- pictures
 def draw(runs: dict[tuple[str, str], list[Run]], folder: Path) -> list[str]:
-    """Write curves-, lengths- and alignment-<target>.png for each target, and return the file names."""
+    """Write curves-, lengths-, alignment-<target>.png (if a drawn model ran) for each target; return the file names."""
     names = []
     for target in dict.fromkeys(language for language, _ in runs):
         chosen = of_target(runs, target)

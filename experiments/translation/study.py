@@ -322,7 +322,7 @@ def translate(
     rows: int = 256,
     progress: bool = True,
 ) -> list[str]:
-    """Return the translations of sentences, in order, by beam search; beam size 1 is greedy decoding.
+    """Return translations in order, by beam search (1: greedy); ValueError if a sentence is empty or too long.
 
     Args:
         rows: beams that go through the model at once.

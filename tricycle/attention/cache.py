@@ -82,7 +82,7 @@ class KeyValueCache:
         return self.capacity if self.window is None else min(self.capacity, self.window - 1 + MIN_CAPACITY)
 
     def _enlarged(self, held: Array | None, new: Array, length: int, needed: int) -> Array:
-        """Return an array like `new` for at least `needed` tokens (or doubled), with the first `length` of `held`."""
+        """Return an array of the cache's dtype for `needed` or more tokens, with the first `length` of `held`."""
         room = 0 if held is None else held.shape[1]
         grown = max(needed, min(self._most, max(2 * room, MIN_CAPACITY)))
         if self.dtype in ALLOCATORS:

@@ -32,7 +32,7 @@ class MambaConfig(ModelConfig):
     n_groups: int = 1  # groups of heads that share keys and queries
     conv_width: int = 4  # tokens that the convolution before the scan sees
     conv_bias: bool = True  # whether the convolution has a bias
-    chunk_size: int = 64  # tokens that the scan computes as attention
+    chunk_size: int = 32  # tokens that the scan computes as attention
     attention_layers: tuple[int, ...] = ()  # layers, counted from 0, that are transformer blocks
 
     def __post_init__(self) -> None:

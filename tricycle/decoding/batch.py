@@ -159,4 +159,5 @@ class GenerationBatch:
 
 
 def _is_float32(model: GPT) -> bool:
+    """Return whether the model's precision and all its parameters are float32."""
     return model.precision == "float32" and all(p.array.dtype == np.float32 for p in model.parameters())

@@ -187,16 +187,19 @@ def check_grammar(grammar: str, seconds: int = MAX_COMPILE_SECONDS) -> None:
 
 
 def _check_size(text: str) -> None:
+    """Raise a ValueError for a text of more than MAX_GRAMMAR_BYTES bytes."""
     n_bytes = len(text.encode("utf-8", "surrogatepass"))
     if n_bytes > MAX_GRAMMAR_BYTES:
         raise ValueError(f"it has {n_bytes:,} bytes, more than {MAX_GRAMMAR_BYTES:,}")
 
 
 def _one_line(text: str) -> str:
+    """Return a message of llguidance on one line, at most 500 characters."""
     return " ".join(text.replace("<non-verbose/>", "").split())[:500]
 
 
 def _import_llguidance() -> Any:
+    """Import and return llguidance; ImportError with advice if it is not installed."""
     try:
         import llguidance
     except ImportError:

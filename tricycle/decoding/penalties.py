@@ -96,4 +96,5 @@ def ngram_completions(tokens: Sequence[int], size: int) -> list[int]:
 
 
 def _is_count(value: object) -> bool:
+    """Return whether a value is an integer of at least 0."""
     return isinstance(value, (int, np.integer)) and bool(value >= 0)

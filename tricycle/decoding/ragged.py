@@ -18,7 +18,7 @@ from tricycle.tensor import Tensor
 
 
 def select_items(cache: KeyValueCache, rows: np.ndarray) -> KeyValueCache:
-    """Return a copy of a cache with the batch items `rows`, which may repeat."""
+    """Return a copy of a cache with only the batch items `rows`, which may repeat, in this order."""
     chosen = KeyValueCache(cache.capacity, cache.dtype, cache.window)
     chosen.length, chosen._first = cache.length, cache._first
     arrays: dict[str, Any] = {"_keys": cache._keys, "_values": cache._values, **cache.last}

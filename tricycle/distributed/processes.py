@@ -254,6 +254,7 @@ def _grouped(parameters: list[Tensor], n_bytes: int) -> list[list[Tensor]]:
 
 
 def _is_like(a: Array, b: Array, shape: bool = True) -> bool:
+    """Return whether arrays agree in dtype, array module and, if `shape`, in shape."""
     return (not shape or a.shape == b.shape) and a.dtype == b.dtype and array_module(a) is array_module(b)
 
 

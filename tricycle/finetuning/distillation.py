@@ -23,7 +23,7 @@ from tricycle.training import BatchLossFn
 
 
 def distillation_loss(student: GPT, teacher: GPT, temperature: float = 2.0, hard_weight: float = 0.1) -> BatchLossFn:
-    """Return f(batch, factor) computing temperature^2 KL(teacher || student) mixed with `hard_weight` cross-entropy.
+    """Return f(batch, factor) = factor (T^2 KL(teacher || student) + cross-entropy), weighted; ValueError on mismatch.
 
     The soft loss is temperature^2 KL(teacher || student), where both softmaxes are of logits divided by the
     temperature; the factor makes its gradients comparable to those of the hard loss, the cross-entropy of the labels.

@@ -417,7 +417,7 @@ class Adapter(Layer):
         return self
 
     def merge(self) -> Any:
-        """Add the updates to the weights in place, detach, and return the frozen model; ValueError if merged before.
+        """Add the updates to the weights in place (quantized ones become float32), detach, return the model; only once.
 
         Quantized and 16-bit weights become float32, because rounding would remove small updates.
 

@@ -207,6 +207,7 @@ class QuantizedMatrix:
                 yield slice(start, min(start + step, rows.stop))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return a dequantized copy in the matrix's shape, float32 by default; `copy` has no effect."""
         shape = self.shape[::-1] if self.transposed else self.shape
         whole = np.empty(shape, np.float32 if dtype is None else dtype)
         for chunk in self.row_chunks():

@@ -80,7 +80,7 @@ def from_hidden(
 
 @unfused("tricycle.losses.from_hidden", closure=True)
 def _from_hidden(node: Tensor, variables: Any) -> Tensor:
-    """Compute the loss with all logits at once."""
+    """Recompute a fused loss from its node's operands as differentiable operations, with all logits at once."""
     (hidden, *_), (loss_fn, head, ids, weights) = node.args, node._saved
     logits = head(reshape(hidden, -1, hidden.shape[-1]))
     loss: Tensor = loss_fn._weighted_sum(logits, as_floating(logits.array), ids, weights)

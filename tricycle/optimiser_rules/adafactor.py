@@ -71,6 +71,7 @@ class AdafactorRule(Rule):
 
 
 def _mix(mean: Array, values: Array, new: Any) -> None:
+    """Update a moving average in place: (1 - new) * mean + new * values."""
     mean *= 1 - new
     mean += new * values
 

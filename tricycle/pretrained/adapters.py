@@ -205,7 +205,7 @@ def save_adapter(adapter: Adapter, loaded: Pretrained, folder: str | os.PathLike
 
 
 def save_gguf_adapter(adapter: Adapter, loaded: Pretrained, path: str | os.PathLike[str]) -> str:
-    """Write or replace a GGUF file of a LoRA adapter for llama.cpp atomically, in F32; return general.architecture.
+    """Write or replace a LoRA adapter (DoRA: ValueError) as a GGUF file in F32 atomically; return general.architecture.
 
     Scales that differ between matrices are multiplied into B, because the file has one alpha.
 
@@ -278,7 +278,7 @@ def _adapter_config_fields(adapter: Adapter, modules: TargetModules) -> dict[str
 
 # -------------------------------------------------------------------- reading
 def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
-    """Load an adapter of PEFT or llama.cpp, attach it to the model, freeze all else, and return the adapter.
+    """Load an adapter of PEFT or llama.cpp, attach it to the model, freeze all else; ValueError if it is not finite.
 
     No code in the files is executed.
 

@@ -112,6 +112,7 @@ class Budget:
 
 
 def _check_limit(n: float, limit: int, unit: str) -> None:
+    """Raise a ValueError if n is above the limit."""
     if n > limit:
         raise ValueError(f"it computes a value of more than {limit:,} {unit}")
 
@@ -216,7 +217,7 @@ def _to_plain(value: Any) -> Any:
 
 
 def _insert_checks(tree: nodes.Template) -> None:
-    """Insert checks around the expressions of a template that create values, and into its loops."""
+    """Insert checks in place around the expressions of a template that create values, and into its loops."""
     creators = (nodes.Concat, nodes.List, nodes.Tuple, nodes.Dict, nodes.Filter, nodes.Call)
 
     def checked(node: nodes.Expr) -> nodes.Expr:
@@ -353,6 +354,7 @@ class PublicNamespace(Namespace):
 
 
 def _check_name(name: str) -> None:
+    """Raise a ValueError for a name that begins with an underscore."""
     if str(name).startswith("_"):
         raise ValueError(f"expected no name that begins with an underscore in a namespace, got {name!r}")
 

@@ -227,7 +227,7 @@ def export_tensors(
 
 # -------------------------------------------------------------------- generation settings
 def _special_token_ids(tokeniser: Any) -> dict[str, Any]:
-    """Return the fields bos_token_id and eos_token_id of config.json."""
+    """Return {bos_token_id, eos_token_id} for config.json, None where the tokenizer has none."""
     bos, eos = None, None
     if isinstance(tokeniser, PretrainedTokeniser):
         bos, eos = tokeniser.bos, tokeniser.eos
@@ -239,7 +239,7 @@ def _special_token_ids(tokeniser: Any) -> dict[str, Any]:
 def _generation_fields(
     settings: GenerationSettings | None, special: dict[str, Any], tokeniser: Any, vocab_size: int
 ) -> dict[str, Any]:
-    """Return the fields of generation_config.json; few ids without a token are suppressed."""
+    """Return generation_config.json's fields: ids, settings that are not defaults, and up to MAX_SUPPRESSED ids."""
     fields = {name: value for name, value in special.items() if value is not None}
     if settings is not None:
         defaults = asdict(GenerationSettings())

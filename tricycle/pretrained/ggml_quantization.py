@@ -59,6 +59,7 @@ def quantize_blocks(values: np.ndarray, format_name: str, importance: np.ndarray
 
 
 def _check_importance(importance: np.ndarray, row_size: int) -> None:
+    """Raise a ValueError unless importances have shape (row_size,) and are finite and 0 or more."""
     if importance.shape != (row_size,):
         raise ValueError(f"quantize_blocks: expected importances of shape ({row_size},), got {importance.shape}")
     if not (np.isfinite(importance).all() and (importance >= 0).all()):
@@ -107,7 +108,7 @@ def _weight_by(importance: np.ndarray, x: np.ndarray, format_name: str) -> np.nd
 
 # -------------------------------------------------------------------- blocks of 32
 def _quantize_signed(n_bits: int) -> Quantizer:
-    """Return the quantizer of Q4_0 or Q5_0: one scale, and integers of n_bits minus half of their range."""
+    """Return f(x, weights, unit) for Q4_0 or Q5_0: a scale, and integers of n_bits minus half of their range."""
 
     def quantize(x: np.ndarray, weights: np.ndarray, unit: float) -> np.ndarray:
         half = 2 ** (n_bits - 1)
@@ -119,7 +120,7 @@ def _quantize_signed(n_bits: int) -> Quantizer:
 
 
 def _quantize_unsigned(n_bits: int) -> Quantizer:
-    """Return the quantizer of Q4_1 or Q5_1: a scale, a minimum, and integers of n_bits."""
+    """Return f(x, weights, unit) for Q4_1 or Q5_1: a scale, a minimum, and integers of n_bits."""
 
     def quantize(x: np.ndarray, weights: np.ndarray, unit: float) -> np.ndarray:
         largest = 2**n_bits - 1
@@ -139,7 +140,7 @@ def _pack_32(q: np.ndarray, n_bits: int) -> list[np.ndarray]:
 
 # -------------------------------------------------------------------- blocks of 256
 def _quantize_8_parts(n_bits: int) -> Quantizer:
-    """Return the quantizer of Q4_K or Q5_K: 8 parts of 32 values, with scales and minima of 6 bits."""
+    """Return f(x, weights, unit) for Q4_K or Q5_K: 8 parts of 32 values, with scales and minima of 6 bits."""
 
     def quantize(x: np.ndarray, weights: np.ndarray, unit: float) -> np.ndarray:
         largest = 2**n_bits - 1
@@ -172,7 +173,7 @@ def _pack_6_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
 
 
 def _quantize_16_parts(x: np.ndarray, weights: np.ndarray, unit: float) -> np.ndarray:
-    """Quantize to Q6_K: 16 parts of 16 values, with int8 scales."""
+    """Return Q6_K blocks (N, bytes) of x (N, 256) times `unit`: 16 parts of 16 values, with int8 scales."""
     scales = search_signed_scale(_columns(x, 16), _columns(weights, 16), 32).reshape(-1, 16)
     extreme = np.take_along_axis(scales, np.abs(scales).argmax(axis=1)[:, None], axis=1)
     scale = _to_float16(extreme[:, 0] / -128, unit)
@@ -199,7 +200,7 @@ _QUANTIZERS: dict[str, Quantizer] = {
 
 # -------------------------------------------------------------------- scales
 def _columns(x: np.ndarray, size: int) -> np.ndarray:
-    """Return a copy of x, in groups of `size` values, as (size, groups)."""
+    """Return x, in groups of `size` values, as a contiguous array (size, groups); perhaps a view."""
     return np.ascontiguousarray(x.reshape(-1, size).T)
 
 

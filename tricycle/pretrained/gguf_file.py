@@ -162,6 +162,7 @@ class _ChangeCheck:
         self.next_time = 0.0
 
     def _read_state(self) -> tuple[int, int]:
+        """Return the open file's size and time of change in nanoseconds."""
         found = os.fstat(self.file.fileno())
         return found.st_size, found.st_mtime_ns
 
@@ -283,7 +284,7 @@ class _HeaderReader:
         return np.frombuffer(raw, dtype).tolist()
 
     def _read_strings(self, key: str, n: int) -> list[str]:
-        """Read n strings, several times as fast as `_read_string`: a vocabulary is most of a header."""
+        """Return n strings, each stored after its length, and advance; ValueError if damaged."""
         self._check_room(n, _COUNT.size, f"strings of {key}")
         content, size, length_at = self.content, self.size, _COUNT.unpack_from
         end = self.position

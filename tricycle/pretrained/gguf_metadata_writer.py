@@ -182,14 +182,17 @@ def _gemma3(config: ModelConfig) -> Metadata:
 
 
 def _layer_norm(config: ModelConfig) -> Metadata:
+    """Return the metadata of layer norm: its epsilon."""
     return {"attention.layer_norm_epsilon": config.norm_eps}
 
 
 def _neox(config: ModelConfig) -> Metadata:
+    """Return GPT-NeoX's metadata: norm epsilon, RoPE, and whether attention and MLP are parallel."""
     return {**_layer_norm(config), **_rope(config), "use_parallel_residual": config.parallel}
 
 
 def _phi2(config: ModelConfig) -> Metadata:
+    """Return Phi-2's metadata: norm epsilon, RoPE, and the number of key heads."""
     return {**_layer_norm(config), **_rope(config), "attention.head_count_kv": config.key_heads}
 
 
@@ -198,6 +201,7 @@ def _command_r(config: ModelConfig) -> Metadata:
 
 
 def _bert(config: ModelConfig) -> Metadata:
+    """Return BERT's metadata: norm epsilon, and attention that is not causal."""
     return {**_layer_norm(config), "attention.causal": False}
 
 

@@ -165,7 +165,7 @@ class GGUFTokenizer:
 
 
 def _split_merge(merge: str) -> tuple[str, str]:
-    """Split a merge into its two tokens, which are separated by a space."""
+    """Split a merge into its two tokens at the space between them; ValueError unless there is exactly one."""
     left, space, right = merge.partition(" ")
     if not left or not space or not right or " " in right:
         raise ValueError(f"expected two tokens with a space between them in merges, got {short_repr(merge)}")

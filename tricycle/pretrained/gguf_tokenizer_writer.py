@@ -199,7 +199,7 @@ def _check_scores(document: Metadata, metadata: Metadata) -> None:
 
 # -------------------------------------------------------------------- WordPiece
 def _wordpiece(document: Metadata, tokeniser: PretrainedTokeniser, n_rows: int) -> Metadata:
-    """Return the metadata of BERT's WordPiece, where U+2581 marks the first token of a word, not ## the others."""
+    """Return the metadata of BERT's WordPiece: U+2581 before words' first tokens, no ##; ValueError for other kinds."""
     model, vocab = document["model"], tokeniser.backend.get_vocab(with_added_tokens=True)
     around = tokeniser.backend.encode("").tokens
     if len(around) != 2:

@@ -132,7 +132,7 @@ def _plan_tensor(architecture: str, name: str, shape: tuple[int, ...], mixture: 
 def _encode(
     tensor: WrittenTensor, array: np.ndarray, heads: AttentionHeads, importance: np.ndarray | None
 ) -> np.ndarray:
-    """Return the values to write: floats, bfloat16 as uint16, or the bytes of quantized blocks.
+    """Return the values to write: floats, bfloat16 as uint16, or bytes of quantized blocks; ValueError if out of range.
 
     Raises:
         ValueError: a value is too large for the format.

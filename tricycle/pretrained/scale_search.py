@@ -19,7 +19,7 @@ _SIGNED_STEPS = np.linspace(-0.9, 0.9, 19)
 
 
 def search_scale_and_minimum(x: np.ndarray, weights: np.ndarray, largest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return scales >= 0 and minima <= 0, (N,), for which scale q + minimum is closest to x, with integers q >= 0.
+    """Return scales >= 0, minima <= 0, (N,): scale q + minimum is closest to x (size, N), q from 0 to `largest`.
 
     Args:
         x: float32 (values, N), finite and not near the limits of float32.
@@ -56,7 +56,7 @@ def search_scale_and_minimum(x: np.ndarray, weights: np.ndarray, largest: int) -
 
 
 def search_signed_scale(x: np.ndarray, weights: np.ndarray, n_negative: int) -> np.ndarray:
-    """Return scales (N,) of either sign for which scale q is closest to x, with q from -n_negative to n_negative - 1.
+    """Return signed scales (N,): scale q is closest to x (size, N), q from -n_negative to n_negative - 1.
 
     The value with the largest magnitude becomes about -n_negative times the scale, which then has the opposite sign.
 
@@ -83,7 +83,7 @@ def search_signed_scale(x: np.ndarray, weights: np.ndarray, n_negative: int) -> 
 
 
 def search_common_scale(x: np.ndarray, weights: np.ndarray, largest: int) -> np.ndarray:
-    """Return scales (N,) for which scale q is closest to x >= 0, with integers q from 0 to `largest`.
+    """Return scales (N,): scale q is closest to x >= 0, (size, N), with integers q from 0 to `largest`.
 
     Args:
         x: float32 (values, N), the scales of the parts of a block.
@@ -105,6 +105,7 @@ def search_common_scale(x: np.ndarray, weights: np.ndarray, largest: int) -> np.
 
 
 def _sum_products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the dot product of each row of a with that of b, (N,)."""
     return np.einsum("in,in->n", a, b)
 
 

@@ -428,7 +428,7 @@ def load_backend(document: str) -> Any:
 
 # -------------------------------------------------------------------- from a folder
 def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser:
-    """Load the tokenizer of a Hugging Face folder: tokenizer.json, else other files, see below.
+    """Load tokenizer.json, else vocabulary files (see below) of a folder; FileNotFoundError without these.
 
     The vocabulary comes from tokenizer.json, or source.spm and vocab.json (Marian), or vocab.json and merges.txt
     (GPT-2), or vocab.txt (BERT). Optional files

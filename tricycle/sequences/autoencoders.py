@@ -198,7 +198,7 @@ class RecurrentAutoencoder(Autoencoder):
         return self.to_code((final[0] if isinstance(final, tuple) else final)[-1])
 
     def decode(self, code: Operand, n_steps: int = 1) -> Tensor:
-        """Return sequences (B, n_steps, C) from codes (B, Z)."""
+        """Return sequences (B, n_steps, C) from codes (B, Z), which are the decoder's input at every step."""
         code = as_tensor(code)
         steps = code[:, None] + code.xp.zeros((len(code), n_steps, 1), code.dtype)
         return self.output(self.decoder(steps)[0])

@@ -64,10 +64,12 @@ class _Targets:
         self.state = state
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the logits (N, V) after one more token (N,) of each target, and advance the state."""
         logits: np.ndarray = self.model.decode(self.model.place(tokens[:, None]), self.state).numpy()[:, -1]
         return logits
 
     def select(self, rows: np.ndarray) -> None:
+        """Replace the state by copies of its batch rows `rows`, which may repeat."""
         self.state = select_rows(self.state, rows)
 
 

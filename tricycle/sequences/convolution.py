@@ -52,15 +52,18 @@ def fold(columns: Tensor, sizes: Sizes, kernel: Sizes, stride: Sizes, padding: S
 
 @rule("tricycle.sequences.convolution.unfold")
 def _unfold_rule(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of x: the windows' gradients added up by `fold`."""
     return [fold(grad, v.x.shape[1:-1], v.kernel, v.stride, v.padding)]
 
 
 @rule("tricycle.sequences.convolution.fold")
 def _fold_rule(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of the windows: that of the result, extracted by `unfold`."""
     return [unfold(grad, v.kernel, v.stride, v.padding)]
 
 
 def _unfold(array: Array, kernel: Sizes, stride: Sizes, padding: Sizes) -> Array:
+    """Return windows (B, *O, K * C) of an array (B, *S, C), padded with zeros, as a new array."""
     xp = array_module(array)
     padded = xp.pad(array, [(0, 0), *((p, p) for p in padding), (0, 0)])
     n_items, *sizes, channels = padded.shape
@@ -72,6 +75,7 @@ def _unfold(array: Array, kernel: Sizes, stride: Sizes, padding: Sizes) -> Array
 
 
 def _fold(columns: Array, shape: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes) -> Array:
+    """Sum windows (B, *O, K * C) into a new array of `shape` (B, *S, C), without the padding."""
     (n_items, *sizes, channels), places = shape, columns.shape[1:-1]
     windows = columns.reshape(n_items, *places, *kernel, channels)
     wider = [n + 2 * p for n, p in zip(sizes, padding)]
@@ -118,6 +122,7 @@ class Conv1d(Layer):
         self.bias = Parameter(np.zeros(to_size, np.float32), "bias") if bias else None
 
     def _weight_shape(self, n_places: int) -> Sizes:
+        """Return the shape of the weights, (n_places * channels in, channels out)."""
         return n_places * self.from_size, self.to_size
 
     def _each(self, name: str, value: int | Sizes, least: int) -> Sizes:
@@ -129,6 +134,7 @@ class Conv1d(Layer):
         return sizes
 
     def _checked(self, x: Operand) -> Tensor:
+        """Return x as a Tensor; ValueError if its last axis is not `from_size` long."""
         x = as_tensor(x, self.weights)
         check_last_axis(f"{type(self).__name__}(from_size={self.from_size})", x, self.from_size)
         return x
@@ -160,6 +166,7 @@ class ConvTranspose2d(Conv2d):
         self.output_padding = self._each("output_padding", output_padding, 0)
 
     def _weight_shape(self, n_places: int) -> Sizes:
+        """Return the shape of the weights, (channels in, n_places * channels out)."""
         return self.from_size, n_places * self.to_size
 
     def forward(self, x: Operand) -> Tensor:

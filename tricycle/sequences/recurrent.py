@@ -213,6 +213,7 @@ def _around(array: Array, piece: cells.Piece) -> Array:
 
 
 def _flat(array: Array) -> Array:
+    """Return an array (..., C) as (N, C), a view where possible."""
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
@@ -240,7 +241,7 @@ class Direction(Layer):
         self.input_bias, self.hidden_bias = (Parameter(zero.copy(), "bias") if bias else None for zero in zeros)
 
     def forward(self, x: Tensor, initial: Tensor, active: Array | None = None) -> Any:
-        """Run x (B, T, C); return outputs (B, T, H) in its order, final states (S, B, H), kept where not `active`."""
+        """Run x (B, T, C), active (T, B, 1) or None: all; return outputs (B, T, H) and last states (S, B, H)."""
         weights = self.input_weights, self.hidden_weights, self.input_bias, self.hidden_bias
         given = [w for w in weights if w is not None]
         steps = x.transpose(1, 0, 2)

@@ -204,6 +204,7 @@ class Seq2SeqAttention(Seq2Seq):
         return self.output(self.dropout(tanh(self.mix(concatenate([hidden, context], axis=-1)))))
 
     def _attend(self, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """Return the context (B, T, E) of queries (B, T, H) over the encoder's outputs, and the weights (B, T, S)."""
         weights = self.attention.weights(query, state["projected_keys"], state["mask"])
         return weights @ state["outputs"], weights
 

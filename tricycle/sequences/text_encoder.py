@@ -146,6 +146,7 @@ class SentencePooling(Layer):
         return x * ((x * x).sum(axis=-1, keepdims=True) + SMALLEST) ** -0.5
 
     def _mean(self, hidden: Tensor, mask: Any) -> Tensor:
+        """Return the means (B, C) over tokens where the mask is True (None: all); 0 where it is never True."""
         if mask is None:
             return hidden.mean(axis=1)
         array = mask.array if isinstance(mask, Tensor) else mask

@@ -275,6 +275,7 @@ class BlockSoftmax(RowSoftmax):
         return max(1, -(-(self.length or n_keys) // self.n_blocks))
 
     def _blocks(self, n_keys: int) -> list[slice]:
+        """Return the slices of the key blocks, of equal length but the last."""
         step = self._step(n_keys)
         return [slice(start, min(start + step, n_keys)) for start in range(0, n_keys, step)]
 

@@ -40,7 +40,7 @@ class StateSpaceScan(Op):
 
     name = "state_space_scan"
 
-    def __init__(self, chunk_size: int = 64) -> None:
+    def __init__(self, chunk_size: int = 32) -> None:
         check_positive("StateSpaceScan", chunk_size=chunk_size)
         self.chunk_size = chunk_size
 

@@ -192,6 +192,7 @@ def add_path_to_errors(path: str | os.PathLike[str], instead_of: Path | None = N
 
 
 def _with_path(error: OSError, path: str) -> OSError:
+    """Return a new OSError with the same number and message, and this path."""
     return OSError(error.errno, error.strerror, path)
 
 

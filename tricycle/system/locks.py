@@ -57,6 +57,7 @@ class FolderLock:
         self._made_folder = False
 
     def __enter__(self) -> FolderLock:
+        """Make the folder if needed, and lock it; if it is locked, wait if `wait`, else raise a LockedError."""
         self._made_folder = not self.folder.exists()
         make_folder(self.folder)
         while not self._try_lock():
@@ -66,6 +67,7 @@ class FolderLock:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Release the lock and remove its file; also remove a folder that was made for it and is empty."""
         handle, self._handle = self._handle, None
         if handle is None:
             return

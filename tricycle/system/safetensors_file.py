@@ -118,10 +118,12 @@ def _check_entry(path: Path, name: str, entry: Any, n_bytes: int) -> tuple[int, 
 
 
 def _are_sizes(values: Any) -> bool:
+    """Return whether a value is a list of integers from 0 to below 2^63; True and False are none."""
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 
 def _check_overlaps(path: Path, ranges: list[tuple[int, int, str]]) -> None:
+    """Raise a ValueError if two of the (start, end, tensor name) ranges overlap."""
     end, previous = 0, ""
     for start, last, name in sorted(ranges):
         if start < end:

@@ -14,7 +14,7 @@ AnyLayer = TypeVar("AnyLayer", bound=Layer)
 
 
 def quantize(model: AnyLayer, dtype_name: str = "int8") -> AnyLayer:
-    """Quantize a model's matrices and token embeddings in place, and freeze all parameters; return the model.
+    """Quantize a model's float32 matrices in place, freeze it, return it; ValueError on a GPU or if not finite.
 
     Products with few rows then take less time, as they are limited by memory bandwidth. Gradients flow through the
     quantized weights, but not to them. Matrices that are quantized already stay unchanged.

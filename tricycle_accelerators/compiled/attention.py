@@ -97,6 +97,7 @@ def _visible_keys(score_options: ScoreOptions, t: int, n_keys: int) -> slice:
 def _quantized_decline_reason(
     q: np.ndarray, k: QuantizedHeads, v: QuantizedHeads, score_options: ScoreOptions, off_by_one: bool
 ) -> str | None:
+    """Return why the loop cannot run: soft-cap, not 1 to FEW_ROWS last queries, shapes, dtypes, memory; else None."""
     n_queries, n_keys = q.shape[1], k.shape[1]
     if score_options.softcap is not None:
         return MASK_OR_CAP
@@ -135,6 +136,7 @@ def _prepared(arrays: tuple[np.ndarray, ...], narrow: bool) -> tuple[np.ndarray,
 
 
 def _have_contiguous_rows(*arrays: np.ndarray) -> bool:
+    """Return whether arrays are aligned, writable, and contiguous along the last axis."""
     return all(array.flags.behaved and array.strides[-1] == array.itemsize for array in arrays)
 
 
@@ -159,6 +161,7 @@ def _attention_decline_reason(
     mask: np.ndarray | None = None,
     dtype: Any = None,
 ) -> str | None:
+    """Return why neither the loops for few queries nor those for many can run, or None if one of them can."""
     if q.shape[1] > FEW_ROWS:
         return _many_decline_reason(q, k, v, score_options, mask)
     why = _few_decline_reason(q, k, v, score_options, mask, dtype)
@@ -225,6 +228,7 @@ def _attention_backward_decline_reason(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> str | None:
+    """Return why the loops cannot run: as for many queries, or dtypes or memory of gradients do not fit; else None."""
     if logsumexp.dtype != np.float32:
         return f"logs of sums of float32, got {logsumexp.dtype}"
     why = _many_decline_reason(q, k, v, score_options, mask)

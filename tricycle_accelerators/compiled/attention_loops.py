@@ -322,6 +322,7 @@ def _row_dot_products(grads, out, sums):  # type: ignore[no-untyped-def]
 
 @numba.njit(**OPTIONS)
 def _copy_converted(rows: np.ndarray, out: np.ndarray) -> None:
+    """Write rows into `out`, which may have fewer, converted to its dtype."""
     for t in range(len(out)):
         row, new = contiguous_row(rows, t), contiguous_row(out, t)
         for d in range(len(new)):

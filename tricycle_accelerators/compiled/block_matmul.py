@@ -20,6 +20,7 @@ MOST_ROWS = 8  # with more, dequantizing the blocks takes less time than multipl
 def _matmul_decline_reason(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
+    """Return why the loops cannot run: no blocks, exact, no AVX2, not 1 to MOST_ROWS float32 rows; else None."""
     if not isinstance(matrix, BlockMatrix):
         return "a matrix in the blocks of a GGUF file"
     if matrix.exact or not matrix.transposed:
@@ -66,6 +67,7 @@ def _describe_parts(matrix: BlockMatrix) -> np.ndarray:
 
 
 def _dequantize_decline_reason(packed: np.ndarray, format_name: str) -> str | None:
+    """Return why blocks are declined: an unknown format, none, or no AVX2 or ARM dot products; else None."""
     if format_name not in BLOCK_FORMATS or not packed.size:
         return f"blocks of one of {', '.join(BLOCK_FORMATS)}, got {format_name}"
     return None if load_loops("block_loops").HAS_BLOCKS else "a processor with AVX2 or ARM's dot products"

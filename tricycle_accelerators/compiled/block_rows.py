@@ -55,21 +55,25 @@ class BlockFormat(NamedTuple):
 
 # -------------------------------------------------------------------- pieces of code
 def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+    """Emit an unaligned load of a type from an address plus `offset` bytes."""
     place = builder.add(address, INDEX(offset)) if offset else address
     return builder.load(builder.inttoptr(place, kind.as_pointer()), align=1)
 
 
 def _constant(kind: Any, value: float) -> Any:
+    """Return an LLVM vector constant of type `kind`, all elements `value`."""
     return ir.Constant(kind, [value] * kind.count)
 
 
 def _splat(builder: Any, number: Any, count: int = 8) -> Any:
+    """Emit a vector filled with `count` copies of a number."""
     kind = ir.VectorType(number.type, count)
     alone = builder.insert_element(ir.Constant(kind, ir.Undefined), number, PAIR(0))
     return builder.shuffle_vector(alone, alone, ir.Constant(ir.VectorType(PAIR, count), [0] * count))
 
 
 def _shuffle(builder: Any, a: Any, b: Any, places: Sequence[int]) -> Any:
+    """Return LLVM's shuffle of vectors a and b; places from the length of a on are in b."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(PAIR, len(places)), list(places)))
 
 
@@ -80,6 +84,7 @@ def _half(builder: Any, address: Any, offset: int) -> Any:
 
 
 def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """Emit a call of an LLVM function or intrinsic, declared by its result and the arguments' types."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
@@ -99,12 +104,13 @@ def _fifth_bits(builder: Any, address: Any, offset: int) -> Any:
 
 
 def _with_scale(builder: Any, integers: Any, scale: Any) -> list[Part]:
+    """Return the integers as the only part of a block, with one scale for all."""
     return [Part(integers, _splat(builder, scale))]
 
 
 # -------------------------------------------------------------------- formats with blocks of 32
 def _q8_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q8_0 block: its 32 signed integers (unsigned for VNNI) and scale, no minimum."""
+    """Emit code that reads a Q8_0 block; return ([a part: 32 signed integers (unsigned for VNNI), scale], None)."""
     integers = _load(builder, address, 2, BYTES)
     if HAS_VNNI:
         integers = builder.xor(integers, _constant(BYTES, 128))
@@ -112,24 +118,24 @@ def _q8_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
 
 
 def _q4_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q4_0 block: its 32 unsigned integers and scale, no minimum."""
+    """Emit code that reads a Q4_0 block; return ([a part: its 32 unsigned integers and scale], None)."""
     return _with_scale(builder, _nibbles(builder, address, 2), _half(builder, address, 0)), None
 
 
 def _q4_1(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q4_1 block: its 32 unsigned integers, scale and minimum."""
+    """Emit code that reads a Q4_1 block; return ([a part: its 32 unsigned integers and scale], <1 x float> minimum)."""
     parts = _with_scale(builder, _nibbles(builder, address, 4), _half(builder, address, 0))
     return parts, _splat(builder, _half(builder, address, 2), 1)
 
 
 def _q5_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q5_0 block: its 32 unsigned integers and scale, no minimum."""
+    """Emit code that reads a Q5_0 block; return ([a part: its 32 unsigned integers and scale], None)."""
     integers = builder.or_(_nibbles(builder, address, 6), _fifth_bits(builder, address, 2))
     return _with_scale(builder, integers, _half(builder, address, 0)), None
 
 
 def _q5_1(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q5_1 block: its 32 unsigned integers, scale and minimum."""
+    """Emit code that reads a Q5_1 block; return ([a part: its 32 unsigned integers and scale], <1 x float> minimum)."""
     integers = builder.or_(_nibbles(builder, address, 8), _fifth_bits(builder, address, 4))
     return _with_scale(builder, integers, _half(builder, address, 0)), _splat(builder, _half(builder, address, 2), 1)
 
@@ -138,7 +144,7 @@ MXFP4_TABLE = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0]  # twi
 
 
 def _mxfp4(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads an MXFP4 block: its 32 integers, from a table, and scale, a power of two; no minimum."""
+    """Emit code that reads an MXFP4 block; return ([a part: 32 integers from a table, power-of-two scale], None)."""
     exponent = builder.zext(_load(builder, address, 0, BYTE), PAIR)
     subnormal = builder.shl(PAIR(0x00200000), exponent)
     normal = builder.shl(builder.sub(exponent, PAIR(1)), PAIR(23))
@@ -161,12 +167,12 @@ def _look_up(builder: Any, places: Any) -> Any:
 
 # -------------------------------------------------------------------- formats with blocks of 256
 def _q4_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q4_K block: 8 parts of 32 unsigned integers, with scales and minima."""
+    """Emit code that reads a Q4_K block; return (8 parts of 32 unsigned integers with scales, 8 minima)."""
     return _k_parts(builder, address, _four_bits(builder, address, 16))
 
 
 def _q5_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q5_K block: 8 parts of 32 unsigned integers, with scales and minima."""
+    """Emit code that reads a Q5_K block; return (8 parts of 32 unsigned integers with scales, 8 minima)."""
     fifth = _load(builder, address, 16, BYTES)
     parts = []
     for number, integers in enumerate(_four_bits(builder, address, 48)):
@@ -206,7 +212,7 @@ def _k_parts(builder: Any, address: Any, integers: list[Any]) -> tuple[list[Part
 
 
 def _q6_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q6_K block: 8 parts of 32 unsigned integers, with scales, no minima."""
+    """Emit code that reads a Q6_K block; return (8 parts of 32 unsigned integers, a scale per 16, None)."""
     scales = builder.sitofp(
         builder.sext(_load(builder, address, 192, ir.VectorType(BYTE, 16)), ir.VectorType(PAIR, 16)),
         ir.VectorType(FLOAT, 16),

@@ -72,6 +72,7 @@ def _over_rows(loop: Any, arrays: Sequence[np.ndarray], size: int) -> Any:
 
 
 def _rows_decline_reason(x: np.ndarray) -> str | None:
+    """Return why x is declined: `few_rows_decline_reason` if small, else `large_array_decline_reason`."""
     return few_rows_decline_reason(x) if x.size < MIN_SIZE else large_array_decline_reason(x)
 
 
@@ -82,6 +83,7 @@ def gelu(x: np.ndarray) -> Any:
 
 
 def _gelu(x: np.ndarray) -> Any:
+    """Return GELU of x as a new array, in this thread if x is small, else in threads."""
     if x.size < MIN_SIZE:
         y = np.empty_like(x)
         load_loops("loops").gelu(x.reshape(-1), y.reshape(-1))
@@ -96,6 +98,7 @@ def gelu_with_derivative(x: np.ndarray) -> Any:
 
 
 def _gelu_backward_decline_reason(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> str | None:
+    """Return why the loop cannot run: a stored slope, or arrays that are small or do not fit; else None."""
     return "a slope that was kept" if slope is not None or x is None else large_array_decline_reason(grad, x)
 
 
@@ -122,6 +125,7 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
 
 
 def _sum_rows_decline_reason(x: np.ndarray) -> str | None:
+    """Return why x is not a large, contiguous bfloat16 matrix, or None if it is."""
     return "two axes alone" if x.ndim != 2 else large_array_decline_reason(x, dtypes=("bfloat16",))
 
 
@@ -140,6 +144,7 @@ def sum_rows(x: np.ndarray) -> np.ndarray:
 
 
 def _rotate_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> str | None:
+    """Return why RoPE loops cannot run (several small texts, dtypes, heads not contiguous), or None."""
     if len(x) != 1 or x.dtype != FLOAT32:
         if x.size < MIN_SIZE:
             return TOO_SMALL
@@ -166,6 +171,7 @@ def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 
 
 def _sum_squares_decline_reason(x: np.ndarray) -> str | None:
+    """Return why the loop cannot run: fewer than CHUNK_SIZE elements, not float32, not contiguous; else None."""
     if x.size < chunks.CHUNK_SIZE:
         return f"fewer than {chunks.CHUNK_SIZE} elements: BLAS is as quick"
     return large_array_decline_reason(x, dtypes=("float32",))

@@ -13,6 +13,7 @@ from tricycle_accelerators.compiled.registers import INDEX, PAIR
 
 
 def _place(builder: Any, arguments: Any) -> Any:
+    """Emit the pointer to the 64-bit integer at (address, index), the first two arguments."""
     address, index = arguments[:2]
     return builder.inttoptr(builder.add(address, builder.mul(index, INDEX(8))), INDEX.as_pointer())
 

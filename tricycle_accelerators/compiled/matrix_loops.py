@@ -30,6 +30,7 @@ STEPS, ROWS_AT_ONCE = 768, 64
 
 @numba.njit(**OPTIONS)
 def _add_bias(out: np.ndarray, bias: np.ndarray) -> None:
+    """Add a bias (N,) to each row of `out` (M, N) in place."""
     for i in range(len(out)):
         row = contiguous_row(out, i)
         for j in range(len(row)):

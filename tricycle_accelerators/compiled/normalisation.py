@@ -34,6 +34,7 @@ def _large_decline_reason(x: np.ndarray, other: Any, subtract_mean: bool) -> str
 
 
 def _float32_decline_reason(*statistics: np.ndarray | None) -> str | None:
+    """Return why arrays that are not None are not all contiguous float32, or None if they are."""
     for array in statistics:
         if array is not None and not (array.dtype == FLOAT32 and array.flags.carray):
             return f"parameters and statistics of float32 {CONTIGUOUS}"
@@ -43,6 +44,7 @@ def _float32_decline_reason(*statistics: np.ndarray | None) -> str | None:
 def _layer_norm_decline_reason(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> str | None:
+    """Return why no loop runs (bias without mean, dtypes, memory order; x may be small or large), or None."""
     if bias is not None and not subtract_mean:
         return "a bias of rows that are not centred"
     if x.size >= MIN_SIZE:
@@ -95,6 +97,7 @@ def _normalize_few_rows(
 def _layer_norm_backward_decline_reason(
     grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, subtract_mean: bool
 ) -> str | None:
+    """Return why the loop cannot run: x is small, or dtypes or memory order do not fit; else None."""
     why = _large_decline_reason(x, grad.dtype, subtract_mean) or _float32_decline_reason(gain, mean, scale)
     return why if why or grad.flags.carray else f"a gradient {CONTIGUOUS}"
 

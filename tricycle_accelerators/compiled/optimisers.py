@@ -16,6 +16,7 @@ from tricycle_accelerators.providers import decline_when
 def _adamw_decline_reason(
     weights: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, *_: Any, **__: Any
 ) -> str | None:
+    """Return why the loop cannot run: few weights, not float32, or different memory orders; else None."""
     if weights.size < MIN_SIZE:
         return TOO_SMALL
     for array in (weights, grad, first, second):

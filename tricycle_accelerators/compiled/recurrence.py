@@ -55,6 +55,7 @@ class _Panels:
 
 
 def _repeated_decline_reason(matrix: np.ndarray) -> str | None:
+    """Return why the kernel cannot take the matrix, or None: it takes float32 alone."""
     return None if matrix.dtype == np.float32 else f"float32 alone, got {matrix.dtype}"
 
 
@@ -83,6 +84,7 @@ def _whole_rows(array: np.ndarray) -> bool:
 
 
 def _panels(weights: Any) -> _Panels:
+    """Return weights as _Panels: unchanged if they are, else a new object for the matrix."""
     return weights if isinstance(weights, _Panels) else _Panels(weights)
 
 
@@ -101,6 +103,7 @@ def _bias(bias: np.ndarray | None, panels: np.ndarray) -> np.ndarray:
 
 
 def _pipeline_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | None:
+    """Return why batch items are not divided among threads (not float32, or few items), or None."""
     if gates.dtype != np.float32:
         return f"float32 alone, got {gates.dtype}"
     if gates.shape[1] < 2 * FEWEST_ITEMS and threads.n_threads() > 1:
@@ -127,6 +130,7 @@ def run_batch_parallel(
 
 
 def _project_decline_reason(x: np.ndarray, matrix: Any, bias: np.ndarray | None, out: np.ndarray) -> str | None:
+    """Return a reason unless the matrix is the _Panels of this `prepare_matrix`; only the matrix is examined."""
     return None if isinstance(matrix, _Panels) else "a matrix that `prepare_matrix` has laid out"
 
 
@@ -144,12 +148,14 @@ def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.nda
 
 
 def _forward_decline_reason(gates: np.ndarray, states: np.ndarray, weights: Any, *_: Any, **__: Any) -> str | None:
+    """Return why the forward kernel cannot take these arrays, or None."""
     return _decline_reason(weights, gates, states)
 
 
 def _backward_decline_reason(
     grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any, relu: bool = False
 ) -> str | None:
+    """Return why the backward kernel cannot take these arrays, or None."""
     return _decline_reason(weights, gates, grad, states, d_gates, d_states)
 
 

@@ -18,6 +18,7 @@ from tricycle_accelerators.compiled.packed_matmul import PANEL, multiply_packed
 
 @numba.njit(inline="always")
 def _sigmoid(x: np.float32) -> np.float32:
+    """Compute 1 / (1 + e^-x) of a float32."""
     return ONE / (ONE + exp(-x))
 
 
@@ -50,6 +51,7 @@ def _to_tanh(x: np.ndarray, more: np.ndarray) -> None:
 
 @compile_loop("void(f4[::1], f4[::1])")
 def _add(x: np.ndarray, more: np.ndarray) -> None:
+    """Add a vector to x in place."""
     for j in range(len(x)):
         x[j] += more[j]
 

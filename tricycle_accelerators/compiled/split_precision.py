@@ -13,6 +13,7 @@ from tricycle_accelerators.split_precision import LowPrecisionMatmul
 
 
 def _decline_reason(x: np.ndarray, prepared: Any) -> str | None:
+    """Return why x is not contiguous, aligned and writable, or None; `prepared` is not examined."""
     return None if x.flags.carray else "rows in one piece, aligned and not read-only"
 
 

@@ -13,6 +13,7 @@ LEAST_COLUMNS = 64  # of a thread
 
 
 def _embedding_backward_decline_reason(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> str | None:
+    """Return why the loop cannot run: `grad` not large, contiguous float32, or ids not int64; else None."""
     why = large_array_decline_reason(grad, dtypes=("float32",))
     return why if why or (ids.dtype == np.int64 and ids.flags.behaved) else f"aligned ids of int64, got {ids.dtype}"
 

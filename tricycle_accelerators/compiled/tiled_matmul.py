@@ -33,6 +33,7 @@ def _loops() -> Any:
 def _matmul_decline_reason(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
+    """Return why tiles cannot run (small, in a worker, not float32, strides, processor, shape), or None."""
     shape = *a.shape, b.shape[1]
     why = matmul_plan.tiled_decline_reason(shape, "rows" if a.strides[1] == a.itemsize else "columns")
     if why is not None:

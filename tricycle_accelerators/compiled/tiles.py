@@ -204,6 +204,7 @@ def operand_prototype(x: Any) -> Any:
 
 @numba.njit(**OPTIONS)
 def _copy(x: np.ndarray, out: np.ndarray) -> None:
+    """Write x into the top left corner of `out`, converted to float32."""
     for i in range(x.shape[0]):
         row, new = contiguous_row(x, i), contiguous_row(out, i)
         for j in range(len(row)):

@@ -28,6 +28,7 @@ from tricycle_accelerators.compiled.loops import CUBIC, LINEAR
 # -------------------------------------------------------------------- activations
 @numba.njit(inline="always")
 def _gelu_slope(x: np.float32) -> np.float32:
+    """Return the derivative of the tanh approximation of GELU at x."""
     square = x * x
     gate = multiply_by_sigmoid(ONE, x * (LINEAR + CUBIC * square))
     return gate * (ONE + (ONE - gate) * x * (LINEAR + np.float32(3) * CUBIC * square))

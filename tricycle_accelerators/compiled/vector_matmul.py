@@ -86,6 +86,7 @@ def spin_team() -> SpinTeam:
 def _matmul_decline_reason(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
+    """Return why the loop cannot run: not one float32 row, b small or by rows, `out` or `dtype` given; else None."""
     flags = b.flags
     why = vector_decline_reason(len(a), b.nbytes, "columns" if flags.f_contiguous else "rows")
     if why is not None:
@@ -138,6 +139,7 @@ def _matrix_rows(matrix: QuantizedMatrix) -> _Rows:
 def _few_bits_matmul_decline_reason(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
+    """Return why the loop cannot run: not one float32 row, or not a transposed int8 or bfloat16 matrix; else None."""
     if len(x) != 1:
         return f"one row alone, got {len(x)}"
     if not matrix.transposed:

@@ -180,6 +180,7 @@ def _dot_bytes(context: Any, upper: Any, lower: Any, row: Any, n_steps: Any, shi
 
 @numba.njit(**OPTIONS)
 def _multiply_int8_rows_by_bytes(box: Any, start: int, stop: int) -> None:
+    """Compute result rows start to stop of a job in a mailbox, for x split into bytes and an int8 matrix."""
     size, stride, x = box[SIZE], box[STRIDE], box[X]
     n_rows, n_steps = box[N_ROWS], size // (4 * LANES)
     out = numba.carray(pointer_to(box[OUT], ZERO), (n_rows,))

@@ -38,6 +38,7 @@ class _Inputs(NamedTuple):
     mask: np.ndarray | None
 
     def of_items(self, items: slice) -> _Inputs:
+        """Return the inputs of some batch items, as views; a mask for all items stays as it is."""
         mask = self.mask if self.mask is None or len(self.mask) == 1 else self.mask[items]
         return self._replace(q=self.q[items], k=self.k[items], v=self.v[items], mask=mask)
 
@@ -64,6 +65,7 @@ def _fill_outside(x: np.ndarray, tokens: slice, value: float) -> np.ndarray:
 
 
 def _for_items_decline_reason(q: np.ndarray, *_: Any, **__: Any) -> str | None:
+    """Return a reason if there are fewer batch items than threads, else None."""
     return "fewer items than threads: better shared by what is done inside" if len(q) < threads.n_threads() else None
 
 
@@ -155,6 +157,7 @@ class _Heads(NamedTuple):
 
 
 def _regroup(rows: np.ndarray, n: int) -> np.ndarray:
+    """Return rows (M, R, C) as n groups (n, M R / n, C)."""
     return rows.reshape(n, rows.shape[0] * rows.shape[1] // n, rows.shape[2])
 
 
@@ -178,7 +181,7 @@ def _run(
     work_items: Callable[[slice, _Inputs], None],
     work_group: Callable[[HeadGroup, _Heads, AttentionPlan], None],
 ) -> AttentionPlan | None:
-    """Call `work_items` once for few scores, or in threads for batches of short items, else `work_group` in threads.
+    """Call `work_items` on all if few, or batches of short items in threads, else `work_group`; return plan or None.
 
     Returns:
         The plan whose groups `work_group` was called for, if it was.

@@ -35,7 +35,7 @@ def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | No
 
 
 def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
-    """Return GELU of x by all threads; write its derivative to `slope` unless it is None."""
+    """Return GELU of x by all threads; write its derivative to `slope`, a contiguous array, unless it is None."""
     flat = np.ascontiguousarray(x).reshape(-1)
     y = buffers.empty(flat.shape, flat.dtype)
     slopes = None if slope is None else slope.reshape(-1)
@@ -134,6 +134,7 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 def _shared_decline_reason(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> str | None:
+    """Return why threads do not share the arrays: few elements, other shapes, 16 bits, not contiguous; else None."""
     if a.size < 2 * chunks.CHUNK_SIZE:
         return "too few elements to share"
     if a.shape != b.shape:

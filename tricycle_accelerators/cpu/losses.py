@@ -12,6 +12,7 @@ from tricycle_accelerators.providers import decline_when
 
 
 def _cross_entropy_decline_reason(logits: np.ndarray, *_: Any, **__: Any) -> str | None:
+    """Return a reason if there are no logits, else None."""
     return None if logits.size else "an empty array"
 
 

@@ -35,6 +35,7 @@ def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, 
 # Cache: valid for the life of the process: each precision is warned of once.
 @cache
 def _warn_float32(precision: str) -> None:
+    """Warn that products of this 16-bit precision are made in float32, and why."""
     why = UNAVAILABLE.get("onednn") if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
     warnings.warn(f"precision {precision}: products are made in float32 here: {why}", stacklevel=2)
 
@@ -128,6 +129,7 @@ def _multiply_column_chunks(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
+    """Write a @ b + bias into `out` in this thread."""
     blas.multiply(a, b, out)
     if bias is not None:
         out += bias
@@ -145,6 +147,7 @@ def _is_unshared(n_rows: int, n_inner: int, n_columns: int) -> bool:
 
 
 def _batched_matmul_decline_reason(a: np.ndarray, b: np.ndarray) -> str | None:
+    """Return a reason for 16-bit or empty arrays, else None."""
     if is_16_bit(a) or is_16_bit(b):
         return "floats of 16 bits"
     return None if a.size and b.size else "an empty array"

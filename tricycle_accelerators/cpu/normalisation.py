@@ -45,6 +45,7 @@ def layer_norm(
 
 
 def _layer_norm_backward_decline_reason(grad: np.ndarray, x: np.ndarray, *_: Any, **__: Any) -> str | None:
+    """Return a reason if x is empty, else None."""
     return None if x.size else "an empty array"
 
 

@@ -52,6 +52,7 @@ def run_independent(like: np.ndarray, jobs: Sequence[tuple[Callable[[], Any], in
 def _adamw_decline_reason(
     weights: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, *_: Any, **__: Any
 ) -> str | None:
+    """Return a reason for weights and moments of different memory orders, or 16-bit arrays; else None."""
     w, m, v = weights.flags, first.flags, second.flags
     by_row = w.c_contiguous and m.c_contiguous and v.c_contiguous
     if not by_row and not (w.f_contiguous and m.f_contiguous and v.f_contiguous):

@@ -20,6 +20,7 @@ from tricycle_accelerators.providers import decline_when
 
 
 def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
+    """Return a reason for few rows with an untransposed matrix, 16-bit x or empty operands; else None."""
     if not matrix.transposed and len(x) <= FEW_ROWS:
         return f"at most {FEW_ROWS} rows, with a matrix that is not transposed"
     if is_16_bit(x):

@@ -19,6 +19,7 @@ ITEMS = 32  # of a thread at a time
 
 
 def _pipeline_decline_reason(gates: np.ndarray, pieces: list[Piece], *_: Any, **__: Any) -> str | None:
+    """Return a reason for more than ITEMS batch items or fewer than two pieces, else None."""
     if gates.shape[1] > ITEMS:
         return f"more than {ITEMS} items"
     return "fewer than two pieces" if len(pieces) < 2 else None

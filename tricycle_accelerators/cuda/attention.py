@@ -26,6 +26,7 @@ def _has_aligned_rows(x: Array, bytes_: int) -> bool:
 
 
 def _with_aligned_rows(x: Array, bytes_: int) -> Array:
+    """Return x, or a C-ordered copy unless its rows are contiguous and aligned to this number of bytes."""
     return x if _has_aligned_rows(x, bytes_) else array_module(x).array(x, order="C")
 
 
@@ -123,6 +124,7 @@ def attention(
 def _attention_backward_decline_reason(
     grad: Array, q: Array, k: Array, v: Array, out: Array, *_: Any, **__: Any
 ) -> str | None:
+    """Return why no CUDA kernel runs: `grad` or `out` not in q's dtype, or as for the forward pass; else None."""
     if not grad.dtype == out.dtype == q.dtype:
         return f"an output and a gradient in {q.dtype}, got {out.dtype} and {grad.dtype}"
     return _attention_decline_reason(q, k, v)

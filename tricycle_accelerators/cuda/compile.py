@@ -59,6 +59,7 @@ _BUILTINS = r".*/(libnvrtc-builtins\.so\.[\d.]+|nvrtc-builtins64_\d+\.dll)"
 
 
 def _headers() -> Path | None:
+    """Return the folder of the installed CUDA headers, or None."""
     header = _installed(r".*/include/cuda_bf16\.h")
     return None if header is None else header.parent
 

@@ -98,6 +98,7 @@ def supported_shape(q: Array, score_options: ScoreOptions, *others: Array) -> At
 
 
 def _aligned(x: Array) -> bool:
+    """Return whether x is contiguous along its last axis, with address and other strides aligned."""
     whole = x.strides[-1] == x.dtype.itemsize and all(stride % ALIGNED == 0 for stride in x.strides[:-1])
     return whole and x.data.ptr % ALIGNED == 0
 
@@ -154,12 +155,14 @@ def _attention_options(shape: AttentionShape) -> dict[str, Any]:
 
 
 def _data_type(name: str) -> Any:
+    """Import cuDNN's frontend, and return its data type of this name."""
     import cudnn
 
     return getattr(cudnn.data_type, name)
 
 
 def _sizes(shape: AttentionShape) -> tuple[int, int, int, int]:
+    """Return (batch, heads, tokens, head size) in cuDNN's order of axes."""
     return shape.n_items, shape.n_heads, shape.n_tokens, shape.size
 
 
@@ -169,10 +172,12 @@ def contiguous_strides(shape: AttentionShape) -> Strides:
 
 
 def _strides_of_totals(shape: AttentionShape) -> Strides:
+    """Return the contiguous strides of the logsumexp, (B, H, T, 1)."""
     return shape.n_heads * shape.n_tokens, shape.n_tokens, 1, 1
 
 
 def _declare_result(tensor: Any, shape: AttentionShape, strides: Strides, kind: Any) -> None:
+    """Declare a graph's tensor as a result with this shape, strides and data type."""
     tensor.set_output(True).set_data_type(kind).set_dim(_sizes(shape)).set_stride(strides)
 
 

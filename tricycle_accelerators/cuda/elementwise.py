@@ -34,6 +34,7 @@ def gelu_with_derivative(x: Array) -> tuple[Array, None]:
 
 
 def _pair_decline_reason(a: Array, b: Array) -> str | None:
+    """Return why a and b are not two arrays of one shape and supported dtype, or None if they are."""
     if type(b) is not type(a):
         return f"two arrays, got {type(a).__name__} and {type(b).__name__}"
     if b.shape != a.shape or b.dtype != a.dtype:
@@ -51,6 +52,7 @@ def _pairwise(name: str, a: Array, b: Array, out: Array | None = None) -> Array:
 
 
 def _add_decline_reason(a: Array, b: Array, out: Array | None = None) -> str | None:
+    """Return why a kernel cannot add: `out` not contiguous or unlike a, or a and b differ; else None."""
     if out is not None and (out.shape != a.shape or out.dtype != a.dtype or not out.flags.c_contiguous):
         return f"a contiguous output of shape {a.shape} and dtype {a.dtype}"
     return _pair_decline_reason(a, b)
@@ -63,6 +65,7 @@ def add(a: Array, b: Array, out: Array | None = None) -> Array:
 
 
 def _multiply_decline_reason(a: Array, b: Array) -> str | None:
+    """Return why a kernel cannot multiply: b is neither like a nor a 0-d array, or an unsupported dtype; else None."""
     is_scalar = type(b) is type(a) and b.ndim == 0
     return arrays.array_decline_reason(a) if is_scalar else _pair_decline_reason(a, b)
 
@@ -74,6 +77,7 @@ def multiply(a: Array, b: Array) -> Array:
 
 
 def _gelu_backward_decline_reason(grad: Array, x: Array | None, slope: Array | None) -> str | None:
+    """Return a reason if x is None or unlike `grad`, else None; the slope is not examined."""
     return "the input of the forward, got its derivative" if x is None else _pair_decline_reason(grad, x)
 
 
@@ -96,6 +100,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def _random_mask_decline_reason(like: Array, shape: tuple[int, ...], *_: Any, **__: Any) -> str | None:
+    """Return a reason for an empty shape or an unsupported dtype of `like`, else None."""
     return "an empty mask" if 0 in shape else arrays.dtype_decline_reason(like)
 
 
@@ -113,6 +118,7 @@ def dropout_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np
 
 
 def _rotate_decline_reason(x: Array, *_: Any, **__: Any) -> str | None:
+    """Return a reason for an odd head size, an empty x or an unsupported dtype, else None."""
     return f"an even head size, got {x.shape[-1]}" if x.shape[-1] % 2 else arrays.array_decline_reason(x)
 
 

@@ -201,6 +201,7 @@ class MatmulPlan:
         self.result = _layout(result, product.n_rows, product.n_columns, MatrixLayout(False, product.result_step))
 
     def _describe(self, attribute: int, value: Any) -> None:
+        """Set an attribute of the product's description to a ctypes value."""
         size = ctypes.sizeof(value)
         _call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(value), size)
 
@@ -259,6 +260,7 @@ _ONE, _ZERO = ctypes.c_float(1), ctypes.c_float(0)
 
 
 def _layout(kind: int, n_rows: int, n_columns: int, lies: MatrixLayout) -> Any:
+    """Return a new cuBLASLt layout of a matrix, which the caller destroys."""
     layout = _POINTER()
     _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), kind, *column_major_shape(n_rows, n_columns, lies))
     return layout
@@ -286,13 +288,14 @@ MAX_PLANS = 1024
 # Cache: valid for the life of the process: one for each device. CUDA does not survive a fork.
 @cache
 def _handle(device: int) -> Any:
+    """Return a device's cuBLASLt handle, created by the first call, on the current device."""
     handle = _POINTER()
     _call("cublasLtCreate", ctypes.byref(handle))
     return handle
 
 
 def _workspace(device: int, stream: int) -> int:
-    """Return the address of the workspace of a stream; products on one stream run one after another."""
+    """Return the address of a stream's workspace, allocated once; products on one stream run one after another."""
     import cupy
 
     if (device, stream) not in _workspaces:

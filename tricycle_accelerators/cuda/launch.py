@@ -58,7 +58,7 @@ _BACKWARD = tuple((str(size), str(float32_backward_tile(size))) for size in PADD
 
 
 def _width(name: str) -> str:
-    """Return how many elements of a type fit into 16 bytes."""
+    """Return "4" for "float", else "8": how many elements fit into 16 bytes, as text."""
     return "4" if name == "float" else "8"
 
 
@@ -308,6 +308,7 @@ def _device() -> int:
 # Cache: valid for the life of the process: depends on the device alone.
 @cache
 def _capability(device: int) -> int:
+    """Return a device's compute capability without the point, such as 90."""
     from cupy.cuda import Device
 
     return int(Device(device).compute_capability)

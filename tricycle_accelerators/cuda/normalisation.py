@@ -13,6 +13,7 @@ from tricycle_accelerators.providers import decline_when
 def _layer_norm_decline_reason(
     x: Array, gain: Array, bias: Array | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> str | None:
+    """Return a reason for a result in another dtype than x, an empty x or an unsupported dtype; else None."""
     if dtype is not None and dtype != x.dtype:
         return f"a result of another dtype than {x.dtype}"
     return arrays.array_decline_reason(x)
@@ -41,6 +42,7 @@ def layer_norm(
 
 
 def _layer_norm_backward_decline_reason(grad: Array, x: Array, gain: Array, *_: Any, **__: Any) -> str | None:
+    """Return a reason for a gradient in another dtype, too long rows, or an unsupported x; else None."""
     size = x.shape[-1]
     if grad.dtype != x.dtype:
         return f"a gradient in {x.dtype}, got {grad.dtype}"

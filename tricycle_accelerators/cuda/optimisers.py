@@ -14,6 +14,7 @@ from tricycle_accelerators.providers import decline_when
 
 
 def _adamw_decline_reason(weights: Array, grad: Array, first: Array, second: Array, *_: Any, **__: Any) -> str | None:
+    """Return a reason unless weights and moments are float32, of one memory order and shape, as `grad`; else None."""
     turned = not weights.flags.c_contiguous and weights.flags.f_contiguous
     for x in (weights, first, second):
         if x.dtype != f32:

@@ -15,6 +15,7 @@ from tricycle_accelerators.providers import decline_when
 
 
 def _decline_reason(weights: Array, *others: Array | None) -> str | None:
+    """Return a reason unless all are contiguous, not empty, float32 (others also bool, or None); else None."""
     for x in others:
         if x is None:
             continue
@@ -30,6 +31,7 @@ def _decline_reason(weights: Array, *others: Array | None) -> str | None:
 def _forward_decline_reason(
     gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, *_: Any, **__: Any
 ) -> str | None:
+    """Return why the forward kernel cannot take these arrays, or None."""
     return _decline_reason(weights, gates, states, bias, active)
 
 
@@ -67,6 +69,7 @@ def _backward_decline_reason(
     *_: Any,
     **__: Any,
 ) -> str | None:
+    """Return why the backward kernel cannot take these arrays, or None."""
     return _decline_reason(weights, grad, gates, states, active, d_gates, d_states)
 
 

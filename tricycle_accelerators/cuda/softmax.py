@@ -33,6 +33,7 @@ def log_softmax(x: Array) -> Array:
 
 
 def _softmax_backward_decline_reason(grad: Array, y: Array) -> str | None:
+    """Return a reason unless `grad` has y's shape and dtype, and the dtype is supported; else None."""
     if grad.shape != y.shape or grad.dtype != y.dtype:
         return f"a gradient like the softmax, {y.shape} {y.dtype}, got {grad.shape} {grad.dtype}"
     return arrays.array_decline_reason(y)

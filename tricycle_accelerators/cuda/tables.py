@@ -9,6 +9,7 @@ from tricycle_accelerators.providers import decline_when
 
 
 def _embedding_backward_decline_reason(grad: Array, ids: Array, n_rows: int) -> str | None:
+    """Return a reason for a table without rows, an empty `grad` or an unsupported dtype; else None."""
     return arrays.array_decline_reason(grad) if n_rows else "a table without rows"
 
 

@@ -14,6 +14,7 @@ from tricycle_accelerators.providers import decline_when
 def _matmul_decline_reason(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
+    """Return why MKL cannot run: operands not bfloat16, a small product, `out` or `dtype` not float32; else None."""
     if not a.dtype.name == b.dtype.name == "bfloat16":
         return "operands of bfloat16 alone"
     why = mkl_decline_reason((*a.shape, b.shape[1]))
@@ -42,6 +43,7 @@ def matmul(
 
 
 def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
+    """Write bfloat16 a @ b + bias into float32 `out` in this thread."""
     blas.multiply_bfloat16(a, b, out)
     if bias is not None:
         out += bias

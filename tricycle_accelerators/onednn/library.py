@@ -160,11 +160,13 @@ def bfloat16() -> np.dtype:
 
 
 def _check(function: str, status: int) -> None:
+    """Raise a RuntimeError with the function's name unless the status is 0."""
     if status:
         raise RuntimeError(f"oneDNN: {function} gave the error {status} (dnnl_status_t)")
 
 
 def _call(function: str, *arguments: Any) -> None:
+    """Call a oneDNN function without the GIL; RuntimeError for a status other than 0."""
     _check(function, getattr(_library().free, function)(*arguments))
 
 
@@ -218,6 +220,7 @@ def _packed_descriptor(shape: tuple[int, ...], size: int) -> c_void_p:
 
 
 def _reorder(of: Descriptors) -> c_void_p:
+    """Create the description of a copy from SOURCE's layout and dtype to RESULT's."""
     engine = _library().engine
     return _create("dnnl_reorder_primitive_desc_create", of[SOURCE], engine, of[RESULT], engine, None)
 
@@ -341,6 +344,7 @@ def matmul_openmp(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 
 def _layout(array: np.ndarray) -> Layout:
+    """Return (shape, strides in bytes, item size) of an array."""
     return array.shape, array.strides, array.itemsize
 
 
@@ -459,5 +463,6 @@ class FewRowsMatmul:
         spin_threads.spin_policy.record_seconds(perf_counter() - start, self.n_bytes)
 
     def _run(self, primitive: _Primitive) -> None:
+        """Execute a primitive with the arrays bound to it; RuntimeError if it fails."""
         status = self.execute(primitive.handle, self.stream, len(primitive.memories), primitive.arguments)
         _check("dnnl_primitive_execute", status)

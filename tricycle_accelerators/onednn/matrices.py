@@ -17,6 +17,7 @@ UPCAST_TERMS = 2048  # of a product's sums, that are made float32 at a time
 
 
 def _operand_decline_reason(x: np.ndarray, precision: str) -> str | None:
+    """Return why oneDNN cannot multiply at a precision ("float16" only), or None; x is not examined."""
     return "precision float16: a CPU's 16 bits are bfloat16" if precision == "float16" else None
 
 
@@ -45,6 +46,7 @@ def rounding_decline_reason(x: np.ndarray, precision: str = "float32") -> str | 
 
 
 def _operand_and_sums_decline_reason(x: np.ndarray, precision: str) -> str | None:
+    """Return why x is not a contiguous float32 matrix, not empty, to be rounded to bfloat16; None if it is."""
     in_one_piece = x.ndim == 2 and x.flags.c_contiguous
     return rounding_decline_reason(x, precision) or (None if in_one_piece else "a matrix in one piece")
 
@@ -64,6 +66,7 @@ def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, 
 def _matmul_decline_reason(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
+    """Return why oneDNN cannot run: neither bfloat16 operands nor a few contiguous float32 rows; else None."""
     if a.dtype != np.float32:
         if not a.dtype == b.dtype == library.bfloat16():
             return "operands other than float32 or bfloat16"
@@ -141,6 +144,7 @@ def _multiply_shared(operands: Callable[[slice], tuple[np.ndarray, np.ndarray, n
 
 
 def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
+    """Write bfloat16 a @ b + bias into `result` in this thread."""
     library.matmul(a, b, result, None if bias is None else bias[None])
 
 
@@ -167,6 +171,7 @@ def _multiply_upcast(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, resu
 
 
 def _write(product: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
+    """Add a bias to `product` in place, if given, and write it into `result`, in its dtype."""
     if bias is not None:
         product += bias
     library.convert(product, result)

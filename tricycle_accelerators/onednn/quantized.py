@@ -36,6 +36,7 @@ def _packed(matrix: QuantizedMatrix) -> library.PackedMatrix:
 
 
 def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
+    """Return a reason unless the matrix is transposed int8 or bfloat16, x of at most 32 bits, none empty; else None."""
     if not matrix.transposed:
         return "a matrix that is not transposed"
     if x.dtype.itemsize > 4:
@@ -87,7 +88,7 @@ def _multiply_int8(x: np.ndarray, matrix: library.PackedMatrix) -> np.ndarray | 
 
 # -------------------------------------------------------------------- bfloat16
 def _multiply_bfloat16(x: np.ndarray, matrix: library.PackedMatrix, exact: bool) -> np.ndarray:
-    """Multiply rows by a packed bfloat16 matrix; with `exact`, do not round x, even for many rows."""
+    """Multiply rows by a bfloat16 matrix; round many rows to bfloat16, or split them in two if `exact` and finite."""
     n_rows = len(x)
     if n_rows <= FEW_ROWS:
         product = split_precision.bfloat16_split_matmul(x, matrix.few_rows_matmul(2 * n_rows))
@@ -110,4 +111,5 @@ def _multiply_bfloat16(x: np.ndarray, matrix: library.PackedMatrix, exact: bool)
 
 # -------------------------------------------------------------------- threads
 def _share_rows(work: Callable[[slice], None], n_rows: int) -> None:
+    """Call `work` with slices of the rows, of at least about 64, in threads."""
     threads.parallel_for(work, [slice(part.start, min(part.stop, n_rows)) for part in chunks.thread_slices(n_rows, 64)])

@@ -299,6 +299,7 @@ class InspectableStack(InspectableModel):
         return max(n_blocks / len(self.block_names), n_tokens / len(ids))
 
     def _unembed(self, x: Tensor) -> Tensor:
+        """Return the logits of rows of the residual stream, without gradients."""
         with self.model.evaluating():
             return self.model.logits(self.model.place(x))
 
@@ -344,7 +345,7 @@ class InspectableEncoderDecoder(InspectableModel):
         return "<begin>" if token == self.begin else "<end>" if token == self.end else self._token_text(token)
 
     def encode_input(self, text: str) -> list[int]:
-        """Set `source_ids` from "SOURCE => TARGET", return the target's tokens; without "=>" the model generates it."""
+        """Set `source_ids` by "SOURCE => TARGET"; return target tokens, generated without "=>"; or ValueError."""
         source, arrow, target = text.partition("=>")
         self.source_ids = self.encode(source)
         if not self.source_ids:

@@ -49,6 +49,7 @@ def content_security_policy(style: str, script: str, has_server: bool, has_worke
 
 
 def _hash(text: str) -> str:
+    """Return the quoted SHA-256 of a script or style for a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"
 
 

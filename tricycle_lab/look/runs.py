@@ -115,10 +115,12 @@ def _describe_run(run: RunData) -> dict[str, Any]:
 
 
 def _is_finite(value: Any) -> bool:
+    """Return whether a value is a finite int or float; True and False are none."""
     return type(value) in (int, float) and math.isfinite(value)
 
 
 def _round_significant(value: float) -> float:
+    """Return a number rounded to 5 significant digits."""
     return float(f"{value:.5g}")
 
 

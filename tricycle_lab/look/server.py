@@ -288,6 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps({"error": message}).encode("utf-8"), "application/json")
 
     def _send(self, status: int, content: bytes, content_type: str) -> None:
+        """Send a complete response with the security headers."""
         self.send_response(status)
         headers = {**SECURITY_HEADERS, "Content-Type": content_type, "Content-Length": str(len(content))}
         if self.close_connection:

@@ -242,6 +242,7 @@ class Trace:
             yield rows, self._compute_logits(x[rows])
 
     def _compute_logits(self, x: np.ndarray) -> np.ndarray:
+        """Return float32 logits (N, V) of rows of the residual stream (N, C); ValueError for an encoder."""
         if self.unembed is None:
             raise ValueError("expected a model that predicts tokens, got an encoder")
         return to_cpu(self.unembed(Tensor(x, requires_grad=False)).array).astype(np.float32, copy=False)
@@ -295,6 +296,7 @@ def _summarize_rows(logits: np.ndarray, next_tokens: np.ndarray) -> list[np.ndar
 
 
 def _kurtosis(values: np.ndarray) -> float:
+    """Return the excess kurtosis, or NaN of no values."""
     return excess_kurtosis(values) if values.size else math.nan
 
 
@@ -321,6 +323,7 @@ def _stream_statistics(name: str, x: np.ndarray) -> dict[str, Any]:
 
 # -------------------------------------------------------------------- encoding as JSON
 def _encode_base64(array: np.ndarray, deflate: bool) -> str:
+    """Return an array's bytes, compressed by zlib if `deflate`, as base64 text."""
     content = zlib.compress(array.tobytes(), 1) if deflate else array.tobytes()
     return base64.b64encode(content).decode("ascii")
 

@@ -363,6 +363,7 @@ def abbreviate_names(names: list[str]) -> str:
 
 
 def _is_head(name: str) -> bool:
+    """Return whether a Hugging Face tensor's name is that of an output matrix."""
     return name in ("lm_head.weight", "embed_out.weight")
 
 

@@ -67,7 +67,7 @@ def from_gemma3(fields: ConfigFields) -> ModelConfig:
 
 
 def _text_fields(fields: ConfigFields) -> ConfigFields:
-    """Return the fields of the text model; a config with a vision model has them in `text_config`."""
+    """Return the text model's fields with defaults: `text_config`, which "gemma3" must have, or the fields."""
     text_fields = fields.section("text_config")
     if fields.get("model_type") == "gemma3" and "text_config" not in fields:
         raise field_error("text_config", "an object", None)
@@ -77,7 +77,7 @@ def _text_fields(fields: ConfigFields) -> ConfigFields:
 
 
 def _common_config(fields: ConfigFields, caps: tuple[float | None, float | None]) -> dict[str, Any]:
-    """Return the config fields that Gemma 2 and 3 share.
+    """Return the config fields that Gemma 2 and 3 share; `caps`: default soft-caps of scores and of logits.
 
     Args:
         caps: the default soft-caps of attention scores and of logits.

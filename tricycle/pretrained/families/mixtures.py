@@ -54,7 +54,7 @@ OLMOE_DEFAULTS = {
 
 # -------------------------------------------------------------------- from config.json
 def expert_config(fields: ConfigFields, n_experts: int, n_active: int, router_loss: float) -> dict[str, Any]:
-    """Convert the fields of experts to those of `ModelConfig`, as keyword arguments.
+    """Convert config.json fields of experts to `ModelConfig` keyword arguments; numbers here are defaults.
 
     Args:
         n_experts, n_active, router_loss: values of missing fields.
