@@ -19,7 +19,8 @@ from tricycle.transforms import functional_call, grad, hvp, jvp, tree_leaves, tr
 
 # The ops that vmap calls for each item in some cases; add an op here if it cannot be computed for all items at once
 LOOP = set("""
-Attention Einsum Embedding cholesky det eigh fold inv recurrence slogdet solve svd unfold BlockSoftmax getitem StateSpaceScan
+Attention Einsum Embedding cholesky det eigh fold inv recurrence slogdet solve svd unfold BlockSoftmax getitem
+StateSpaceScan
 """.split())  # fmt: skip
 
 
