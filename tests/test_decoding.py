@@ -10,7 +10,8 @@ from transformers_families import FAMILIES
 from tricycle.configs import ModelConfig
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.decoding.ragged import next_logits, select_items
-from tricycle.generate import generate
+from tricycle.decoding.speculative import SpeculativeState
+from tricycle.generate import DecodingState, generate
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
@@ -150,6 +151,22 @@ def test_batched_texts_are_independent(name):
     assert len(every) == 5
     assert_near(every[1:3], all_at_once(model, [*texts[1], 4, 5])[-2:])
     assert_near(every[4], all_at_once(model, [*texts[3], 7])[-1])
+
+
+def test_longrope_text_is_processed_again_when_it_becomes_long():
+    scaling = {"rotary_scaling": "longrope", "rotary_original_window": 10, "rotary_divisors": (1.0, 2.0, 3.0, 5.0)}
+    model = new_model(replace(TINY, **ROTARY, **scaling))
+    text = text_of(model, 7)
+    for token in generate(model, text, 12, temperature=0):
+        assert token == all_at_once(model, text)[-1].argmax()
+        text.append(token)
+    for state in (DecodingState(model), SpeculativeState(model)):
+        for n_tokens in (9, 10, 11, 12, 8, 19, 14, 10):
+            assert_near(state.logits(text[:n_tokens]), all_at_once(model, text[:n_tokens])[-1])
+    assert len(state.fork(9).tokens) == 9 and not state.can_truncate
+    state.logits(text)
+    assert len(state.fork(14).tokens) == 14
+    assert state.fork(9).tokens == []  # the frequencies of its keys are those of a long text
 
 
 def test_every_config_field_has_a_case():

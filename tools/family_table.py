@@ -1,17 +1,19 @@
 """Write the table of model families into docs/pretrained.md, one row for each file in tricycle/pretrained/families.
 
-python tools/family_table.py          write the table
-python tools/family_table.py --check  exit with 1 where the table is out of date
+    python tools/family_table.py          write the table
+    python tools/family_table.py --check  exit with 1 where the table is out of date
+
+Both columns come from `Family`: its `model_types` and `models`.
 """
 
 from __future__ import annotations
 
 import sys
 from itertools import groupby
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "pretrained.md"
+import reading_list
+
+PAGE = reading_list.ROOT / "docs" / "pretrained.md"
 BEGIN, END = "<!-- families: written by tools/family_table.py -->\n", "<!-- end of the families -->\n"
 
 
@@ -30,20 +32,8 @@ def table() -> str:
 
 def page_with_table(page: str) -> str:
     """Return the text of the page with the current table between its markers; ValueError unless each is there once."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
-
-
-def main(args: list[str]) -> int:
-    """Write the table and return 0; with `--check` only compare it, and return 1 if it is out of date, else 0."""
-    page = PAGE.read_text(encoding="utf-8")
-    updated = page_with_table(page)
-    if "--check" in args:
-        return int(updated != page)
-    PAGE.write_text(updated, encoding="utf-8")
-    return 0
+    return reading_list.page_with_table(page, BEGIN, END, table)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(reading_list.main(sys.argv[1:], PAGE, page_with_table))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,20 +57,20 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def page_with_table(page: str) -> str:
-    """Return the text of the page with the current table between its markers; ValueError unless each is there once."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
+def page_with_table(page: str, begin: str = BEGIN, end: str = END, new_table: Callable[[], str] = table) -> str:
+    """Return the text of a page with the current table between its markers; ValueError unless each is there once."""
+    before, rest = page.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}{new_table()}{end}{after}"
 
 
-def main(args: list[str]) -> int:
+def main(args: list[str], path: Path = PAGE, update: Callable[[str], str] = page_with_table) -> int:
     """Write the table and return 0; with `--check` only compare it, and return 1 if it is out of date, else 0."""
-    page = PAGE.read_text(encoding="utf-8")
-    updated = page_with_table(page)
+    page = path.read_text(encoding="utf-8")
+    updated = update(page)
     if "--check" in args:
         return int(updated != page)
-    PAGE.write_text(updated, encoding="utf-8")
+    path.write_text(updated, encoding="utf-8")
     return 0
 
 

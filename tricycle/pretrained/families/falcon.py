@@ -69,9 +69,12 @@ def to_config(fields: ConfigFields) -> ModelConfig:
 def to_fields(config: ModelConfig) -> dict[str, Any]:
     """Convert a `ModelConfig` to Falcon's config.json, no model_type; ValueError if heads do not divide the width.
 
-    Parallel blocks are exported in the new decoder architecture, which can have any number of key heads.
+    Parallel blocks are exported in the new decoder architecture, which can have any number of key heads. Models whose
+    query heads share no key heads are left to GPT-NeoX, as all Falcon models with RoPE share them.
     """
     check_heads_divide_width(config)
+    if config.key_heads == config.n_heads:
+        raise ValueError(f"n_key_heads={config.n_key_heads}: expected fewer key heads than query heads")
     return {
         **size_fields(config, hidden_size="ffn_hidden_size"),
         "new_decoder_architecture": config.parallel,

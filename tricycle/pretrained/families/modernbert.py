@@ -64,8 +64,14 @@ def _base(fields: ConfigFields, kind: str, name: str, default: float) -> float:
 
 
 def to_fields(config: EncoderConfig) -> dict[str, Any]:
-    """Convert an `EncoderConfig` to ModernBERT's config.json, no model_type; ValueError if heads do not divide it."""
+    """Convert an `EncoderConfig` to ModernBERT's config.json, no model_type; ValueError if its first block has a norm.
+
+    Raises:
+        ValueError: a norm before the attention of the first block, or heads that do not divide the width.
+    """
     check_heads_divide_width(config)
+    if config.first_norm:
+        raise ValueError("first_norm=True: expected a first block without a norm before attention")
     fields = sliding_window_fields(config)
     del fields["sliding_window"]
     return {
