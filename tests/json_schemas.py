@@ -248,10 +248,8 @@ APPLICATIONS = [
     an_object(matrix=an_array(an_array({"type": "number", "minimum": -1, "maximum": 1}, 1, 1), 1, 2)),
     an_object(user=an_object(id=a_string(format="uuid"), roles=an_array({"enum": ["admin", "guest"]}, 1, 2))),
 ]
-SUPPORTED = [
-    *TYPES, *INTEGERS, *NUMBERS, *STRINGS, *FORMATS, *VALUES, *ARRAYS, *OBJECTS, *COMBINATIONS, *REFERENCES,
-    *APPLICATIONS,
-]  # fmt: skip
+SUPPORTED = [*TYPES, *INTEGERS, *NUMBERS, *STRINGS, *FORMATS, *VALUES, *ARRAYS, *OBJECTS, *COMBINATIONS, *REFERENCES]
+SUPPORTED += APPLICATIONS
 
 # With a part of the reason that the error message must have.
 REFUSED = [

@@ -18,10 +18,12 @@ from tricycle.tensor import Tensor
 from tricycle.transforms import functional_call, grad, hvp, jvp, tree_leaves, tree_map, vmap
 
 # The ops that vmap calls for each item in some cases; add an op here if it cannot be computed for all items at once
-LOOP = set("""
+LOOP = set(
+    """
 Attention Einsum Embedding cholesky det eigh fold inv recurrence slogdet solve svd unfold BlockSoftmax getitem
 StateSpaceScan
-""".split())  # fmt: skip
+""".split()
+)
 
 
 def normal(*shape: int) -> Tensor:
@@ -232,7 +234,7 @@ def test_errors_are_those_of_one_item():
         lambda x: np.zeros((2, 2)).__setitem__(0, x[0]),
         lambda x: np.add.at(np.zeros((2, 2)), [0], x),
     ],
-)  # fmt: skip
+)
 def test_unsupported_uses_raise(use):
     with pytest.raises((NotVectorizedError, IndexError)):
         use(BatchedArray(np.random.default_rng(0).standard_normal((3, 2, 2)), 1))

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tricycle.pretrained.marian_tokeniser import MarianTokeniser
+from tricycle.pretrained.marian_tokeniser import MarianTokeniser, marian_tokeniser_from_folder
 from tricycle.pretrained.sentencepiece_model import proto_fields, unigram_document
-from tricycle.pretrained.tokenisers import tokeniser_from_folder
 
 pytest.importorskip("tokenizers")
 PIECES = {"▁the": -1.0, "▁": -2.0, "s": -3.0, "ea": -2.5, "▁se": -2.5, "a": -3.0, "e": -3.5, ".": -2.0}
@@ -53,7 +52,7 @@ def save(folder: Path, model: bytes, pieces: list[str], **config: object) -> Non
 
 def test_a_text_is_split_into_the_most_probable_pieces(tmp_path: Path) -> None:
     save(tmp_path, spm(PIECES), list(PIECES))
-    tokeniser = tokeniser_from_folder(tmp_path)
+    tokeniser = marian_tokeniser_from_folder(tmp_path)
     assert isinstance(tokeniser, MarianTokeniser)
     ids = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     expected = [">>de<<", "▁the", "▁se", "a", ".", "</s>"]
@@ -77,7 +76,7 @@ def test_ids_and_texts_are_those_of_sentencepiece_and_transformers(tmp_path: Pat
     reference = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [reference.id_to_piece(i) for i in range(2, len(reference))]
     save(tmp_path, model.getvalue(), pieces)
-    tokeniser = tokeniser_from_folder(tmp_path)
+    tokeniser = marian_tokeniser_from_folder(tmp_path)
     vocab = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     texts = [
         *sentences[:30],
@@ -117,7 +116,7 @@ DAMAGED = {
 def test_damaged_and_unsupported_models_are_refused(data: bytes, message: str, tmp_path: Path) -> None:
     save(tmp_path, data, list(PIECES))
     with pytest.raises(ValueError, match=f"source.spm: .*{message}"):
-        tokeniser_from_folder(tmp_path)
+        marian_tokeniser_from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -149,4 +148,4 @@ def test_wrong_vocabularies_are_refused(vocab: dict, config: dict, message: str,
     save(tmp_path, spm(PIECES), [], **config)
     (tmp_path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        tokeniser_from_folder(tmp_path)
+        marian_tokeniser_from_folder(tmp_path)

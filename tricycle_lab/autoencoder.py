@@ -46,9 +46,15 @@ class SparseAutoencoder(Layer):
     """
 
     def __init__(
-        self, width: int, n_features: int, k: int = 16, kind: Kind = "topk", mean: np.ndarray | None = None,
-        scale: float = 1.0, seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        width: int,
+        n_features: int,
+        k: int = 16,
+        kind: Kind = "topk",
+        mean: np.ndarray | None = None,
+        scale: float = 1.0,
+        seed: int = 0,
+    ) -> None:
         check_positive("SparseAutoencoder", width=width, n_features=n_features, k=k)
         if kind not in ("topk", "jumprelu") or k > n_features:
             expected = f"topk or jumprelu, and k of at most {n_features}"

@@ -15,6 +15,7 @@ from tricycle.pretrained.families import WEIGHT_FORMATS, build_model
 from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.gguf import GGUFModel, read_gguf
 from tricycle.pretrained.hf_folder import CONFIG, INDEX, WEIGHTS, read_folder
+from tricycle.pretrained.marian_tokeniser import has_marian_tokeniser, marian_tokeniser_from_folder
 from tricycle.pretrained.safetensors_weights import read_tensors
 from tricycle.pretrained.smollm2 import smollm2_path
 from tricycle.pretrained.stored_model import StoredModel, error_prefix
@@ -134,6 +135,8 @@ def _load_tokeniser(source: StoredModel) -> Any:
         metadata = source.metadata or {}
         return tokeniser_from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
     folder = source.path if source.path.is_dir() else source.path.parent
+    if has_marian_tokeniser(folder):
+        return marian_tokeniser_from_folder(folder)
     try:
         return tokeniser_from_folder(folder)
     except FileNotFoundError:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tricycle.pretrained import tokenizer_json
+from tricycle.pretrained.hf_folder import read_optional_json
 from tricycle.pretrained.sentencepiece_model import metaspace, unigram_document
 from tricycle.pretrained.stored_model import error_prefix
 from tricycle.pretrained.tokenisers import JSON_LIMITS, MAX_FILE_BYTES, PretrainedTokeniser, load_backend
@@ -76,9 +77,14 @@ class MarianTokeniser(PretrainedTokeniser):
         return MarianTokeniser, (self._source, self._vocab)
 
 
-def marian_tokeniser_from_folder(folder: Path, config: dict[str, Any]) -> MarianTokeniser:
-    """Load source.spm and vocab.json of a folder; `config` is its tokenizer_config.json; ValueError if unsupported."""
-    if config.get("separate_vocabs"):
+def has_marian_tokeniser(folder: Path) -> bool:
+    """Return whether a folder has source.spm and vocab.json, and no tokenizer.json."""
+    return [(folder / name).is_file() for name in ("source.spm", "vocab.json", "tokenizer.json")] == [True, True, False]
+
+
+def marian_tokeniser_from_folder(folder: Path) -> MarianTokeniser:
+    """Load source.spm, vocab.json and the optional tokenizer_config.json of a folder; ValueError if unsupported."""
+    if read_optional_json(folder / "tokenizer_config.json", *JSON_LIMITS).get("separate_vocabs"):
         raise ValueError(f"{folder}: expected one vocabulary for source and target, got separate_vocabs")
     vocab = read_json_object(folder / "vocab.json", *JSON_LIMITS)
     path = folder / "source.spm"

@@ -430,8 +430,7 @@ def load_backend(document: str) -> Any:
 def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser:
     """Load tokenizer.json, else vocabulary files (see below) of a folder; FileNotFoundError without these.
 
-    The vocabulary comes from tokenizer.json, or source.spm and vocab.json (Marian), or vocab.json and merges.txt
-    (GPT-2), or vocab.txt (BERT). Optional files
+    The vocabulary comes from tokenizer.json, or vocab.json and merges.txt (GPT-2), or vocab.txt (BERT). Optional files
     are tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
 
     Raises:
@@ -445,10 +444,6 @@ def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser
         name: text for name in SPECIAL_TOKEN_FIELDS if (text := _token_text(config.get(name) or special_map.get(name)))
     }
     path = folder / "tokenizer.json"
-    if not path.is_file() and (folder / "source.spm").is_file() and (folder / "vocab.json").is_file():
-        from tricycle.pretrained.marian_tokeniser import marian_tokeniser_from_folder  # which imports this module
-
-        return marian_tokeniser_from_folder(folder, config)
     if path.is_file():
         document = read_json_object(path, *JSON_LIMITS)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():

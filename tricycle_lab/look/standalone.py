@@ -45,9 +45,9 @@ WITHOUT_EFFECT = """
 expansion_ratio n_active_experts normalize_experts router_loss router_bias softmax_blocks precision zero_projections
 dropout seed
 """.split()
-SAMPLING_FIELDS = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "stop_tokens", "n_vocab"
-)  # fmt: skip
+SAMPLING_FIELDS = """
+temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size stop_tokens n_vocab
+""".split()
 
 
 def render_standalone_page(
