@@ -127,8 +127,7 @@ def new_hf_model(name: str) -> Any:
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_gradients_tokens_and_exports_agree(name: str, tmp_path: Path) -> None:
-    import torch
-
+    torch = pytest.importorskip("torch")
     hf_model = new_hf_model(name)
     hf_model.save_pretrained(tmp_path / "model")
     model = load(tmp_path / "model").model
