@@ -1049,4 +1049,12 @@ def test_benchmark_program(folder, monkeypatch, capsys):
     for name in ("CUDA_VISIBLE_DEVICES", "PYTHONPATH"):
         monkeypatch.setenv(name, environment()[name])
     assert benchmark.main() == 0
-    assert "| all | 18 | 18 |" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "| all | 18 | 18 |" in out and "memory of the server: " in out
+    with run_server(folder) as server:
+        monkeypatch.setattr(sys, "argv", [*sys.argv, "--port", str(server.port)])
+        assert benchmark.main() == 0
+    out = capsys.readouterr().out
+    n_sent, n_correct = map(int, re.search(r"\| all \| (\d+) \| (\d+) \|", out).groups())
+    median, late = map(float, re.search("first text: (.*) s median, (.*) s for 95%", out).groups())
+    assert 0 < n_correct == n_sent < 10 and 0 < median <= late and " 0 tokens/s" not in out
