@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,18 +12,15 @@ import numpy as np
 import tyro
 
 from tricycle_cli.flags import parse
-from tricycle_cli.models import ModelFlags, load_model
+from tricycle_cli.inspect_flags import InspectFlags
 from tricycle_lab.linear_probe import collect_activations, probe_accuracy
-from tricycle_lab.look.inspectable import InspectableStack
-from tricycle_lab.plot import plot_curves, require_matplotlib
+from tricycle_lab.plot import plot_curves
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(InspectFlags):
     """The flags of `tricycle inspect probe`."""
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """a model, as in `tricycle generate`"""
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """a text file with a label, a tab and a text in each line"""
     sites: tuple[str, ...] = ()
@@ -32,25 +29,17 @@ class Arguments:
     """the parts of the texts, each of which is held out once"""
     penalty: float = 1.0
     """the L2 penalty of the logistic regression"""
-    out: Path | None = None
-    """a PNG file to draw (needs matplotlib)"""
-    tokeniser: Path | None = None
-    """a tokenizer file, for a model without a tokenizer"""
-    model: ModelFlags = field(default_factory=ModelFlags)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle inspect probe`: print and draw the accuracy on held-out texts for each layer."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
-    if arguments.out is not None:
-        require_matplotlib("--out")
     if not arguments.penalty > 0:
         raise ValueError(f"--penalty: expected a number above 0, got {arguments.penalty}")
     lines = [line.split("\t", 1) for line in arguments.file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines or not all(len(line) == 2 and all(part.strip() for part in line) for line in lines):
         raise ValueError(f"{arguments.file}: expected a label, a tab and a text in each line")
-    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
-    inspectable = InspectableStack(loaded.model, loaded.tokeniser, Path(arguments.source).name)
+    loaded, inspectable = arguments.load()
     labels = [label for label, _ in lines]
     texts = [inspectable.encode_input(text) for _, text in lines]
     activations = collect_activations(loaded.model, texts, *arguments.sites)
