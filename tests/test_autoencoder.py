@@ -22,6 +22,7 @@ from tricycle_lab.autoencoder import (
     score_autoencoder,
     strongest_occurrences,
     train_autoencoder,
+    typical_tokens,
 )
 from tricycle_lab.probe import Probe
 
@@ -91,6 +92,14 @@ def test_stream_is_that_of_a_probe() -> None:
         model(np.array(TEXTS))
     expected = probe.activations["blocks.1"][:, 1:].reshape(-1, 8)
     np.testing.assert_allclose(collect_stream(model, TEXTS, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_first_and_massive_tokens_are_left_out() -> None:
+    stream = np.ones((6, 4))
+    stream[3] *= 9
+    assert typical_tokens(stream).tolist() == [1, 2, 4, 5]
+    stream[3] /= 1.2
+    assert typical_tokens(stream).tolist() == [1, 2, 3, 4, 5]
 
 
 def test_scores_of_perfect_and_empty_autoencoders() -> None:

@@ -47,6 +47,7 @@ def dates(name: str, results: Results) -> Iterator[str]:
 
 TABLES: dict[str, Callable[[str, Results], Iterator[str]]] = {
     "anomalies": all_tables("runs"),
+    "attention_sink": all_tables("results"),
     "autoencoder": all_tables("runs", "settings"),
     "comparison": lambda name, results: report_of(name).tables(results).values(),
     "dates": dates,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from test_models import KINDS as KINDS_OF_MODELS
 from tiny_models import smollm2_file
 
 from tricycle.models import GPT
+from tricycle.pretrained import load
 from tricycle.tensor import no_grad
 from tricycle_cli.models import load_model
 from tricycle_lab.patching import KINDS, PromptRuns, Prompts, estimate_patches, patch_activations
@@ -63,6 +65,55 @@ def test_grids_equal_those_of_a_loop(name: str, batch_size: int) -> None:
         effects = patch_activations(model, PROMPTS, kind, batch_size)
         np.testing.assert_allclose(effects, expected[kind], rtol=1e-4, atol=1e-4, err_msg=kind)
         assert np.ptp(effects) > 0.01
+
+
+def test_grids_equal_those_of_hooks_in_transformers(tmp_path) -> None:
+    """Forward hooks of PyTorch replace the same activations, of a Llama with equal weights."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from transformers_families import FAMILIES as HF_FAMILIES
+    from transformers_families import new_hf_model
+
+    family = HF_FAMILIES["Llama"]
+    hf_model = new_hf_model(family.model_type, family.hf_fields)
+    hf_model.save_pretrained(tmp_path)
+    model = load(tmp_path).model
+    n_heads, layers = model.config.n_heads, hf_model.model.layers
+    size = model.config.channels_per_head
+
+    def run(tokens: list[int], layer: int, heads: bool, change: Any = lambda array: None) -> tuple[float, np.ndarray]:
+        """Return the metric, and the activation (T, C) of the layer after `change` has edited it in place."""
+        seen = []
+
+        def edit(tensor: Any) -> None:
+            change(tensor[0])
+            seen.append(tensor[0].numpy().copy())
+
+        if heads:
+            handle = layers[layer].self_attn.o_proj.register_forward_pre_hook(lambda _, args: edit(args[0]))
+        else:
+            hook = lambda _, args, out: edit(out[0] if isinstance(out, tuple) else out)
+            handle = layers[layer].register_forward_hook(hook)
+        with torch.no_grad():
+            logits = hf_model(torch.tensor([tokens])).logits[0, -1]
+        handle.remove()
+        return float(logits[6] - logits[10]), seen[0]
+
+    for kind, n_columns in (("stream", len(CLEAN)), ("heads", n_heads)):
+        expected = np.zeros((len(layers), n_columns))
+        for layer in range(len(layers)):
+            end, clean = run(CLEAN, layer, kind == "heads")
+            start, _ = run(CORRUPTED, layer, kind == "heads")
+            for column in range(n_columns):
+                index = np.s_[column] if kind == "stream" else np.s_[:, column * size : (column + 1) * size]
+
+                def patch(tensor: Any, index: Any = index, clean: np.ndarray = clean) -> None:
+                    tensor[index] = torch.tensor(clean[index])
+
+                patched = run(CORRUPTED, layer, kind == "heads", patch)[0]
+                expected[layer, column] = (patched - start) / (end - start)
+        np.testing.assert_allclose(patch_activations(model, PROMPTS, kind), expected, rtol=1e-4, atol=1e-4)
+        assert np.ptp(expected) > 0.01
 
 
 def test_patching_everything_gives_1_and_nothing_gives_0() -> None:

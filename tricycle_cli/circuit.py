@@ -7,30 +7,24 @@ only the first n heads see the prompt, and all others keep their results of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass
 
 import numpy as np
-import tyro
 
 from tricycle.configs.validated import OneOf
 from tricycle_cli.flags import parse
-from tricycle_cli.models import ModelFlags, load_model
+from tricycle_cli.inspect_flags import InspectFlags
 from tricycle_lab.circuits import TASKS, measure_faithfulness, rank_heads, task_prompts
-from tricycle_lab.look.inspectable import InspectableStack
 from tricycle_lab.patching import estimate_patches, patch_activations
-from tricycle_lab.plot import plot_curves, require_matplotlib
+from tricycle_lab.plot import plot_curves
 
 Task = OneOf[str, TASKS]
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(InspectFlags):
     """The flags of `tricycle inspect circuit`."""
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """a model, as in `tricycle generate`"""
     task: Task = "indirect-object"
     """names of receivers, years after a year, or closing brackets"""
     prompts: int = 10
@@ -39,11 +33,6 @@ class Arguments:
     """order the heads by exact patching, which takes a run for each head"""
     top: int = 10
     """the number of heads of the table"""
-    out: Path | None = None
-    """a PNG file of faithfulness by the number of heads (needs matplotlib)"""
-    tokeniser: Path | None = None
-    """a tokenizer file, for a model without a tokenizer"""
-    model: ModelFlags = field(default_factory=ModelFlags)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -51,10 +40,7 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if arguments.prompts < 2:
         raise ValueError(f"--prompts: expected at least 2, got {arguments.prompts}")
-    if arguments.out is not None:
-        require_matplotlib("--out")
-    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
-    inspectable = InspectableStack(loaded.model, loaded.tokeniser, Path(arguments.source).name)
+    loaded, inspectable = arguments.load()
     pairs = task_prompts(arguments.task, inspectable.encode, arguments.prompts)
     n_ranked = len(pairs) // 2
     effects = np.mean(

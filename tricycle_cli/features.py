@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,8 +13,8 @@ import tyro
 
 from tricycle.system.files import atomic_write
 from tricycle_cli.flags import parse
+from tricycle_cli.inspect_flags import InspectFlags
 from tricycle_cli.lens import split_passages
-from tricycle_cli.models import ModelFlags, load_model
 from tricycle_lab.autoencoder import (
     Occurrence,
     TrainingOptions,
@@ -24,7 +24,7 @@ from tricycle_lab.autoencoder import (
     train_autoencoder,
 )
 from tricycle_lab.look.inspectable import InspectableStack
-from tricycle_lab.plot import plot_distributions, require_matplotlib
+from tricycle_lab.plot import plot_distributions
 
 CONTEXT = 12  # tokens before the strongest one, and a third as many after it
 STYLE = (
@@ -32,12 +32,10 @@ STYLE = (
 )
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(InspectFlags):
     """The flags of `tricycle inspect features`."""
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """a model, as in `tricycle generate`"""
     text: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
     """a text file to train and to score the autoencoder on"""
     layer: int | None = None
@@ -62,20 +60,12 @@ class Arguments:
     """an HTML file of the features with their strongest texts"""
     save: Path | None = None
     """the safetensors file to write the autoencoder to"""
-    out: Path | None = None
-    """a PNG file to draw: how often features are active, and how strongly (needs matplotlib)"""
-    tokeniser: Path | None = None
-    """a tokenizer file, for a model without a tokenizer"""
-    model: ModelFlags = field(default_factory=ModelFlags)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle inspect features`: print scores and features, and write the files."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
-    if arguments.out is not None:
-        require_matplotlib("--out")
-    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
-    inspectable = InspectableStack(loaded.model, loaded.tokeniser, Path(arguments.source).name)
+    loaded, inspectable = arguments.load()
     passages = split_passages(inspectable, arguments.text, arguments.tokens, arguments.length)
     n_trained = len(passages) * 4 // 5
     layer = len(loaded.model.blocks) // 2 if arguments.layer is None else arguments.layer

@@ -1,7 +1,7 @@
 """Attribute a logit to the parts of a model, patch activations between two prompts, or score all attention heads.
 
 Exactly one of --attribute, --patch and --heads selects what is computed. The strongest entries are printed; --out draws
-all of them as a PNG. `tricycle inspect circuit`, `features`, `lens` and `steer` have their own flags.
+all of them as a PNG. `tricycle inspect circuit`, `features`, `lens`, `probe` and `steer` have their own flags.
 """
 
 from __future__ import annotations
@@ -9,29 +9,25 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import tyro
 
 from tricycle_cli.flags import parse
-from tricycle_cli.models import ModelFlags, load_model
+from tricycle_cli.inspect_flags import InspectFlags
 from tricycle_lab.attribution import attribute_logit
 from tricycle_lab.head_scores import score_heads
 from tricycle_lab.look.inspectable import InspectableStack
 from tricycle_lab.patching import KINDS, Prompts, estimate_patches, patch_activations
 from tricycle_lab.path_patching import patch_paths
-from tricycle_lab.plot import plot_grids, require_matplotlib
+from tricycle_lab.plot import plot_grids
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(InspectFlags):
     """The flags of `tricycle inspect`."""
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """a model, as in `tricycle generate`"""
     attribute: str | None = None
     """direct logit attribution after this prompt: what the embedding, each head and each MLP add to the logit of the
     answer, or to the difference of two answers"""
@@ -54,17 +50,13 @@ class Arguments:
     """patched runs in a forward pass"""
     top: int = 10
     """the number of entries of each table"""
-    out: Path | None = None
-    """a PNG file to draw (needs matplotlib)"""
-    tokeniser: Path | None = None
-    """a tokenizer file, for a model without a tokenizer"""
-    model: ModelFlags = field(default_factory=ModelFlags)
 
 
 TASKS = {
     "circuit": "tricycle_cli.circuit",
     "features": "tricycle_cli.features",
     "lens": "tricycle_cli.lens",
+    "probe": "tricycle_cli.probe",
     "steer": "tricycle_cli.steer",
 }  # modules with flags of their own, by the first word
 TITLES = {
@@ -93,10 +85,7 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     arguments = parse(Arguments, args=words, description=__doc__ or "")
     _check(arguments)
-    if arguments.out is not None:
-        require_matplotlib("--out")
-    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
-    inspectable = InspectableStack(loaded.model, loaded.tokeniser, Path(arguments.source).name)
+    _, inspectable = arguments.load()
     if arguments.heads:
         tables = _score_tables(inspectable)
     elif arguments.patch is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,21 +11,19 @@ import numpy as np
 import tyro
 
 from tricycle_cli.flags import parse
-from tricycle_cli.models import ModelFlags, load_model
+from tricycle_cli.inspect_flags import InspectFlags
 from tricycle_lab.lens import TunedLens, evaluate_lens, fit_lens, lens_log_probabilities
 from tricycle_lab.look.inspectable import InspectableStack
-from tricycle_lab.plot import plot_curves, require_matplotlib
+from tricycle_lab.plot import plot_curves
 from tricycle_lab.recorded_run import record_run
 
 MAX_TEXT_BYTES = 2**26
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(InspectFlags):
     """The flags of `tricycle inspect lens`."""
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """a model, as in `tricycle generate`"""
     text: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")]
     """a text file to fit and to evaluate the lens on"""
     tokens: int = 8192
@@ -38,20 +36,12 @@ class Arguments:
     """the safetensors file to write the lens to"""
     prompt: str | None = None
     """a text after which the most probable token of each layer is printed"""
-    out: Path | None = None
-    """a PNG file to draw (needs matplotlib)"""
-    tokeniser: Path | None = None
-    """a tokenizer file, for a model without a tokenizer"""
-    model: ModelFlags = field(default_factory=ModelFlags)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle inspect lens`: print and draw the losses of both lenses for each layer, and write the lens."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
-    if arguments.out is not None:
-        require_matplotlib("--out")
-    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
-    inspectable = InspectableStack(loaded.model, loaded.tokeniser, Path(arguments.source).name)
+    loaded, inspectable = arguments.load()
     passages = split_passages(inspectable, arguments.text, arguments.tokens, arguments.length)
     n_fitted = len(passages) * 4 // 5
     if arguments.lens is None:

@@ -6,28 +6,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import tyro
 
 from tricycle.pretrained.gguf_adapters import find_architecture
 from tricycle.pretrained.gguf_control_vectors import write_control_vectors
 from tricycle_cli.flags import parse
-from tricycle_cli.models import ModelFlags, load_model
+from tricycle_cli.inspect_flags import InspectFlags
 from tricycle_lab.look.inspectable import InspectableStack
-from tricycle_lab.plot import plot_curves, require_matplotlib
+from tricycle_lab.plot import plot_curves
 from tricycle_lab.steering import contrast_prompts, score_steering
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(InspectFlags):
     """The flags of `tricycle inspect steer`."""
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """a model, as in `tricycle generate`"""
     positive: tuple[str, ...]
     """prompts to steer towards"""
     negative: tuple[str, ...]
@@ -42,11 +38,6 @@ class Arguments:
     """the strengths to score"""
     vector: Path | None = None
     """the GGUF file to write (needs the package gguf)"""
-    out: Path | None = None
-    """a PNG file of the scores to draw (needs matplotlib)"""
-    tokeniser: Path | None = None
-    """a tokenizer file, for a model without a tokenizer"""
-    model: ModelFlags = field(default_factory=ModelFlags)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -54,12 +45,9 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if bool(arguments.score) != (len(arguments.answers) == 2):
         raise ValueError(f"expected --score with two --answers, got {len(arguments.answers)}")
-    if arguments.out is not None:
-        require_matplotlib("--out")
-        if not arguments.score:
-            raise ValueError("expected --out with --score, whose values it draws")
-    loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
-    inspectable = InspectableStack(loaded.model, loaded.tokeniser, Path(arguments.source).name)
+    if arguments.out is not None and not arguments.score:
+        raise ValueError("expected --out with --score, whose values it draws")
+    loaded, inspectable = arguments.load()
     groups = ([inspectable.encode_input(text) for text in texts] for texts in (arguments.positive, arguments.negative))
     directions = contrast_prompts(loaded.model, *groups)
     layers = arguments.layers or (max(1, len(directions) // 2),)

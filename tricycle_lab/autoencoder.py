@@ -31,6 +31,7 @@ from tricycle_lab.recorded_run import record_run, run_blocks
 Kind = Literal["topk", "jumprelu"]
 BANDWIDTH = 0.03  # of the kernel that estimates gradients of thresholds; activations are of the order of 1
 DEAD_AFTER = 50  # steps without activation, after which TopK trains a feature on the remaining error
+MAX_RELATIVE_NORM = 8  # of a token's residual stream, relative to the median of its text
 DEAD_FACTOR = 1 / 32  # of the loss of dead features
 
 
@@ -192,17 +193,27 @@ def _loss(
 
 
 # -------------------------------------------------------------------- a model's stream
-def collect_stream(model: GPT, texts: Sequence[Sequence[int]], layer: int) -> np.ndarray:
-    """Return the residual stream after a block at all tokens but the first of each text, (R, C).
+def typical_tokens(stream: np.ndarray) -> np.ndarray:
+    """Return the indices of the tokens of a text whose residual stream (T, C) an autoencoder describes.
 
-    The first token is left out because the norm of its stream is often a hundred times that of other tokens (attention
-    sink).
+    The first token and others with more than 8 times the median norm (attention sinks) are left out: their massive
+    activations would be most of the variance.
+    """
+    norms = np.linalg.norm(stream, axis=-1)
+    is_typical = norms <= MAX_RELATIVE_NORM * np.median(norms)
+    is_typical[0] = False
+    return np.flatnonzero(is_typical)
+
+
+def collect_stream(model: GPT, texts: Sequence[Sequence[int]], layer: int) -> np.ndarray:
+    """Return the residual stream after a block at the typical tokens of texts (see `typical_tokens`), (R, C).
 
     Raises:
-        ValueError: no texts, ids out of range, or no such block.
+        ValueError: no texts, texts of fewer than two tokens, ids out of range, or no such block.
     """
     _check("collect_stream", model, texts, layer)
-    return np.concatenate([to_cpu(record_run(model, tokens).stream[layer + 1][0, 1:]) for tokens in texts])
+    streams = (to_cpu(record_run(model, tokens).stream[layer + 1][0]) for tokens in texts)
+    return np.concatenate([stream[typical_tokens(stream)] for stream in streams])
 
 
 class AutoencoderScores(NamedTuple):
@@ -213,7 +224,7 @@ class AutoencoderScores(NamedTuple):
         n_active: the mean number of active features of a token.
         explained: the fraction of the variance of the stream that the reconstruction explains.
         loss: of the model, in nats per token.
-        loss_reconstructed: of the model with the reconstructions in place of the stream.
+        loss_reconstructed: of the model with the reconstructions in place of the stream of typical tokens.
         loss_ablated: of the model with the mean of the stream in its place.
     """
 
@@ -240,22 +251,24 @@ def score_autoencoder(
     """
     _check("score_autoencoder", model, texts, layer)
     counts = np.zeros(autoencoder.encoder.to_size, int)
-    losses, errors, variances, n_rows = np.zeros(3), 0.0, 0.0, 0
+    losses, errors, variances, n_rows, n_tokens = np.zeros(3), 0.0, 0.0, 0, 0
     for tokens in texts:
         recording = record_run(model, tokens)
         stream = recording.stream[layer + 1]
-        rows = to_cpu(stream[0, 1:])
+        typical = typical_tokens(to_cpu(stream[0]))
+        rows = to_cpu(stream[0])[typical]
         counts += (autoencoder.activations(rows) > 0).sum(axis=0)
         reconstructed = autoencoder.reconstruct(rows)
         errors += ((rows - reconstructed) ** 2).sum(dtype=np.float64)
         variances += ((rows - autoencoder.mean) ** 2).sum(dtype=np.float64)
         for i, replacement in enumerate((rows, reconstructed, np.broadcast_to(autoencoder.mean, rows.shape))):
             x = stream.copy()
-            x[0, 1:] = model.place(Tensor(np.array(replacement, np.float32), requires_grad=False)).array
+            x[0, typical] = model.place(Tensor(np.array(replacement, np.float32), requires_grad=False)).array
             losses[i] += _total_loss(model, x, tokens, layer, recording)
         n_rows += len(rows)
-    loss, loss_reconstructed, loss_ablated = losses / n_rows
-    n_dead, n_active = int((counts == 0).sum()), counts.sum() / n_rows
+        n_tokens += len(tokens) - 1
+    loss, loss_reconstructed, loss_ablated = losses / n_tokens
+    n_dead, n_active = int((counts == 0).sum()), counts.sum() / max(1, n_rows)
     return AutoencoderScores(n_dead, n_active, 1 - errors / variances, loss, loss_reconstructed, loss_ablated)
 
 
@@ -289,16 +302,17 @@ def strongest_occurrences(
     found: list[list[Occurrence]] = [[] for _ in range(autoencoder.encoder.to_size)]
     counts, n_rows = np.zeros(len(found)), 0
     for text, tokens in enumerate(texts):
-        active = autoencoder.activations(to_cpu(record_run(model, tokens).stream[layer + 1][0, 1:]))
+        stream = to_cpu(record_run(model, tokens).stream[layer + 1][0])
+        typical = typical_tokens(stream)
+        active = autoencoder.activations(stream[typical])
         counts += (active > 0).sum(axis=0)
         n_rows += len(active)
-        positions = active.argmax(axis=0)  # at most one token of each text, so that the texts differ
         for feature in np.flatnonzero(active.max(axis=0, initial=0) > 0):
-            position = int(positions[feature])
-            found[feature].append(Occurrence(float(active[position, feature]), text, position + 1))
-            found[feature].sort(reverse=True)
+            row = int(active[:, feature].argmax())  # at most one token of each text, so that the texts differ
+            found[feature].append(Occurrence(float(active[row, feature]), text, int(typical[row])))
+            found[feature].sort(key=lambda occurrence: -occurrence.value)
             del found[feature][n:]
-    return counts / n_rows, found
+    return counts / max(1, n_rows), found
 
 
 def _check(caller: str, model: GPT, texts: Sequence[Sequence[int]], layer: int) -> None:

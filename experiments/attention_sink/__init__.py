@@ -1,0 +1,1 @@
+"""Where does SmolLM2 make its attention sink, and what happens without it?"""

@@ -1,0 +1,60 @@
+"""Fit linear probes to the activations of each layer, to find those that separate labels (needs scikit-learn)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from tricycle_cli.flags import parse
+from tricycle_cli.inspect_flags import InspectFlags
+from tricycle_lab.linear_probe import collect_activations, probe_accuracy
+from tricycle_lab.plot import plot_curves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(InspectFlags):
+    """The flags of `tricycle inspect probe`."""
+
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    """a text file with a label, a tab and a text in each line"""
+    sites: tuple[str, ...] = ()
+    """names or patterns of layers, such as "blocks.*.mlp"; by default the residual stream after each layer"""
+    folds: int = 5
+    """the parts of the texts, each of which is held out once"""
+    penalty: float = 1.0
+    """the L2 penalty of the logistic regression"""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run `tricycle inspect probe`: print and draw the accuracy on held-out texts for each layer."""
+    arguments = parse(Arguments, args=args, description=__doc__ or "")
+    if not arguments.penalty > 0:
+        raise ValueError(f"--penalty: expected a number above 0, got {arguments.penalty}")
+    lines = [line.split("\t", 1) for line in arguments.file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines or not all(len(line) == 2 and all(part.strip() for part in line) for line in lines):
+        raise ValueError(f"{arguments.file}: expected a label, a tab and a text in each line")
+    loaded, inspectable = arguments.load()
+    labels = [label for label, _ in lines]
+    texts = [inspectable.encode_input(text) for _, text in lines]
+    activations = collect_activations(loaded.model, texts, *arguments.sites)
+    accuracies = {
+        name: probe_accuracy(rows, labels, arguments.folds, arguments.penalty) for name, rows in activations.items()
+    }
+    largest = max(Counter(labels).values()) / len(labels)
+    print(f"accuracy on held-out texts; the most frequent label has {largest:.4f}\n")
+    for name, accuracy in accuracies.items():
+        print(f"{accuracy:8.4f}  {name}")
+    if arguments.out is not None:
+        x = np.arange(len(accuracies))
+        lines_drawn = {
+            "linear probe": (x, list(accuracies.values())),
+            "most frequent label": (x, np.full(len(x), largest)),
+        }
+        plot_curves({"accuracy": lines_drawn}, arguments.out, "site", "accuracy", title=inspectable.title)
+        print(arguments.out)

@@ -1,0 +1,71 @@
+"""Linear probes: what a linear classifier can read from activations of a model, by layer (needs scikit-learn).
+
+Source: Alain and Bengio 2016, "Understanding intermediate layers using linear classifier probes".
+
+Shapes: N texts, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tricycle.devices import to_cpu
+from tricycle.models import GPT
+from tricycle_lab.attribution import check_decoder, check_tokens
+from tricycle_lab.probe import Probe
+
+
+def collect_activations(model: GPT, texts: Sequence[Sequence[int]], *patterns: str) -> dict[str, np.ndarray]:
+    """Return the results of layers at the last token of each text, (N, C), by the name of the layer.
+
+    Args:
+        texts: token ids.
+        patterns: select layers, as those of `Probe`, such as "blocks.*.mlp"; by default all blocks.
+
+    Raises:
+        ValueError: no texts, ids out of range, or a pattern that matches no layer.
+    """
+    check_decoder("collect_activations", model)
+    names = patterns or [f"blocks.{layer}" for layer in range(len(model.blocks))]
+    rows: dict[str, list[np.ndarray]] = {}
+    if not len(texts):
+        raise ValueError("collect_activations: expected at least one text, got none")
+    for tokens in texts:
+        check_tokens("collect_activations", tokens, model.config.vocab_size)
+        with Probe(model, *names) as probe, model.evaluating():
+            model.hidden_states(model.place(np.array([tokens])))
+        for name, array in probe.activations.items():
+            rows.setdefault(name, []).append(to_cpu(array[0, -1]).astype(np.float32))
+    order = [name for name, _ in model.named_layers() if name in rows]
+    return {name: np.stack(rows[name]) for name in order}
+
+
+def probe_accuracy(activations: np.ndarray, labels: Sequence[str], n_folds: int = 5, penalty: float = 1.0) -> float:
+    """Return the accuracy of a logistic regression on texts that it was not fitted on, by cross-validation.
+
+    Args:
+        activations: (N, C), which are standardized with the statistics of the fitted texts.
+        labels: of the N texts.
+        n_folds: parts of the texts, each of which is held out once, with equal fractions of each label.
+        penalty: the strength of the L2 penalty, 1 / C of scikit-learn.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+        ValueError: one label only, fewer texts of a label than folds, or another number of labels than of texts.
+    """
+    counts = np.unique(np.asarray(labels), return_counts=True)[1]
+    if len(labels) != len(activations) or len(counts) < 2 or counts.min() < n_folds or n_folds < 2:
+        expected = f"{len(activations)} labels, at least two of them different, each of {max(2, n_folds)} texts or more"
+        raise ValueError(f"probe_accuracy: expected {expected}, got {len(labels)} with counts {counts.tolist()}")
+    try:
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.model_selection import StratifiedKFold, cross_val_score
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+    except ModuleNotFoundError as error:
+        raise ImportError("linear probes need scikit-learn: pip install scikit-learn") from error
+    classifier = make_pipeline(StandardScaler(), LogisticRegression(C=1 / penalty, max_iter=1000))
+    folds = StratifiedKFold(n_folds, shuffle=True, random_state=0)
+    return float(cross_val_score(classifier, activations, np.asarray(labels), cv=folds).mean())
