@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from transformers_families import difference
 
-from tricycle.configs.mamba import MambaConfig
 from tricycle.decoding.batch import generate_batch
 from tricycle.decoding.beam_search import generate_beam_search
 from tricycle.decoding.penalties import PenalizedSamplingParams
@@ -23,6 +22,7 @@ from tricycle.pretrained.families import build_model
 from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.sampling import SamplingParams
+from tricycle.state_spaces.mamba import MambaConfig
 from tricycle.tensor import no_grad
 from tricycle_cli.init_from import default_config
 from tricycle_lab.look.inspectable import InspectableModel
@@ -86,6 +86,13 @@ def test_it_learns(fields: dict[str, Any]) -> None:
         loss.backward()
         model.update(optimiser)
     assert losses[0] == pytest.approx(np.log(61), rel=0.05) and losses[-1] < 0.5 * losses[0]
+
+
+def test_residual_scale_multiplies_the_outputs_of_mixers() -> None:
+    scaled, same = small(residual_scale=0.5), small()
+    for block in same.blocks:
+        block.mixer.projection.weights.array[...] *= 0.5
+    np.testing.assert_allclose(scaled(TOKENS).array, same(TOKENS).array, rtol=1e-5, atol=1e-5)
 
 
 def test_a_mask_is_refused() -> None:

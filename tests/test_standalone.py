@@ -25,12 +25,12 @@ from test_models import TINY, lively
 from tricycle.bpe import ByteLevelBPE
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs.encoder import EncoderConfig
-from tricycle.configs.mamba import MambaConfig
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.sequences.text_encoder import TextEncoder
+from tricycle.state_spaces.mamba import MambaConfig
 from tricycle.tokeniser import BPETokeniser
 from tricycle.weights import quantize
 from tricycle_cli import export

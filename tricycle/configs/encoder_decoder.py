@@ -8,7 +8,9 @@ from typing import Literal
 from tricycle.configs.model import ModelConfig
 
 # Fields of decoder-only models that the blocks or the embedding of an encoder-decoder do not support.
-UNSUPPORTED_FIELDS = "window full_layers token_shift key_shift parallel embedding_size logit_cap n_experts".split()
+UNSUPPORTED_FIELDS = """
+window full_layers token_shift key_shift parallel embedding_size logit_scale logit_cap n_experts
+""".split()
 Sinusoids = Literal["none", "interleaved", "halves"]
 
 

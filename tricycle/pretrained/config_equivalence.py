@@ -7,9 +7,9 @@ from typing import Any
 
 from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.encoder_decoder import EncoderDecoderConfig
-from tricycle.configs.mamba import MambaConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.configs.presets import model_fields
+from tricycle.state_spaces.mamba import MambaConfig
 
 # Fields that affect initialization, training or rounding, but not the computation.
 IGNORED_FIELDS = ("dropout", "seed", "precision", "zero_projections", "expansion_ratio", "router_loss")

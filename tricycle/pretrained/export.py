@@ -18,7 +18,6 @@ import numpy as np
 from tricycle.bpe import END_OF_TEXT
 from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.encoder_decoder import EncoderDecoderConfig
-from tricycle.configs.mamba import MambaConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense
 from tricycle.layers import Layer
@@ -39,6 +38,7 @@ from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import SPLIT_PATTERNS, to_tokenizer_json
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
+from tricycle.state_spaces.mamba import MambaConfig
 from tricycle.system.files import atomic_write
 from tricycle.tokeniser import BPETokeniser
 
