@@ -44,6 +44,12 @@ def test_stacks_are_split_and_joined():
         np.testing.assert_array_equal(joined[name], array)
 
 
+def test_stacks_without_all_experts_raise():
+    arrays = [(f"layers.0.mlp.experts.{e}.up.bias", np.zeros(5)) for e in range(2)]
+    with pytest.raises(ValueError, match="up_bias: expected 3 experts, got 2"):
+        list(stacked_arrays(STACKS, arrays, 3))
+
+
 def test_mxfp4_values():
     """Each half of a byte is a sign, two bits of an exponent and one of a mantissa."""
     blocks = np.arange(16, dtype=np.uint8).reshape(1, 1, 16) + np.uint8(16 * 9)

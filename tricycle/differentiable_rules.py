@@ -178,7 +178,7 @@ def _power_right(g: Tensor, x: Any, y: Tensor, z: Tensor) -> Tensor:
 
 
 def _extreme_of_two(chosen: Any, x: Any, y: Any) -> Array:
-    """Return the share of the gradient of one of two operands: 1 or 0, and 1/2 where they are equal."""
+    """Return an operand's share of the gradient, from a mask where it is the result or ties: 1, 0, or 1/2 if x == y."""
     x, y, chosen = (value.array if isinstance(value, Tensor) else value for value in (x, y, chosen))
     return chosen * (1 - 0.5 * (x == y))
 
@@ -368,6 +368,11 @@ def _attention(node: Tensor, v: Any) -> Tensor:
 
 
 def _attend(op: Any, mask: Array | None, q: Tensor, k: Tensor, values: Tensor, *scales: Any) -> Tensor:
+    """Return attention (B, T, H, E) of q (B, T, H, D) to k and values (B, S, K, ...), by differentiable operations.
+
+    Args:
+        scales: parameters of the softmax.
+    """
     (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
     options = op.score_options(q.array, k.array)
     grouped = (n_items, n_queries, k.shape[2], n_heads // k.shape[2], size)

@@ -177,7 +177,7 @@ def train(name: str, seed: int, steps: Sequence[int], text: np.ndarray, held_out
 
 
 def summarize_runs(name: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return "name", "losses" by run, last "mean" and "spread" (sample std, 0 for one run), median "ms" per step."""
+    """Return "name", "losses" (list per run), last "mean", "spread" (sample std, 0 if one run), median "ms" a step."""
     last = np.array([run.losses[-1] for run in runs])
     return {
         "name": name,

@@ -24,7 +24,7 @@ class TolerantStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream; on an error discard the buffered text, and raise nothing."""
+        """Flush the stream; on an OSError, redirect its file descriptor to os.devnull for good instead of raising."""
         self._try(self._stream.flush)
 
     def _try(self, act: Callable[..., Any], *args: Any) -> None:

@@ -120,7 +120,7 @@ def _check_linear(caller: str, model: GPT) -> None:
 
 # -------------------------------------------------------------------- recording
 def _record_results(model: GPT, tokens: Sequence[int], position: int) -> dict[str, Array]:
-    """Run the model and return results at one position: "embedding", "stream", and "heads.i" and "mlp.i" of layers.
+    """Run the model; return a position's "embedding", "stream", "mlp.i", and "heads.i" (H, E) before projection.
 
     All are (C,) except "heads.i", (H, E). "stream" is the residual stream after the last block.
     """

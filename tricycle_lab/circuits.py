@@ -78,7 +78,7 @@ def task_prompts(task: str, encode: Callable[[str], list[int]], n: int = 10, see
 def measure_faithfulness(
     model: GPT, prompts: Prompts, heads: Sequence[tuple[int, int]], counts: Sequence[int]
 ) -> np.ndarray:
-    """Return the metric of the clean prompt if only the first heads of a list work, for each count of them.
+    """Return for each count n the metric, scaled (0 corrupted, 1 clean), with all heads but the first n corrupted.
 
     All other heads keep their results of the corrupted prompt; MLPs follow. The metric is 0 for the corrupted and 1 for
     the clean prompt, as in `patch_activations`. It is not 0 without heads if MLPs alone can tell the prompts apart.

@@ -75,7 +75,7 @@ class Example(NamedTuple):
 
 # -------------------------------------------------------------------- one date
 def possible_dates(first: str, second: str, third: str) -> set[date]:
-    """Return all dates of three numbers: D-M-Y, M-D-Y or Y-M-D (four-digit years: first or last), as a set.
+    """Return the set of valid dates of digit strings: D-M-Y, M-D-Y, Y-M-D; years: 2 or 4 digits (4 first: only Y-M-D).
 
     A year has two digits or four; one of four in front is followed by month and day.
     """

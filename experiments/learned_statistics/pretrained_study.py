@@ -199,7 +199,7 @@ class PretrainedEvaluator(VariantEvaluator):
         self.prompts = [row[:n_read] for rows in self.tests.values() for row in rows[: settings.prompts]]
 
     def measure(self, job: Job) -> dict[str, Any]:
-        """Return "losses" of training, "seconds", and "texts": "perplexity" and others; first measure Job("whole")."""
+        """Return "losses", "seconds", "seconds_of_learning", "texts"; first Job("whole"), whose files others read."""
         started = time.perf_counter()
         losses = self.prepare(job)
         prepared = time.perf_counter()

@@ -299,7 +299,7 @@ def cross_validate(
     of_logits: Callable[[np.ndarray, Parts], dict[str, Any]],
     others: Callable[[Parts], dict[str, np.ndarray]],
 ) -> tuple[Runs, Outcome]:
-    """Train every model on every tested fold; return a record for each predictor and fold, and predictions.
+    """Train models on tested folds; return records of models, mean and `others` by fold, and the models' predictions.
 
     Args:
         of_model, of_logits: return measures of a trained model, and of logits of the test texts.

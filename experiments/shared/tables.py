@@ -29,7 +29,7 @@ def grid(
     scale: float = 1,
     corner: str = "",
 ) -> str:
-    """Return a Markdown table of `values(row, column)`: numbers as `cell` formats them, texts as they are.
+    """Return a Markdown table of `values(row, column)`, text or all seeds' numbers; mappings give {title: argument}.
 
     Args:
         rows, columns: what `values` is called with, or a mapping from titles to that.

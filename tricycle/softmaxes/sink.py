@@ -79,7 +79,7 @@ class SinkSoftmax(RowSoftmax):
         *,
         dtype: Any = None,
     ) -> tuple[Array, AttendBackward]:
-        """Return attention with a sink for each head, and `backward`, which fills dq, dk, dv and returns dsinks.
+        """Return attention with sinks (H,), or `initial`; backward fills dq, dk, dv and returns dsinks, None without.
 
         Args:
             sinks: b of each head, (H,); by default `initial`.

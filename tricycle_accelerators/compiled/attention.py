@@ -141,7 +141,7 @@ def _have_contiguous_rows(*arrays: np.ndarray) -> bool:
 
 
 def _settings(score_options: ScoreOptions, n_queries: int, n_keys: int) -> tuple[float, int, int]:
-    """Return the scale, the last key that query 0 sees, and the window size, 0 for none.
+    """Return scale, last key that query 0 sees (n_keys if all), window (0 if none, not causal or it hides nothing).
 
     A window that reaches from the last query back to key 0 hides nothing and counts as none. A smaller one counts even
     if it exceeds the number of keys, because the queries may be positioned behind the last key.

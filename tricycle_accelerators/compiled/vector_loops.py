@@ -167,7 +167,7 @@ def multiply_vector(
     box: np.ndarray,
     n_threads: int,
 ) -> int:
-    """Write x times all matrix rows into `out`, with serving threads; return pauses waited, -1 if too few serve.
+    """Write x (1, K) times all rows and scales to `out`; return pauses waited, -1 if fewer than n_threads helped.
 
     The product is multiplied by scales (M,), or (0,) for none.
 

@@ -167,7 +167,7 @@ def to_llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_mistral(config: ModelConfig) -> dict[str, Any]:
-    """Convert a `ModelConfig` to the fields of a Mistral config.json, without model_type."""
+    """Convert a `ModelConfig` to Mistral's config.json, no model_type; drop fields it lacks (export checks them)."""
     return {**common_fields(config), "sliding_window": config.window or None}
 
 

@@ -68,7 +68,7 @@ def _expert_tensor(tensor: StoredTensor, transposed: bool, e: int) -> StoredTens
 
 
 def _mxfp4_expert(name: str, scales: StoredTensor, blocks: StoredTensor, transposed: bool, e: int) -> StoredTensor:
-    """Return the matrix (out, in) of an expert from blocks (E, out, in / 32, 16) and scales (E, out, in / 32)."""
+    """Return e's matrix (out, in) from blocks (E, out, in / 32, 16), scales (E, out, in / 32); ignore `transposed`."""
     kinds = {blocks.dtype_name, scales.dtype_name}
     if len(blocks.shape) != 4 or blocks.shape[3] != MXFP4_BLOCK // 2 or scales.shape != blocks.shape[:3]:
         expected = "blocks (experts, out, in / 32, 16) and scales (experts, out, in / 32)"
@@ -100,7 +100,7 @@ def stacked_shapes(stacks: Stacks, shapes: dict[str, tuple[int, ...]], n_experts
 def stacked_arrays(
     stacks: Stacks, arrays: Iterable[tuple[str, np.ndarray]], n_experts: int
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, array), with a stack after the last expert in place of the tensors of experts."""
+    """Yield (name, array), experts stacked in order of arrival, transposed if the stack is; ValueError if some lack."""
     parts: dict[str, list[np.ndarray]] = {}
     for name, array in arrays:
         stack = _stack_of(stacks, name)
@@ -111,6 +111,8 @@ def stacked_arrays(
         held.append(array.T if stack.transposed else array)
         if len(held) == n_experts:
             yield stack.name, np.stack(parts.pop(stack.name))
+    for name, held in parts.items():
+        raise ValueError(f"{name}: expected {n_experts} experts, got {len(held)}")
 
 
 def _stack_of(stacks: Stacks, name: str) -> Stack | None:
