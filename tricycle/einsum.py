@@ -7,6 +7,7 @@ place of the input. So `Einsum` calls `contract` in forward and backward.
 
 from __future__ import annotations
 
+import math
 import string
 from collections import Counter
 from collections.abc import Sequence
@@ -268,7 +269,7 @@ def _as_matrix(array: Array, labels: str, batch: str, rows: str, columns: str) -
     BLAS accepts transposed matrices, so a view suffices for an array in the order columns, rows.
     """
     lengths = dict(zip(labels, array.shape))
-    n_rows, n_columns = (int(np.prod([lengths[c] for c in group], dtype=int)) for group in (rows, columns))
+    n_rows, n_columns = (math.prod(lengths[c] for c in group) for group in (rows, columns))
     lead = [lengths[c] for c in batch]
     is_transposed = labels == batch + columns + rows and rows and columns
     order = batch + (columns + rows if is_transposed else rows + columns)
