@@ -6,6 +6,7 @@ linear system, H s = g, gives the influence of all examples. Source: Koh and Lia
 predictions via influence functions".
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,5 +70,5 @@ def influences(problem: Problem, vector: np.ndarray, i: int) -> np.ndarray:
 def changes(problem: Problem, vector: np.ndarray, i: int, n_removed: int) -> np.ndarray:
     """Return the change of that loss after training again without each of the first examples, (n_removed,)."""
     loss = lambda vector: problem.image_loss(vector, problem.test_x[i], problem.test_y[i]).item()
-    trained = [minimize(lambda v, k=k: problem.training_loss(v, k), vector) for k in range(n_removed)]
+    trained = [minimize(partial(problem.training_loss, removed=k), vector) for k in range(n_removed)]
     return np.array([loss(v) for v in trained]) - loss(vector)

@@ -22,7 +22,7 @@ SIZES, N_POINTS, RATE = (1, 40, 40, 1), 10, 0.01  # of layers; known points, and
 Points = tuple[np.ndarray, np.ndarray]  # x and y, each (tasks, points, 1)
 
 
-def new_weights(seed: int) -> list[Parameter]:
+def new_weights(seed: int) -> list[Tensor]:
     """Return the initial parameters of an MLP."""
     generator = np.random.default_rng(seed)
     pairs = [(generator.standard_normal((m, n)) * min(1, 2 / m) ** 0.5, np.zeros((1, n))) for m, n in pairwise(SIZES)]
@@ -55,7 +55,7 @@ def adapted(weights: list[Tensor], points: tuple[np.ndarray, np.ndarray], consta
     return [w - RATE * (slope.detach() if constant else slope) for w, slope in zip(copies, slopes)]
 
 
-def train(method: str, n_steps: int, seed: int, rate: float = 3e-3, n_tasks: int = 25) -> list[Parameter]:
+def train(method: str, n_steps: int, seed: int, rate: float = 3e-3, n_tasks: int = 25) -> list[Tensor]:
     """Return weights trained by a method of METHODS on random tasks."""
     weights, generator = new_weights(seed), np.random.default_rng(seed)
     optimiser = AdamW(WarmupCosine(rate, rate / 10, n_steps // 50, n_steps), weight_decay=0.0)
@@ -69,7 +69,7 @@ def train(method: str, n_steps: int, seed: int, rate: float = 3e-3, n_tasks: int
     return weights
 
 
-def errors_after(weights: list[Parameter], n_steps: int, n_tasks: int, seed: int) -> list[float]:
+def errors_after(weights: list[Tensor], n_steps: int, n_tasks: int, seed: int) -> list[float]:
     """Return the mean squared error on 100 other points of each new task after 0 to `n_steps` gradient steps."""
     known, other = new_tasks(np.random.default_rng(seed), n_tasks, 100)
     current: Any = [Tensor(w.array, False) for w in weights]
