@@ -181,8 +181,8 @@ def torch_step(task: str, config: GPTConfig) -> Step:
         x = F.embedding(ids, p["token_embedding.weights"]) + p["position_embedding.weights"][: ids.shape[1]]
         for i in range(config.n_layers):
             qkv = linear(norm(x, f"blocks.{i}.attention_norm"), f"blocks.{i}.attention.qkv")
-            qkv = qkv.view(*ids.shape, 3, config.n_heads, -1).permute(2, 0, 3, 1, 4)
-            y = F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).reshape(x.shape)
+            q, k, v = qkv.view(*ids.shape, 3, config.n_heads, -1).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
             x = x + linear(y, f"blocks.{i}.attention.projection")
             y = F.gelu(linear(norm(x, f"blocks.{i}.mlp_norm"), f"blocks.{i}.mlp.up"), approximate="tanh")
             x = x + linear(y, f"blocks.{i}.mlp.projection")
