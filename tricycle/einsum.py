@@ -7,6 +7,7 @@ place of the input. So `Einsum` calls `contract` in forward and backward.
 
 from __future__ import annotations
 
+import math
 import string
 from collections import Counter
 from collections.abc import Sequence
@@ -162,6 +163,8 @@ def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes
     repeated along it), or an index twice (the result fills the diagonal, other elements are 0). An axis of
     length 1 broadcasts to any length.
     """
+    if len(arrays) == len(out) == 2 and (product := _matrix_product(arrays, labels, out, sizes)) is not None:
+        return product
     if len(set(out)) < len(out):
         return _onto_diagonal(contract(arrays, labels, "".join(dict.fromkeys(out)), sizes), out)
     terms = [_diagonal(a, l, sizes) for a, l in zip(arrays, labels)]
@@ -177,6 +180,23 @@ def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes
     array = _align(array, left, out)
     full = tuple(sizes[letter] for letter in out)
     return array if array.shape == full else array_module(array).broadcast_to(array, full)
+
+
+def _matrix_product(
+    arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int]
+) -> Array | None:
+    """Return the einsum if it is the product of two matrices, transposed or not, without broadcasting; else None.
+
+    `contract` would compute the same, but a small product takes it several times as long.
+    """
+    (a, left), (b, right) = sorted(zip(arrays, labels), key=lambda term: out[0] not in term[1])
+    first, second = out[0], out[1]
+    inner = left.replace(first, "")
+    if len(inner) != 1 or inner in out or first == second or {*left} != {first, inner} or {*right} != {inner, second}:
+        return None
+    if a.shape != (sizes[left[0]], sizes[left[1]]) or b.shape != (sizes[right[0]], sizes[right[1]]):
+        return None  # it broadcasts, or takes a diagonal
+    return batched_matmul(a if left[0] == first else a.T, b if right[1] == second else b.T)
 
 
 # Cache: a pure function of labels and sizes; the results are tuples.
@@ -269,7 +289,7 @@ def _as_matrix(array: Array, labels: str, batch: str, rows: str, columns: str) -
     BLAS accepts transposed matrices, so a view suffices for an array in the order columns, rows.
     """
     lengths = dict(zip(labels, array.shape))
-    n_rows, n_columns = (int(np.prod([lengths[c] for c in group], dtype=int)) for group in (rows, columns))
+    n_rows, n_columns = (math.prod(lengths[c] for c in group) for group in (rows, columns))
     lead = [lengths[c] for c in batch]
     is_transposed = labels == batch + columns + rows and rows and columns
     order = batch + (columns + rows if is_transposed else rows + columns)

@@ -1,1 +1,1 @@
-"""Second derivatives of small networks: the heat equation, and the sharpness of the loss."""
+"""Second derivatives of small networks: six uses, from the heat equation to Newton's method."""

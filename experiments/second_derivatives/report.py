@@ -1,42 +1,192 @@
 """Tables in Markdown and plots of the study of second derivatives."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from experiments.autoencoder.data import load
+from experiments.second_derivatives.penalty import SIZES
 from experiments.shared.figures import drawing
 from experiments.shared.results import Runs
-from experiments.shared.tables import markdown
+from experiments.shared.tables import cell, markdown
+from tricycle_lab.plot import COLOURS
+
+STEPS = {"maml": (0, 1, 5, 10), "newton": (1, 5, 10, 20, 100, 1000)}  # whose errors and losses are in tables
 
 
-def tables(solved: Runs, descended: Runs) -> dict[str, str]:
-    """Return the Markdown tables of the heat equation and of the sharpness, by title."""
-    heat = [
+# -------------------------------------------------------------------- tables
+def heat_table(runs: Runs) -> str:
+    """Return the errors of the heat equation."""
+    rows = [
         [str(run["width"]), f"{run['parameters']:,}", *(f"{run[key]:.1e}" for key in ("residual", "error", "rms"))]
-        for run in solved
+        for run in runs
     ]
-    titles = ["hidden width", "parameters", "residual, RMS", "largest error", "error, RMS"]
-    sharp = []
-    for run in descended:
+    return markdown(["hidden width", "parameters", "residual, RMS", "largest error", "error, RMS"], rows)
+
+
+def sharpness_table(runs: Runs) -> str:
+    """Return the sharpness for each learning rate, over the second half and at the end of training."""
+    rows = []
+    for run in runs:
         half = [value for _, _, value in run["history"][len(run["history"]) // 2 :]]
         values = [2 / run["rate"], np.mean(half), run["lanczos"], run["exact"]]
-        sharp.append([f"{run['rate']:g}", *(f"{value:.2f}" for value in values)])
-    columns = ["learning rate", "2 / learning rate", "sharpness, second half", "last, Lanczos", "last, whole Hessian"]
-    return {"Heat equation": markdown(titles, heat), "Sharpness": markdown(columns, sharp)}
+        rows.append([f"{run['rate']:g}", *(f"{value:.2f}" for value in values)])
+    titles = ["learning rate", "2 / learning rate", "sharpness, second half", "last, Lanczos", "last, whole Hessian"]
+    return markdown(titles, rows)
 
 
-def plot(solved: Runs, descended: Runs, path: Path) -> None:
-    """Write an image of the residuals during training, and of the sharpness during gradient descent."""
-    with drawing(path, (9, 3.6)) as figure:
-        left, right = figure.subplots(1, 2)
-        for run in solved:
-            left.semilogy(np.linspace(0, 1, len(run["losses"])), np.sqrt(run["losses"]), label=f"width {run['width']}")
-        left.set(xlabel="fraction of training", ylabel="residual, RMS", title="heat equation")
-        for run in descended:
-            steps, _, values = zip(*run["history"])
-            (line,) = right.plot(steps, values, label=f"learning rate {run['rate']:g}")
-            right.axhline(2 / run["rate"], color=line.get_color(), linestyle="--", linewidth=1)
-        right.set(xlabel="step", ylabel="sharpness", title="gradient descent; dashed: 2 / learning rate")
-        for axes in (left, right):
+def correlation(run: Mapping[str, Any]) -> float:
+    """Return the correlation of the estimated and the true changes of the loss."""
+    return float(np.corrcoef(run["estimates"][: len(run["changes"])], run["changes"])[0, 1])
+
+
+def classifier(run: Mapping[str, Any]) -> str:
+    """Return the title of a classifier."""
+    model = f"hidden width {run['hidden']}" if run["hidden"] else "softmax regression"
+    return f"{model}, decay {run['decay']:g}"
+
+
+def influence_table(runs: Runs) -> str:
+    """Return the correlation of influences and retraining for each classifier."""
+    rows = []
+    for run in runs:
+        difference = np.array(run["estimates"][: len(run["changes"])]) - run["changes"]
+        changes = [np.sqrt(np.mean(np.square(values))) for values in (run["changes"], difference)]
+        numbers = [f"{run['lowest']:.4f}", *(f"{value:.5f}" for value in changes)]
+        estimates, training = run["seconds"]
+        rows.append([classifier(run), f"{correlation(run):.4f}", *numbers, f"{training / estimates:,.0f}"])
+    titles = ["classifier", "correlation", "lowest eigenvalue", "change, RMS", "error of the estimate, RMS"]
+    return markdown([*titles, "time of training again / of the estimates"], rows)
+
+
+def penalty_table(runs: Runs) -> str:
+    """Return the gradient norms and accuracies in % for each strength of the penalty."""
+    rows = []
+    for run in runs:
+        accuracies = [cell(values, 1, 100) for values in zip(*run["accuracies"])]
+        rows.append([f"{run['strength']:g}", cell(run["norm"]), *accuracies])
+    return markdown(["strength", "gradient norm", *(f"accuracy, pixels ± {size:g}" for size in SIZES)], rows)
+
+
+def relative_times(runs: Runs) -> list[str]:
+    """Return the time of each run divided by the shortest."""
+    return [f"{run['seconds'] / min(run['seconds'] for run in runs):.1f}" for run in runs]
+
+
+def maml_table(runs: Runs) -> str:
+    """Return the errors on new sinusoids for each method."""
+    rows = []
+    for run, relative in zip(runs, relative_times(runs)):
+        rows.append([run["method"], *(f"{run['errors'][i]:.3f}" for i in STEPS["maml"]), relative])
+    return markdown(["method", *(f"step {i}" for i in STEPS["maml"]), "time of an update, relative"], rows)
+
+
+def newton_table(runs: Runs) -> str:
+    """Return the loss after some steps of each method."""
+    rows = []
+    for run, relative in zip(runs, relative_times(runs)):
+        losses = [f"{run['losses'][i]:.4f}" if i < len(run["losses"]) else "" for i in STEPS["newton"]]
+        rows.append([run["method"], *losses, relative])
+    return markdown(["method", *(f"step {i}" for i in STEPS["newton"]), "time of a step, relative"], rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[Runs], str]]] = {
+    "heat": ("Heat equation", heat_table),
+    "sharpness": ("Sharpness", sharpness_table),
+    "influence": ("Influence of training images", influence_table),
+    "penalty": ("Gradient penalty", penalty_table),
+    "maml": ("MAML on sinusoids", maml_table),
+    "newton": ("Newton's method", newton_table),
+}
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Return the Markdown tables of the parts that the results contain, by title."""
+    return {title: table(results[part]) for part, (title, table) in TABLES.items() if part in results}
+
+
+# -------------------------------------------------------------------- plots
+def draw_heat(axes: Any, runs: Runs) -> None:
+    """Draw the residuals during training."""
+    for run in runs:
+        axes.semilogy(np.linspace(0, 1, len(run["losses"])), np.sqrt(run["losses"]), label=f"width {run['width']}")
+    axes.set(xlabel="fraction of training", ylabel="residual, RMS", title="heat equation")
+
+
+def draw_sharpness(axes: Any, runs: Runs) -> None:
+    """Draw the sharpness during gradient descent."""
+    for run in runs:
+        steps, _, values = zip(*run["history"])
+        (line,) = axes.plot(steps, values, label=f"learning rate {run['rate']:g}")
+        axes.axhline(2 / run["rate"], color=line.get_color(), linestyle="--", linewidth=1)
+    axes.set(xlabel="step", ylabel="sharpness", title="gradient descent; dashed: 2 / learning rate")
+
+
+def draw_influence(axes: Any, runs: Runs) -> None:
+    """Draw the estimated change of the loss against that after training again."""
+    for run, marker in zip(runs, "ox+"):
+        axes.plot(run["changes"], run["estimates"][: len(run["changes"])], marker, label=classifier(run), alpha=0.7)
+    ends = [end for run in runs for end in (min(run["changes"]), max(run["changes"]))]
+    axes.plot([min(ends), max(ends)], [min(ends), max(ends)], "k--", linewidth=1)
+    axes.set(xlabel="change after training again, nats", ylabel="estimate, nats", title="loss without a training image")
+
+
+def draw_penalty(axes: Any, runs: Runs) -> None:
+    """Draw accuracies against the size of the change of the pixels."""
+    for run in runs:
+        means = 100 * np.mean(run["accuracies"], axis=0)
+        axes.plot(SIZES, means, "o-", markersize=4, label=f"strength {run['strength']:g}")
+    axes.set(xlabel="change of each pixel (range 0 to 1)", ylabel="accuracy, %", title="gradient penalty")
+
+
+def draw_maml(axes: Any, runs: Runs) -> None:
+    """Draw the error on new sinusoids against the number of gradient steps."""
+    for run in runs:
+        axes.semilogy(run["errors"], "o-", markersize=4, label=run["method"])
+    axes.set(xlabel="gradient steps on 10 points", ylabel="mean squared error", title="MAML: new sinusoids")
+
+
+def draw_newton(axes: Any, runs: Runs) -> None:
+    """Draw the loss of each method against the step."""
+    for run in runs:
+        axes.loglog(np.arange(1, len(run["losses"]) + 1), run["losses"], label=run["method"])
+    axes.set(xlabel="step, from 1", ylabel="loss, nats", title="Newton: tutorial's network")
+
+
+DRAW: dict[str, Callable[[Any, Runs], None]] = {
+    **{"heat": draw_heat, "sharpness": draw_sharpness, "influence": draw_influence},
+    **{"penalty": draw_penalty, "maml": draw_maml, "newton": draw_newton},
+}
+
+
+def plot(results: Mapping[str, Any], folder: Path) -> list[str]:
+    """Write a plot for each part, in one image, and the most influential images; return the names of the files."""
+    parts = [part for part in DRAW if part in results]
+    n_rows = (len(parts) + 1) // 2
+    with drawing(folder / "curves.png", (9, 3.4 * n_rows)) as figure:
+        for i, part in enumerate(parts):
+            axes = figure.add_subplot(n_rows, min(2, len(parts)), i + 1)
+            axes.set_prop_cycle(color=COLOURS)
+            DRAW[part](axes, results[part])
             axes.grid(alpha=0.25)
             axes.legend(frameon=False, fontsize=9)
+    if "influence" not in results:
+        return ["curves.png"]
+    plot_images(results["influence"][0], folder / "images.png")
+    return ["curves.png", "images.png"]
+
+
+def plot_images(run: Mapping[str, Any], path: Path, n: int = 4) -> None:
+    """Write the test image, and the training images without which its loss would be lowest and highest."""
+    data, order = load("digits"), np.argsort(run["estimates"])
+    with drawing(path, (9, 1.5), "change of its loss without a training image, 1/1000 nats") as figure:
+        panels = figure.subplots(1, 2 * n + 1)
+        shown = [(data.test, run["image"], f"test: {data.test.labels[run['image']]}")]
+        for i in (*order[:n], *order[: -n - 1 : -1]):
+            shown.append((data.train, i, f"{data.train.labels[i]}: {1e3 * run['estimates'][i]:+.1f}"))
+        for axes, (part, i, title) in zip(panels, shown):
+            axes.imshow(1 - part.images[i, :, :, 0], cmap="gray")
+            axes.set_title(title, fontsize=9)
+            axes.set_axis_off()

@@ -10,24 +10,21 @@ from typing import Any
 
 import numpy as np
 
+from experiments.second_derivatives.vectors import Loss, as_function, hessian_product
 from tricycle.layers import Dense, Sequential
 from tricycle.loss import MeanSquaredError
 from tricycle.ops import tanh
-from tricycle.tensor import Tensor
-from tricycle.transforms import functional_call, hessian, hvp, tree_leaves, tree_map, value_and_grad
-
-Parameters = dict[str, Tensor]
-Loss = Callable[[Parameters], Tensor]
+from tricycle.transforms import hessian, value_and_grad
 
 
-def new_problem(width: int, seed: int) -> tuple[Loss, Parameters]:
+def new_problem(width: int, seed: int) -> tuple[Loss, np.ndarray]:
     """Return the loss of an MLP on 20 points of the Chebyshev polynomial T_5, and its initial parameters."""
     generator = np.random.default_rng(seed)
     model = Sequential(Dense(1, width, generator=generator), tanh, Dense(width, 1, generator=generator))
     x = np.linspace(-1, 1, 20)[:, None]
     y, loss_fn = np.cos(5 * np.arccos(x)), MeanSquaredError()
-    parameters = {name: Tensor(p.array.astype(np.float64), False) for name, p in model.named_parameters()}
-    return lambda values: loss_fn(y, functional_call(model, values, Tensor(x, False))), parameters
+    predict, vector = as_function(model)
+    return lambda vector: loss_fn(y, predict(vector, x)), vector
 
 
 def lanczos(multiply: Callable[[np.ndarray], np.ndarray], start: np.ndarray, n_steps: int) -> np.ndarray:
@@ -48,33 +45,23 @@ def lanczos(multiply: Callable[[np.ndarray], np.ndarray], start: np.ndarray, n_s
     return np.linalg.eigvalsh(np.diag(alphas) + np.diag(inner, 1) + np.diag(inner, -1))
 
 
-def sharpness(loss: Loss, parameters: Parameters, n_steps: int = 15) -> float:
+def sharpness(loss: Loss, vector: np.ndarray, n_steps: int = 15) -> float:
     """Return the largest eigenvalue of the Hessian by Lanczos's method with Hessian-vector products."""
-    ends = np.cumsum([p.size for p in parameters.values()])
-
-    def multiply(vector: np.ndarray) -> np.ndarray:
-        parts = np.split(vector, ends[:-1])
-        tangents = {name: part.reshape(p.shape) for (name, p), part in zip(parameters.items(), parts)}
-        return np.concatenate([x.array.ravel() for x in tree_leaves(hvp(loss, (parameters,), (tangents,)))])
-
-    return float(lanczos(multiply, np.random.default_rng(0).standard_normal(ends[-1]), n_steps)[-1])
+    start = np.random.default_rng(0).standard_normal(vector.size)
+    return float(lanczos(hessian_product(loss, vector), start, n_steps)[-1])
 
 
-def exact_sharpness(loss: Loss, parameters: Parameters) -> float:
+def exact_sharpness(loss: Loss, vector: np.ndarray) -> float:
     """Return the largest eigenvalue of the whole Hessian matrix."""
-    rows = [
-        [x.array.reshape(p.size, -1) for x in row.values()]
-        for p, row in zip(parameters.values(), hessian(loss)(parameters).values())
-    ]
-    return float(np.linalg.eigvalsh(np.block(rows))[-1])
+    return float(np.linalg.eigvalsh(hessian(loss)(vector).array)[-1])
 
 
-def descend(loss: Loss, parameters: Parameters, rate: float, steps: int, every: int) -> tuple[list[Any], Parameters]:
+def descend(loss: Loss, vector: np.ndarray, rate: float, steps: int, every: int) -> tuple[list[Any], np.ndarray]:
     """Train by gradient descent; return (step, loss, sharpness) every `every` steps, and the last parameters."""
     history, step_of = [], value_and_grad(loss)
     for step in range(steps + 1):
-        value, slope = step_of(parameters)
+        value, slope = step_of(vector)
         if step % every == 0:
-            history.append((step, value.item(), sharpness(loss, parameters)))
-        parameters = tree_map(lambda p, g: Tensor(p.array - rate * g.array, False), parameters, slope)
-    return history, parameters
+            history.append((step, value.item(), sharpness(loss, vector)))
+        vector = vector - rate * slope.array
+    return history, vector

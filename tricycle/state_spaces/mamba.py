@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu 2024): the config, and the block of projections, a short convolution, the scan, a gate and a norm.
+"""Mamba-2 (Dao and Gu 2024): the config, and the block of projections, short convolution, scan, gate and norm.
 
 For generation, a layer's `KeyValueCache` holds no keys and values: its `last` holds the state and the latest inputs of
 the convolution, whose size does not depend on the length of the text.
