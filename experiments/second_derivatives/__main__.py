@@ -3,6 +3,8 @@
     python -m experiments.second_derivatives            all six: five minutes
     python -m experiments.second_derivatives --quick    smaller: one minute
     python -m experiments.second_derivatives --parts newton influence    two of them
+
+Each part measures one use; see the README.
 """
 
 from typing import Any
