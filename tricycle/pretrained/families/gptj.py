@@ -8,6 +8,7 @@ from typing import Any
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.config_fields import ConfigFields, activation_name, field_error, size_fields
 from tricycle.pretrained.families.family import Family, TensorNames, adjacent_pairs
+from tricycle.pretrained.families.gpt2 import SIZE_NAMES
 
 NAMES: TensorNames = {
     "token_embedding": ["transformer.wte"],
@@ -19,13 +20,6 @@ NAMES: TensorNames = {
     "norm": ["transformer.ln_f"],
     "head": ["lm_head"],
 }
-SIZES = {
-    "context_window": "n_positions",
-    "embedding_dim": "n_embd",
-    "hidden_size": "n_inner",
-    "n_layers": "n_layer",
-    "n_heads": "n_head",
-}
 
 
 def to_config(fields: ConfigFields) -> ModelConfig:
@@ -33,7 +27,7 @@ def to_config(fields: ConfigFields) -> ModelConfig:
     fields.require("tie_word_embeddings", False)
     fields.require("scale_attn_weights", True)
     inner = fields.optional_positive_int("n_inner") or 4 * fields.positive_int("n_embd", 4096)
-    sizes = ConfigFields({**fields.values, "n_inner": inner}).sizes(50_400, 2048, 4096, inner, 28, 16, **SIZES)
+    sizes = ConfigFields({**fields.values, "n_inner": inner}).sizes(50_400, 2048, 4096, inner, 28, 16, **SIZE_NAMES)
     head_size, n_rotated = sizes["embedding_dim"] // sizes["n_heads"], fields.positive_int("rotary_dim", 64)
     if n_rotated > head_size:
         raise field_error("rotary_dim", f"at most {head_size}, the channels of a head", n_rotated)
@@ -57,7 +51,7 @@ def to_config(fields: ConfigFields) -> ModelConfig:
 def to_fields(config: ModelConfig) -> dict[str, Any]:
     """Convert a `ModelConfig` to the fields of a GPT-J config.json, without model_type."""
     return {
-        **size_fields(config, **SIZES),
+        **size_fields(config, **SIZE_NAMES),
         "rotary_dim": int(config.channels_per_head * config.rotary_fraction),
         "layer_norm_epsilon": config.norm_eps,
         "activation_function": activation_name(config.activation),
