@@ -219,6 +219,7 @@ def test_functional_call_changes_nothing_and_shares_tied_parameters(rng):
     before = model(tokens).array
     zeros = {name: Tensor(0 * p.array, False) for name, p in model.named_parameters()}
     assert not functional_call(model, zeros, tokens).array.any()
+    assert not functional_call(model, {name: x.array for name, x in zeros.items()}, tokens).array.any()
     close(functional_call(model, {}, tokens), before)
     close(model(tokens), before)
     for wrong in ({"nothing": to_tensor(1.0)}, {"norm.gain": to_tensor(1.0)}):

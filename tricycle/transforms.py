@@ -20,7 +20,7 @@ from tricycle import autograd, create_graph, devices, differentiable_rules, extr
 from tricycle.activation_checkpointing import enable_grad
 from tricycle.batched_arrays import BatchedArray, NotVectorizedError, items_of
 from tricycle.devices import Array
-from tricycle.tensor import Tensor, record, to_tensor
+from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 Tree: TypeAlias = Any  # a Tensor, or a nested tuple, list or dict of Tensors
 Function: TypeAlias = Callable[..., Any]
@@ -383,22 +383,22 @@ def _check_backward(outputs: Sequence[Tensor], weights: Sequence[Tensor], inputs
 
 
 # -------------------------------------------------------------------- layers as functions of their parameters
-def functional_call(model: Any, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+def functional_call(model: Any, parameters: Mapping[str, Operand], *args: Any, **kwargs: Any) -> Any:
     """Return `model(*args, **kwargs)` computed with these parameters; those of the model do not change.
 
     Args:
         model: a Layer, of which the call uses a copy with the same arrays and random generators.
-        parameters: Tensors by name, as `dict(model.named_parameters())`; others stay.
+        parameters: Tensors or arrays by name, as `dict(model.named_parameters())`; others stay.
 
     Raises:
         ValueError: the model has no parameter of a name, or it has another shape.
     """
     own = dict(model.named_parameters())
-    for name, tensor in parameters.items():
-        if name not in own or own[name].shape != tensor.shape:
+    for name, x in parameters.items():
+        if name not in own or own[name].shape != np.shape(x):
             expected = f"shape {own[name].shape}" if name in own else f"one of {', '.join(own)}"
-            raise ValueError(f"functional_call: expected {expected}, got {name!r} of shape {tensor.shape}")
-    twins: dict[int, Any] = {id(own[name]): tensor for name, tensor in parameters.items()}
+            raise ValueError(f"functional_call: expected {expected}, got {name!r} of shape {np.shape(x)}")
+    twins: dict[int, Any] = {id(own[name]): ops.as_tensor(x, own[name]) for name, x in parameters.items()}
     return _replaced(model, twins)(*args, **kwargs)
 
 
