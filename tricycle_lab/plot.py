@@ -97,7 +97,7 @@ def plot_losses(
         axes.set_ylim(*limits)
     axes.set(xlabel="step", ylabel=unit, title=title)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    axes.legend(edgecolor="none", framealpha=0.9)  # opaque, as the lines of references cross it
     save_figure(figure, path)
     return path
 
