@@ -173,7 +173,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _is_past(line: dict[str, Any], state: TrainingState) -> bool:
-    """Return whether a metrics line is of a step before the state's, or of its own with a loss or a past rollback."""
+    """Return whether a metrics line is of a step before the state's, or of this step with a loss or a past rollback."""
     if line["step"] != state.step:
         return line["step"] < state.step
     if line.get("on_nan") == "rollback":

@@ -177,7 +177,7 @@ def _parse_stop_strings(fields: RequestFields) -> tuple[str, ...]:
 
 
 def _parse_sampling(fields: RequestFields, default: PenalizedSamplingParams) -> PenalizedSamplingParams:
-    """Return `default` with the values of the request's fields in place of its own; raise ApiError if invalid."""
+    """Return `default` with its values replaced by those of the request; raise ApiError if invalid."""
     changes: dict[str, Any] = {
         "temperature": fields.get_float("temperature", None, 0, 2),
         "top_p": fields.get_float("top_p", None, 0, 1),
