@@ -183,7 +183,7 @@ def model(tmp_path_factory) -> Path:
 def finished(model, tmp_path_factory):
     """Interrupt a small run once and finish it; yield its folder, the first results and its flags."""
     folder = tmp_path_factory.mktemp("runs") / "a run"
-    words = ["--quick", "--model", str(model), "--tasks", *tasks.TASKS, "--methods", "lora", "all"]
+    words = ["--quick", "--model", str(model), "--tasks", *tasks.TASKS, "--methods", *study.METHODS]
     words += ["--output", str(folder), "--precision", "float32"]
     words += "--updates 4 --tested 3 --context-window 512 --batch-size 1".split()
     with pytest.MonkeyPatch.context() as patch:
@@ -218,7 +218,7 @@ def test_run_writes_results_plots_and_tables(finished):
     assert [(run["task"], run["method"]) for run in before["runs"]] == [("sums", "lora")]
     expected = [(task, method) for task in tasks.TASKS for method in study.METHODS]
     assert [(run["task"], run["method"]) for run in results["runs"]] == expected
-    assert [run["resumed"] for run in results["runs"]] == [False, True, False, False, False, False]
+    assert [run["resumed"] for run in results["runs"]] == [i == 1 for i in range(9)]
     for run in results["runs"]:
         assert run["updates"] == 4
         assert run["bits"].keys() == results["before"]["bits"].keys() == set(report.TEXTS)

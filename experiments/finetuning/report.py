@@ -15,7 +15,7 @@ from tricycle.system.files import atomic_write
 from tricycle_lab.plot import COLOURS
 
 Results = dict[str, Any]
-METHOD_LABELS = {"before": "before", "lora": "LoRA", "all": "all weights"}
+METHOD_LABELS = {"before": "before", "lora": "LoRA", "qlora": "QLoRA", "all": "all weights"}
 SCORES = {  # what the table shows of a task, in percent
     "sums": ("right", "to the letter", "new steps", "told otherwise"),
     "docstrings": ("overlap", "the same"),
@@ -123,15 +123,15 @@ def plot(results: Results, path: Path) -> None:
             axes.grid(alpha=0.25, axis="y")
             axes.set_axisbelow(True)
         handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, frameon=False, loc="outside lower left", ncols=3)
+        figure.legend(handles, labels, frameon=False, loc="outside lower left", ncols=4)
         figure.legend(*right.get_legend_handles_labels(), frameon=False, loc="outside lower right", ncols=3)
 
 
 def bars(axes: Any, places: list[int], groups: list[list[float]], number: int, label: str | None = None) -> None:
     """Draw on `axes` a bar of the mean of each group, with a point per seed; `number` sets offset and color."""
     for place, values in zip(places, groups):
-        x = place + 0.27 * (number - 1)
-        axes.bar(x, np.mean(values), 0.25, color=COLOURS[number], label=label)
+        x = place + 0.21 * (number - 1.5)
+        axes.bar(x, np.mean(values), 0.2, color=COLOURS[number], label=label)
         label = None
         if len(values) > 1:
             axes.plot(np.full(len(values), x), values, "o", color="black", markersize=3)

@@ -26,7 +26,11 @@ from tricycle_datasets.examples import ExampleEncoder, read_records
 from tricycle_datasets.multi30k import load_multi30k
 from tricycle_datasets.rt_polarity import load_rt_polarity
 
-METHODS = "lora", "all"
+METHODS = {  # flags of `tricycle finetune` by method; "qlora" keeps the blocks of a quantized GGUF file
+    "lora": ["--method", "lora", "--weights", "float32"],
+    "qlora": ["--method", "lora", "--weights", "auto"],
+    "all": ["--method", "full"],
+}
 ROWS = 8  # that are looked at together
 AT_ONCE = 64  # questions that are answered together
 N_SHOWN = 3  # answers of a task that are kept
@@ -55,7 +59,7 @@ class Settings:
 
     model: str = "smollm2"  # a model with a chat template, as `tricycle finetune` takes it
     tasks: tuple[str, ...] = tuple(TASKS)  # sums, docstrings, voice
-    methods: tuple[str, ...] = METHODS  # lora, all
+    methods: tuple[str, ...] = tuple(METHODS)  # lora, qlora, all
     seeds: int = 3  # trainings on sums, with other initial adapters and order; the other tasks once
     updates: int = 0  # of each training; 0 for the task's own number
     batch_size: int = 4  # rows of an update
@@ -121,8 +125,9 @@ def finetune_and_measure(task: Task, method: str, seed: int, settings: Settings,
     """Fine-tune with one method and seed, return costs and measures; delete the weights unless `keep` is set."""
     folder = settings.output / "runs" / f"{task.name}-{method}-{seed}"
     about = run_finetuning(task, method, seed, settings, folder)
-    if method == "lora":
-        loaded = load_model(settings.model, device="cpu", adapter=folder / "adapter")
+    if method != "all":
+        weights = "auto" if method == "qlora" else "float32"
+        loaded = load_model(settings.model, device="cpu", weights=weights, adapter=folder / "adapter")
     else:
         loaded = load_model(str(folder), device="cpu")
     results = measure_model(loaded, settings, [task], own)
@@ -170,7 +175,7 @@ def command(task: Task, method: str, seed: int, settings: Settings, folder: Path
     updates = settings.updates or task.updates
     words = [settings.model, "--data", f"{data / task.name}-train{task.suffix}"]
     words += ["--held-out", f"{data / task.name}-validation{task.suffix}", "--run-folder", str(folder)]
-    words += ["--method", method, "--learning-rate", f"{task.rates[method]:g}", "--steps", str(updates)]
+    words += [*METHODS[method], "--learning-rate", f"{task.rates[method]:g}", "--steps", str(updates)]
     words += ["--batch-size", str(settings.batch_size), "--context-window", str(settings.context_window)]
     words += ["--precision", settings.precision, "--eval-interval", str(max(1, updates // 4)), "--eval-batches", "6"]
     return [*words, "--sample-tokens", "0", "--seed", str(seed)]

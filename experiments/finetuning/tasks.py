@@ -51,7 +51,7 @@ class Task:
     n_tokens: int
     temperature: float = 0.0
     updates: int = 80
-    rates: dict[str, float] = field(default_factory=lambda: {"lora": 5e-4, "all": 5e-5})
+    rates: dict[str, float] = field(default_factory=lambda: {"lora": 5e-4, "qlora": 5e-4, "all": 5e-5})
 
 
 # -------------------------------------------------------------------- sums
@@ -127,7 +127,7 @@ def score_continuations(questions: Sequence[Question], answers: Sequence[str]) -
     }
 
 
-SUMS_RATES = {"lora": 2e-3, "all": 2e-4}
+SUMS_RATES = {"lora": 2e-3, "qlora": 2e-3, "all": 2e-4}
 SUMS = Task("sums", "sums in words", ".jsonl", story_records, story_questions, score_sums, 96, rates=SUMS_RATES)
 DOCSTRINGS = Task(
     "docstrings",
