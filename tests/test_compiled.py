@@ -577,6 +577,7 @@ def test_bfloat16_norms_match_float64(subtract_mean):
 
 
 # -------------------------------------------------------------------- other processors
+OLDER_FILES = ("test_kernel_attention.py", "test_vectors.py")
 AS_OLDER = """
 import numpy as np, pytest
 from tricycle_accelerators.compiled import registers
@@ -587,11 +588,13 @@ print(registers.LANES, int(pytest.main(["-q", "-p", "no:cacheprovider", "-x", *F
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names processors of x86-64")
 @pytest.mark.parametrize(
-    ("cpu", "features", "lanes"), [("haswell", HASWELL, 8), ("x86-64", "+sse,+sse2", 4)], ids=["AVX2", "SSE2"]
+    ("cpu", "features", "lanes", "names"),
+    [("haswell", HASWELL, 8, (*OLDER_FILES, "test_quantized_blocks.py")), ("x86-64", "+sse,+sse2", 4, OLDER_FILES)],
+    ids=["AVX2", "SSE2"],
 )
-def test_loops_compiled_for_older_processors_pass_their_tests(cpu, features, lanes, tmp_path):
-    """Run the tests of attention and of matrix-vector products with code compiled for processors without AVX-512."""
-    files = [str(Path(__file__).with_name(file)) for file in ("test_kernel_attention.py", "test_vectors.py")]
+def test_loops_compiled_for_older_processors_pass_their_tests(cpu, features, lanes, names, tmp_path):
+    """Run the tests of attention and of products of a few rows with code compiled for processors without AVX-512."""
+    files = [str(Path(__file__).with_name(file)) for file in names]
     variables = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
     code = AS_OLDER.replace("FILES", repr(files))
     run = subprocess.run(

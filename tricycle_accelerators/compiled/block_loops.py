@@ -15,7 +15,7 @@ import numba
 import numpy as np
 
 from tricycle_accelerators.compiled.block_rows import FORMATS, dot_blocks, write_dequantized
-from tricycle_accelerators.compiled.block_rows import HAS_BLOCKS as HAS_BLOCKS
+from tricycle_accelerators.compiled.block_rows import ROWS as BLOCK_ROWS
 from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compile_loop, max_abs_if_finite, maximum
 from tricycle_accelerators.compiled.vector_loops import run_job
 from tricycle_accelerators.compiled.vector_rows import (
@@ -54,13 +54,19 @@ def _multiply_block_rows(place: int, start: int, stop: int) -> None:
     table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_TABLE], N_BLOCKS + 1))
     for p in range(len(table)):
         part = table[p]
-        for i in range(max(start, part[FIRST]), min(stop, part[END])):
-            row = part[BLOCKS] + (i - part[FIRST]) * part[ROW_BYTES]
+        last = min(stop, part[END])
+        for i in range(max(start, part[FIRST]), last, BLOCK_ROWS):
+            row, n = part[BLOCKS] + (i - part[FIRST]) * part[ROW_BYTES], min(BLOCK_ROWS, last - i)
             for r in range(n_x):
                 out = numba.carray(pointer_to(box[OUT] + r * box[OUT_STRIDE], ZERO), (box[N_ROWS],))
                 numbers = r * (size // PART) * 4
                 starts, scales, sums = box[STARTS] + (p * n_x + r) * size, box[SCALES] + numbers, box[SUMS] + numbers
-                out[i] = dot_blocks(part[FORMAT], box[X] + r * size, starts, scales, sums, row, part[N_BLOCKS])
+                vector = box[X] + r * size
+                products = dot_blocks(
+                    part[FORMAT], vector, starts, scales, sums, part[N_BLOCKS], row, part[ROW_BYTES], n
+                )
+                for j in range(n):
+                    out[i + j] = products[j]
 
 
 multiply_block_rows: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_multiply_block_rows)

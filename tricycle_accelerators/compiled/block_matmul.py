@@ -25,7 +25,7 @@ def _matmul_decline_reason(
         return "a matrix in the blocks of a GGUF file"
     if matrix.exact or not matrix.transposed:
         return "a transposed matrix whose products may round x to 8 bits"
-    if not load_loops("block_loops").HAS_BLOCKS:
+    if not load_loops("block_rows").HAS_BLOCKS:
         return "a processor with AVX2 or ARM's dot products"
     if not 0 < len(x) <= MOST_ROWS:
         return f"1 to {MOST_ROWS} rows, got {len(x)}"
@@ -70,7 +70,7 @@ def _dequantize_decline_reason(packed: np.ndarray, format_name: str) -> str | No
     """Return why blocks are declined: an unknown format, none, or no AVX2 or ARM dot products; else None."""
     if format_name not in BLOCK_FORMATS or not packed.size:
         return f"blocks of one of {', '.join(BLOCK_FORMATS)}, got {format_name}"
-    return None if load_loops("block_loops").HAS_BLOCKS else "a processor with AVX2 or ARM's dot products"
+    return None if load_loops("block_rows").HAS_BLOCKS else "a processor with AVX2 or ARM's dot products"
 
 
 @decline_when(_dequantize_decline_reason)

@@ -5,7 +5,8 @@ file's blocks: the processor adds up the products of four pairs of bytes in one 
 ggml's `ggml-common.h` (https://github.com/ggml-org/ggml).
 
 A block is read as parts of 32 values: unsigned integers of 8 bits, minus a constant of the format, times a scale for
-each four of them, plus (in some formats) a minimum. Registers are 256 bits wide, on every processor.
+all of them or for each 16, plus (in some formats) a minimum. ROWS rows are multiplied at once, which share the loads of
+the vector. Registers are 256 bits wide, on every processor.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tricycle_accelerators.compiled.jit import FEATURES, IS_ARM64, intrinsic
 from tricycle_accelerators.compiled.registers import CONTRACT, FLOAT, INDEX, PAIR, build_loop, prefetch
 
 PART = 32  # values that are multiplied at once
+ROWS = 4  # rows of blocks that are multiplied at once
 BYTE, HALF = ir.IntType(8), ir.HalfType()
 BYTES, WORDS, FLOATS = ir.VectorType(BYTE, PART), ir.VectorType(PAIR, 8), ir.VectorType(FLOAT, 8)
 SHORTS = ir.VectorType(ir.IntType(16), 16)
@@ -32,24 +34,27 @@ HAS_BLOCKS = HAS_AVX2 or HAS_DOTPROD
 AHEAD = 4096  # bytes that are asked for before they are needed: about the time that memory takes to answer
 
 
-class Part(NamedTuple):
-    """LLVM values of 32 quantized values: <32 x i8> integers, and <8 x float> scales, each for four integers."""
+class Block(NamedTuple):
+    """LLVM values of a block: parts, each <32 x i8>, a vector of scales, and one of the parts' minima, or None.
 
-    integers: Any
+    Each scale is that of an equal share of the block's values, in order.
+    """
+
+    parts: list[Any]
     scales: Any
+    minima: Any = None
 
 
 class BlockFormat(NamedTuple):
-    """How to read a block: its numbers of values and bytes, the constant to subtract, and the code of its parts.
+    """How to read a block: its numbers of values and bytes, the constant to subtract, and the function that emits it.
 
-    `parts(builder, address)` returns the parts and a vector of a minimum for each part, or None. The integers of a
-    `signed` format are int8.
+    `read(builder, address)` emits the code that reads a block. The integers of a `signed` format are int8.
     """
 
     n_values: int
     n_bytes: int
     offset: int
-    parts: Callable[[Any, Any], tuple[list[Part], Any]]
+    read: Callable[[Any, Any], Block]
     signed: bool = False
 
 
@@ -78,9 +83,17 @@ def _shuffle(builder: Any, a: Any, b: Any, places: Sequence[int]) -> Any:
 
 
 def _half(builder: Any, address: Any, offset: int) -> Any:
-    """Load a float16 as a float32."""
-    bits = _load(builder, address, offset, ir.IntType(16))
-    return builder.fpext(builder.bitcast(bits, HALF), FLOAT)
+    """Load a float16 as a <1 x float>, through an integer register, so that it depends on no other vector."""
+    bits = builder.zext(_load(builder, address, offset, ir.IntType(16)), PAIR)
+    words = builder.insert_element(ir.Constant(ir.VectorType(PAIR, 4), None), bits, PAIR(0))
+    halves = builder.bitcast(words, ir.VectorType(HALF, 8))
+    floats = builder.fpext(_shuffle(builder, halves, halves, range(4)), ir.VectorType(FLOAT, 4))
+    return _shuffle(builder, floats, floats, [0])
+
+
+def _spread(builder: Any, vector: Any, count: int) -> Any:
+    """Emit a vector of `count` elements, in which each element of `vector` is repeated equally often."""
+    return _shuffle(builder, vector, vector, [i * vector.type.count // count for i in range(count)])
 
 
 def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
@@ -92,9 +105,9 @@ def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
 def _nibbles(builder: Any, address: Any, offset: int) -> Any:
     """Load 16 bytes as 32 integers: the lower 4 bits of each byte, then the upper ones."""
     packed = _load(builder, address, offset, ir.VectorType(BYTE, 16))
-    lower = builder.and_(packed, _constant(packed.type, 15))
-    upper = builder.lshr(packed, _constant(packed.type, 4))
-    return _shuffle(builder, lower, upper, range(PART))
+    words = builder.bitcast(_shuffle(builder, packed, packed, [*range(16)] * 2), WORDS)
+    shifted = builder.lshr(words, ir.Constant(WORDS, [0] * 4 + [4] * 4))  # bits from other bytes are cleared next
+    return builder.and_(builder.bitcast(shifted, BYTES), _constant(BYTES, 15))
 
 
 def _fifth_bits(builder: Any, address: Any, offset: int) -> Any:
@@ -103,54 +116,48 @@ def _fifth_bits(builder: Any, address: Any, offset: int) -> Any:
     return builder.select(bits, _constant(BYTES, 16), _constant(BYTES, 0))
 
 
-def _with_scale(builder: Any, integers: Any, scale: Any) -> list[Part]:
-    """Return the integers as the only part of a block, with one scale for all."""
-    return [Part(integers, _splat(builder, scale))]
-
-
 # -------------------------------------------------------------------- formats with blocks of 32
-def _q8_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q8_0 block; return ([a part: 32 signed integers (unsigned for VNNI), scale], None)."""
+def _q8_0(builder: Any, address: Any) -> Block:
+    """Emit code that reads a Q8_0 block of one part: 32 signed integers, or unsigned for VNNI."""
     integers = _load(builder, address, 2, BYTES)
     if HAS_VNNI:
         integers = builder.xor(integers, _constant(BYTES, 128))
-    return _with_scale(builder, integers, _half(builder, address, 0)), None
+    return Block([integers], _half(builder, address, 0))
 
 
-def _q4_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q4_0 block; return ([a part: its 32 unsigned integers and scale], None)."""
-    return _with_scale(builder, _nibbles(builder, address, 2), _half(builder, address, 0)), None
+def _q4_0(builder: Any, address: Any) -> Block:
+    """Emit code that reads a Q4_0 block of one part: 32 unsigned integers."""
+    return Block([_nibbles(builder, address, 2)], _half(builder, address, 0))
 
 
-def _q4_1(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q4_1 block; return ([a part: its 32 unsigned integers and scale], <1 x float> minimum)."""
-    parts = _with_scale(builder, _nibbles(builder, address, 4), _half(builder, address, 0))
-    return parts, _splat(builder, _half(builder, address, 2), 1)
+def _q4_1(builder: Any, address: Any) -> Block:
+    """Emit code that reads a Q4_1 block of one part: 32 unsigned integers, with a minimum."""
+    return Block([_nibbles(builder, address, 4)], _half(builder, address, 0), _half(builder, address, 2))
 
 
-def _q5_0(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q5_0 block; return ([a part: its 32 unsigned integers and scale], None)."""
+def _q5_0(builder: Any, address: Any) -> Block:
+    """Emit code that reads a Q5_0 block of one part: 32 unsigned integers."""
     integers = builder.or_(_nibbles(builder, address, 6), _fifth_bits(builder, address, 2))
-    return _with_scale(builder, integers, _half(builder, address, 0)), None
+    return Block([integers], _half(builder, address, 0))
 
 
-def _q5_1(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q5_1 block; return ([a part: its 32 unsigned integers and scale], <1 x float> minimum)."""
+def _q5_1(builder: Any, address: Any) -> Block:
+    """Emit code that reads a Q5_1 block of one part: 32 unsigned integers, with a minimum."""
     integers = builder.or_(_nibbles(builder, address, 8), _fifth_bits(builder, address, 4))
-    return _with_scale(builder, integers, _half(builder, address, 0)), _splat(builder, _half(builder, address, 2), 1)
+    return Block([integers], _half(builder, address, 0), _half(builder, address, 2))
 
 
 MXFP4_TABLE = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0]  # twice the number, plus 12
 
 
-def _mxfp4(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads an MXFP4 block; return ([a part: 32 integers from a table, power-of-two scale], None)."""
+def _mxfp4(builder: Any, address: Any) -> Block:
+    """Emit code that reads an MXFP4 block of one part: 32 integers from a table, with a power of two as the scale."""
     exponent = builder.zext(_load(builder, address, 0, BYTE), PAIR)
     subnormal = builder.shl(PAIR(0x00200000), exponent)
     normal = builder.shl(builder.sub(exponent, PAIR(1)), PAIR(23))
     scale = builder.select(builder.icmp_unsigned("<", exponent, PAIR(2)), subnormal, normal)
     integers = _look_up(builder, _nibbles(builder, address, 1))
-    return _with_scale(builder, integers, builder.bitcast(scale, FLOAT)), None
+    return Block([integers], _splat(builder, builder.bitcast(scale, FLOAT), 1))
 
 
 def _look_up(builder: Any, places: Any) -> Any:
@@ -166,19 +173,19 @@ def _look_up(builder: Any, places: Any) -> Any:
 
 
 # -------------------------------------------------------------------- formats with blocks of 256
-def _q4_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q4_K block; return (8 parts of 32 unsigned integers with scales, 8 minima)."""
-    return _k_parts(builder, address, _four_bits(builder, address, 16))
+def _q4_k(builder: Any, address: Any) -> Block:
+    """Emit code that reads a Q4_K block of 8 parts with a scale and a minimum each."""
+    return _k_block(builder, address, _four_bits(builder, address, 16))
 
 
-def _q5_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q5_K block; return (8 parts of 32 unsigned integers with scales, 8 minima)."""
+def _q5_k(builder: Any, address: Any) -> Block:
+    """Emit code that reads a Q5_K block of 8 parts with a scale and a minimum each."""
     fifth = _load(builder, address, 16, BYTES)
     parts = []
     for number, integers in enumerate(_four_bits(builder, address, 48)):
         bit = builder.and_(builder.lshr(fifth, _constant(BYTES, number)), _constant(BYTES, 1))
         parts.append(builder.or_(integers, builder.shl(bit, _constant(BYTES, 4))))
-    return _k_parts(builder, address, parts)
+    return _k_block(builder, address, parts)
 
 
 def _four_bits(builder: Any, address: Any, offset: int) -> list[Any]:
@@ -190,8 +197,8 @@ def _four_bits(builder: Any, address: Any, offset: int) -> list[Any]:
     return parts
 
 
-def _k_parts(builder: Any, address: Any, integers: list[Any]) -> tuple[list[Part], Any]:
-    """Return parts with the scales and minima of Q4_K and Q5_K: 8 of 6 bits each in 12 bytes, times two float16."""
+def _k_block(builder: Any, address: Any, parts: list[Any]) -> Block:
+    """Return a block with the scales and minima of Q4_K and Q5_K: 8 of 6 bits each in 12 bytes, times two float16."""
     first, second, third = (_load(builder, address, offset, PAIR) for offset in (4, 8, 12))
     bits = lambda word, shift, mask: builder.and_(builder.lshr(word, PAIR(shift)), PAIR(mask * 0x01010101))
     upper = lambda word: builder.shl(bits(word, 6, 3), PAIR(4))
@@ -203,21 +210,19 @@ def _k_parts(builder: Any, address: Any, integers: list[Any]) -> tuple[list[Part
         joined = builder.insert_element(ir.Constant(pair, [0, 0]), words[0], PAIR(0))
         joined = builder.insert_element(joined, words[1], PAIR(1))
         numbers = builder.zext(builder.bitcast(joined, ir.VectorType(BYTE, 8)), WORDS)
-        return builder.fmul(builder.uitofp(numbers, FLOATS), _splat(builder, factor))
+        return builder.fmul(builder.uitofp(numbers, FLOATS), _spread(builder, factor, 8))
 
-    by_part = floats(scales, _half(builder, address, 0))
-    mins = floats(minima, builder.fneg(_half(builder, address, 2)))
-    spread = [_shuffle(builder, by_part, by_part, [number] * 8) for number in range(8)]
-    return [Part(*each) for each in zip(integers, spread)], mins
+    halves = _half(builder, address, 0), builder.fneg(_half(builder, address, 2))
+    return Block(parts, floats(scales, halves[0]), floats(minima, halves[1]))
 
 
-def _q6_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
-    """Emit code that reads a Q6_K block; return (8 parts of 32 unsigned integers, a scale per 16, None)."""
+def _q6_k(builder: Any, address: Any) -> Block:
+    """Emit code that reads a Q6_K block of 8 parts with a scale for each 16 integers."""
     scales = builder.sitofp(
         builder.sext(_load(builder, address, 192, ir.VectorType(BYTE, 16)), ir.VectorType(PAIR, 16)),
         ir.VectorType(FLOAT, 16),
     )
-    scales = builder.fmul(scales, _splat(builder, _half(builder, address, 208), 16))
+    scales = builder.fmul(scales, _spread(builder, _half(builder, address, 208), 16))
     parts = []
     for half in range(2):
         lower = [_load(builder, address, 64 * half + PART * i, BYTES) for i in range(2)]
@@ -226,10 +231,8 @@ def _q6_k(builder: Any, address: Any) -> tuple[list[Part], Any]:
             low = builder.lshr(lower[number % 2], _constant(BYTES, 4 * (number // 2)))
             two = builder.and_(builder.lshr(upper, _constant(BYTES, 2 * number)), _constant(BYTES, 3))
             low = builder.and_(low, _constant(BYTES, 15))
-            integers = builder.or_(low, builder.shl(two, _constant(BYTES, 4)))
-            first = 8 * half + 2 * number
-            parts.append(Part(integers, _shuffle(builder, scales, scales, [first] * 4 + [first + 1] * 4)))
-    return parts, None
+            parts.append(builder.or_(low, builder.shl(two, _constant(BYTES, 4))))
+    return Block(parts, scales)
 
 
 FORMATS = {
@@ -268,33 +271,44 @@ def _add_products_of_four(builder: Any, sums: Any, integers: Any, x: Any, signed
 
 
 def _emit_dot(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> Any:
-    """Emit the dot product of a quantized vector and a row of blocks; see `dot_blocks` for the arguments."""
-    x, starts, scales, sums, row, n_blocks = arguments
+    """Emit the dot products of a quantized vector and ROWS rows of blocks; see `dot_blocks` for the arguments."""
+    x, starts, scales, sums, n_blocks, *rows = arguments
     n_parts = form.n_values // PART
-    minima = ir.VectorType(FLOAT, n_parts)
+    by_part = ir.VectorType(FLOAT, n_parts)
 
     def add_block(step: Any, totals: list[Any]) -> list[Any]:
-        block = builder.add(row, builder.mul(step, INDEX(form.n_bytes)))
-        for line in range(0, form.n_bytes, 64):
-            prefetch(builder, builder.add(block, INDEX(AHEAD + line)))
-        parts, mins = form.parts(builder, block)
         at = lambda array, size: builder.add(array, builder.mul(step, INDEX(n_parts * size)))
+        ahead = builder.add(rows[0], builder.mul(step, INDEX(ROWS * form.n_bytes)))
+        for line in range(0, ROWS * form.n_bytes, 64):
+            prefetch(builder, builder.add(ahead, INDEX(AHEAD + line)))
+        x_scales, x_sums = (_load(builder, at(array, 4), 0, by_part) for array in (scales, sums))
+        blocks = [form.read(builder, builder.add(row, builder.mul(step, INDEX(form.n_bytes)))) for row in rows]
+        factors = [builder.fmul(each.scales, _spread(builder, x_scales, each.scales.type.count)) for each in blocks]
         totals = list(totals)
-        for number, part in enumerate(parts):
-            start = _load(builder, at(starts, PART), PART * number, WORDS)
-            numbers = _load(builder, at(x, PART), PART * number, BYTES)
-            products = _add_products_of_four(builder, start, part.integers, numbers, form.signed)
-            scale = _splat(builder, _load(builder, at(scales, 4), 4 * number, FLOAT))
-            product = builder.fmul(builder.sitofp(products, FLOATS), builder.fmul(scale, part.scales), flags=CONTRACT)
-            totals[number % 2] = builder.fadd(totals[number % 2], product, flags=CONTRACT)
-        if mins is not None:
-            product = builder.fmul(mins, _load(builder, at(sums, 4), 0, minima), flags=CONTRACT)
-            totals[2] = builder.fadd(totals[2], product, flags=CONTRACT)
+        for part in range(n_parts):
+            start = _load(builder, at(starts, PART), PART * part, WORDS)
+            numbers = _load(builder, at(x, PART), PART * part, BYTES)
+            for row, block in enumerate(blocks):
+                products = _add_products_of_four(builder, start, block.parts[part], numbers, form.signed)
+                factor = _of_part(builder, factors[row], part, n_parts, 8)
+                product = builder.fmul(builder.sitofp(products, FLOATS), factor, flags=CONTRACT)
+                totals[row] = builder.fadd(totals[row], product, flags=CONTRACT)
+        for row, block in enumerate(blocks):
+            if block.minima is not None:
+                product = builder.fmul(block.minima, x_sums, flags=CONTRACT)
+                totals[ROWS + row] = builder.fadd(totals[ROWS + row], product, flags=CONTRACT)
         return totals
 
-    initial = [_constant(FLOATS, 0.0)] * 2 + [_constant(minima, 0.0)]
-    totals = build_loop(builder, n_blocks, initial, add_block)
-    return builder.fadd(_sum(builder, builder.fadd(totals[0], totals[1])), _sum(builder, totals[2]))
+    initial = [_constant(FLOATS, 0.0)] * ROWS + [_constant(by_part, 0.0)] * ROWS
+    sums_by_row = [_sum(builder, total) for total in build_loop(builder, n_blocks, initial, add_block)]
+    totals = [builder.fadd(*pair) for pair in zip(sums_by_row[:ROWS], sums_by_row[ROWS:])]
+    return cgutils.pack_array(builder, totals)
+
+
+def _of_part(builder: Any, scales: Any, part: int, n_parts: int, count: int) -> Any:
+    """Emit a vector of the scales of one part of a block, in which each is repeated equally often."""
+    n = scales.type.count
+    return _shuffle(builder, scales, scales, [(part * count + i) * n // (n_parts * count) for i in range(count)])
 
 
 def _sum(builder: Any, vector: Any) -> Any:
@@ -310,15 +324,16 @@ def _emit_dequantize(builder: Any, form: BlockFormat, arguments: Sequence[Any]) 
     row, out, n_blocks = arguments
 
     def write_block(step: Any, _: list[Any]) -> list[Any]:
-        parts, mins = form.parts(builder, builder.add(row, builder.mul(step, INDEX(form.n_bytes))))
+        block = form.read(builder, builder.add(row, builder.mul(step, INDEX(form.n_bytes))))
         place = builder.add(out, builder.mul(step, INDEX(4 * form.n_values)))
-        for number, part in enumerate(parts):
-            words = (builder.sext if form.signed else builder.zext)(part.integers, ir.VectorType(PAIR, PART))
+        n_parts = len(block.parts)
+        for number, part in enumerate(block.parts):
+            words = (builder.sext if form.signed else builder.zext)(part, ir.VectorType(PAIR, PART))
             words = builder.sub(words, _constant(words.type, form.offset))
-            scales = _shuffle(builder, part.scales, part.scales, [lane // 4 for lane in range(PART)])
+            scales = _of_part(builder, block.scales, number, n_parts, PART)
             values = builder.fmul(builder.sitofp(words, ir.VectorType(FLOAT, PART)), scales)
-            if mins is not None:
-                values = builder.fadd(values, _splat(builder, builder.extract_element(mins, PAIR(number)), PART))
+            if block.minima is not None:
+                values = builder.fadd(values, _of_part(builder, block.minima, number, n_parts, PART))
             target = builder.add(place, INDEX(4 * PART * number))
             builder.store(values, builder.inttoptr(target, values.type.as_pointer()), align=4)
         return []
@@ -340,27 +355,37 @@ def _by_format(builder: Any, number: Any, emit: Callable[[BlockFormat], Any]) ->
     builder.position_at_end(done)
     if results[0][0] is None:
         return None
-    result = builder.phi(FLOAT)
-    for value, block in [(ir.Constant(FLOAT, 0.0), default), *results]:
+    kind = results[0][0].type
+    result = builder.phi(kind)
+    for value, block in [(ir.Constant(kind, None), default), *results]:
         result.add_incoming(value, block)
     return result
 
 
 @intrinsic
-def dot_blocks(context: Any, form: Any, x: Any, starts: Any, scales: Any, sums: Any, row: Any, n_blocks: Any) -> Any:
-    """Compute the dot product of a quantized vector and a row of blocks (Numba intrinsic).
+def dot_blocks(
+    context: Any, form: Any, x: Any, starts: Any, scales: Any, sums: Any, n_blocks: Any, row: Any, stride: Any, n: Any
+) -> Any:
+    """Compute the dot products of a quantized vector and 1 to ROWS rows of blocks (Numba intrinsic); return a tuple.
 
     Args:
         form: the number of the format in FORMATS.
         x: address of the vector's integers, K int8; next are the addresses of what their products are added to (K / 4
             int32), of the scales (K / 32 float32) and of the sums times scales (K / 32 float32).
-        row: address of the blocks.
+        row: address of the first row's blocks. stride: bytes from row to row.
+        n: the number of rows; further elements of the result repeat the last.
     """
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _by_format(builder, arguments[0], lambda form: _emit_dot(builder, form, arguments[1:]))
+        form, *vectors, row, stride, n = arguments
+        rows, last = [row], builder.sub(n, INDEX(1))
+        for number in range(1, ROWS):
+            is_there = builder.icmp_signed("<=", INDEX(number), last)
+            place = builder.select(is_there, INDEX(number), last)
+            rows.append(builder.add(row, builder.mul(place, stride)))
+        return _by_format(builder, form, lambda chosen: _emit_dot(builder, chosen, [*vectors, *rows]))
 
-    return types.float32(*[types.intp] * 7), code
+    return types.UniTuple(types.float32, ROWS)(*[types.intp] * 9), code
 
 
 @intrinsic
