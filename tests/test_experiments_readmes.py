@@ -57,6 +57,7 @@ TABLES: dict[str, Callable[[str, Results], Iterator[str]]] = {
     "names": all_tables("runs", "classes", "confusion"),
     "second_derivatives": lambda name, results: report_of(name).tables(results).values(),
     "sentiment": all_tables("runs", "words"),
+    "sink_circuits": all_tables("runs"),
 }
 
 
