@@ -49,6 +49,7 @@ TABLES: dict[str, Callable[[str, Results], Iterator[str]]] = {
     "anomalies": all_tables("runs"),
     "attention_sink": all_tables("results"),
     "autoencoder": all_tables("runs", "settings"),
+    "code_features": all_tables("results"),
     "comparison": lambda name, results: report_of(name).tables(results).values(),
     "dates": dates,
     "finetuning": lambda name, results: report_of(name).tables(results).values(),
@@ -57,6 +58,7 @@ TABLES: dict[str, Callable[[str, Results], Iterator[str]]] = {
     "names": all_tables("runs", "classes", "confusion"),
     "second_derivatives": lambda name, results: report_of(name).tables(results).values(),
     "sentiment": all_tables("runs", "words"),
+    "sink_circuits": all_tables("runs"),
 }
 
 

@@ -12,10 +12,8 @@ from browser import DISPLAYS, Browser, each_display
 from test_models import lively
 from test_standalone import CONFIG, TOKENISER
 
+from benchmarks.standalone import export_random_model, measure
 from tricycle.checkpoint import save_checkpoint
-from tricycle.configs import LaptopConfig
-from tricycle.models import GPT
-from tricycle.tokeniser import BPETokeniser
 from tricycle_cli import export
 from tricycle_cli import generate as generate_command
 
@@ -156,14 +154,7 @@ def test_generation_stops_and_errors_are_shown(browser: Browser, file: str) -> N
 
 
 def test_laptop_preset_has_five_megabytes_and_fifty_tokens_per_second(browser: Browser, tmp_path: Path) -> None:
-    tokens = [bytes([i]) for i in range(256)] + [f"{i:05}".encode() for i in range(8192 - 257)]
-    tokeniser = BPETokeniser.from_tokens(tokens)
-    save_checkpoint(tmp_path / "best.safetensors", GPT(LaptopConfig(zero_projections=False)), tokeniser)
-    path = tmp_path / "laptop.html"
-    export.main([str(tmp_path), "--html", str(path)])
+    path = export_random_model(tmp_path)
     assert path.stat().st_size <= 5e6
-    browser.open(path.as_uri())
-    speeds = [
-        int(generate(browser, "the", length=100, temperature=1).split(" tokens/s")[0].split()[-1]) for _ in range(3)
-    ]
+    speeds = measure(browser.driver, path.as_uri(), 100, 3)
     assert max(speeds) >= 50, speeds
