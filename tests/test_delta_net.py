@@ -8,16 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers_families import difference, randomize_weights
+from transformers_families import difference, hf_logits, randomize_weights
 
+from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.decoding.batch import generate_batch
 from tricycle.decoding.beam_search import generate_beam_search
 from tricycle.decoding.penalties import PenalizedSamplingParams
+from tricycle.decoding.prompt_lookup import generate_prompt_lookup
+from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.pretrained import load
+from tricycle.pretrained.adapters import load_adapter, new_adapter, save_adapter
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import build_model
 from tricycle.pretrained.gguf_writer import export_gguf
@@ -25,6 +29,11 @@ from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.sampling import SamplingParams
 from tricycle.state_spaces.delta_net import DeltaNetConfig
 from tricycle.tensor import no_grad
+from tricycle.tokeniser import BPETokeniser
+from tricycle_lab.attribution import attribute_logit
+from tricycle_lab.look.inspectable import InspectableStack
+from tricycle_lab.look.interventions import Interventions
+from tricycle_lab.look.standalone import check_supported
 
 SMALL: dict[str, Any] = {"vocab_size": 61, "embedding_dim": 24, "n_heads": 4, "n_key_heads": 2, "head_size": 8}
 SMALL |= {"n_layers": 3, "attention_layers": (1,), "activation": "swish", "gated": True, "hidden_size": 20}
@@ -32,6 +41,7 @@ SMALL |= {"n_linear_heads": 4, "n_linear_key_heads": 2, "linear_head_size": 6, "
 SMALL |= {"context_window": 128, "norm_unit_offset": True, "qk_norm": True, "qk_norm_gain": True}
 TOKENS = np.random.default_rng(5).integers(0, 61, (2, 25))
 PROMPT = [3, 1, 4, 15, 9, 2, 6]
+TOKENISER = BPETokeniser(257)
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "mixture": {"n_experts": 5, "shared_hidden_size": 12},
@@ -87,6 +97,44 @@ def test_it_learns(fields: dict[str, Any]) -> None:
     assert losses[0] == pytest.approx(np.log(61), rel=0.05) and losses[-1] < 0.5 * losses[0]
 
 
+def test_generation_with_drafts_of_the_prompt_is_the_same() -> None:
+    model, prompt = small(), PROMPT * 3
+    assert list(generate_prompt_lookup(model, prompt, 20, SamplingParams(0))) == list(
+        generate(model, prompt, 20, temperature=0)
+    )
+
+
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_activation_checkpointing_changes_no_bit(precision: str) -> None:
+    results = []
+    for recompute in (None, checkpoint_activations):
+        model = small(**MODELS["mixture"], precision=precision)
+        model.recompute = recompute
+        model.loss(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
+        results.append({name: parameter.grad.array for name, parameter in model.named_parameters()})
+    assert all(np.array_equal(grad, results[1][name]) for name, grad in results[0].items())
+
+
+def test_the_model_viewer_shows_the_layers_with_attention() -> None:
+    model = small(**MODELS["mixture"], vocab_size=257)
+    inspectable = InspectableStack(model, TOKENISER, "small")
+    assert inspectable.n_heads == {"blocks.1.attention": 4}
+    trace = inspectable.run(PROMPT, Interventions())
+    assert trace.attention_layer("blocks.1.attention").maps()[1].shape == (4, 7, 7)
+    assert trace.attention_map("blocks.1.attention", 0) and trace.stream_statistics() and trace.logit_lens()
+    changed = inspectable.run([*PROMPT[:-1], 5], Interventions(), trace)
+    np.testing.assert_allclose(changed.stream["blocks.2"][:6], trace.stream["blocks.2"][:6], rtol=1e-5, atol=1e-5)
+
+
+def test_analyses_that_need_attention_in_all_blocks_refuse() -> None:
+    with pytest.raises(ValueError, match="expected MultiHeadSelfAttention in all blocks, got GatedDeltaNet"):
+        attribute_logit(small(), PROMPT, 5)
+    with pytest.raises(ValueError, match="without a gate"):
+        attribute_logit(small(attention_layers=(0, 1, 2)), PROMPT, 5)
+    with pytest.raises(ValueError, match="HTML page: expected MultiHeadSelfAttention in all blocks, got"):
+        check_supported(small(), None)
+
+
 def test_a_mask_is_refused() -> None:
     with pytest.raises(ValueError, match="a state cannot skip tokens"):
         small()(TOKENS, mask=np.ones(TOKENS.shape, bool))
@@ -125,7 +173,7 @@ def new_hf_model(name: str) -> Any:
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_gradients_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, as rounding to float32 changes the logits of each library by up to 9e-6 of the largest."""
+    """In float64, as rounding to float32 changes the logits of each library by up to 9e-6, gradients by 2e-4."""
     torch = pytest.importorskip("torch")
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     # The torch code computes the gated delta rule, norms and rotary angles in float32 at any precision of the weights.
@@ -170,6 +218,29 @@ def test_tokens_and_exports_agree(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(again(TOKENS).array, model(TOKENS).array)
     theirs = type(hf_model).from_pretrained(tmp_path / "exported").state_dict()
     assert all(torch.equal(tensor, theirs[key]) for key, tensor in hf_model.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_torch_thread")
+def test_adapters_have_the_names_of_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    hf_model = new_hf_model("three heads per key head")
+    hf_model.save_pretrained(tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    before = loaded.model(TOKENS).array
+    targets = "q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"
+    adapter = new_adapter(loaded, LoRAConfig(rank=2, targets=targets))
+    generator = np.random.default_rng(0)
+    for up in (up for low_rank in adapter.low_ranks.values() for up in low_rank.ups):
+        up.array[...] = generator.normal(0, 0.2, up.shape)
+    adapted = loaded.model(TOKENS).array
+    assert difference(adapted, before) > 0.01
+    save_adapter(adapter, loaded, tmp_path / "adapter")
+    hf_model = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter").eval()
+    assert difference(adapted, hf_logits(hf_model, TOKENS)) < 1e-4  # in float32
+    adapter.detach()
+    load_adapter(loaded, tmp_path / "adapter")
+    np.testing.assert_array_equal(loaded.model(TOKENS).array, adapted)
 
 
 REFUSED = {
