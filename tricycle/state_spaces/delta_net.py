@@ -149,7 +149,8 @@ class GatedDeltaNet(Layer):
         bound = config.conv_width**-0.5
         weights = generator.uniform(-bound, bound, (n_mixed, 1, config.conv_width))
         self.conv_weights = Parameter(weights.astype(np.float32), "scale")
-        steps = np.exp(generator.uniform(*np.log(STEP_SIZES), n_heads))
+        low, high = np.log(STEP_SIZES)
+        steps = np.exp(generator.uniform(low, high, n_heads))
         self.step_bias = Parameter(np.log(np.expm1(steps)).astype(np.float32), "bias")  # softplus gives the step size
         self.log_rates = Parameter(np.log(np.arange(1, n_heads + 1, dtype=np.float32)), "scale")
         self.rule = GatedDeltaRule(config.chunk_size)
@@ -183,10 +184,11 @@ class GatedDeltaNet(Layer):
         """Return the result (B, T, H, P) of the rule; `rates` (B, T, 2 H) give the strengths and decays."""
         strengths, steps = split_sizes(rates, (v.shape[2], v.shape[2]))
         steps = extra_ops.softplus(steps + self.step_bias)
-        inputs = v, extra_ops.negative(steps * extra_ops.exp(self.log_rates)), k, q, sigmoid(strengths)
+        decays, strengths = extra_ops.negative(steps * extra_ops.exp(self.log_rates)), sigmoid(strengths)
         if cache is None:
-            return self.rule(*inputs)
-        out, cache.last["state"] = self.rule.scan(*(x.array for x in inputs), cache.last.get("state"))
+            return self.rule(v, decays, k, q, strengths)
+        state, arrays = cache.last.get("state"), (v.array, decays.array, k.array, q.array, strengths.array)
+        out, cache.last["state"] = self.rule.scan(*arrays, state)
         return Tensor(out, False)
 
 

@@ -57,10 +57,11 @@ def to_config(fields: ConfigFields) -> DeltaNetConfig:
     width = {"intermediate_size": fields.positive_int("moe_intermediate_size", 512)}
     fields = ConfigFields({**DEFAULTS, **fields.values, **width})
     common = common_config(fields, default_key_heads=2, default_head_size=256)
+    sizes: dict[str, Any] = {ours: fields.positive_int(name, default) for ours, (name, default) in SIZES.items()}
     bias = fields.boolean("attention_bias", False)
     return DeltaNetConfig(
         **common | read_rotary_fields(fields, default_fraction=0.25) | expert_config(fields, 512, 10, 0.001),
-        **{ours: fields.positive_int(name, default) for ours, (name, default) in SIZES.items()},
+        **sizes,
         attention_layers=_attention_layers(fields, common["n_layers"]),
         normalize_experts=fields.boolean("norm_topk_prob", True),
         norm_unit_offset=True,
