@@ -73,6 +73,7 @@ def test_states_give_the_logits_of_whole_texts(fields: dict[str, Any]) -> None:
     assert sizes == {"conv": (2, 3, 44), "state": (2, 4, 5, 6)}  # not longer than for one token
 
 
+@pytest.mark.slow_except(2)
 @each_model
 def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
     model = small(**fields)
@@ -83,6 +84,7 @@ def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
     assert generate_beam_search(model, prompts, 9, 3) == [generate_beam_search(model, [p], 9, 3)[0] for p in prompts]
 
 
+@pytest.mark.slow_except(2)
 @each_model
 def test_it_learns(fields: dict[str, Any]) -> None:
     model = GPT(DeltaNetConfig(**{**SMALL, **fields}))
