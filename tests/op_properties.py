@@ -27,6 +27,7 @@ import tricycle.sequences.recurrent as recurrent
 from tricycle import extra_ops, linalg, ops, softmaxes
 from tricycle.activations import ClampedSwiGLU, ExactGeLU, ReLUSquared
 from tricycle.sequences.relative_positions import RelativePositionSoftmax, position_buckets
+from tricycle.state_spaces.delta_rule import GatedDeltaRule
 from tricycle.state_spaces.scan import StateSpaceScan
 from tricycle.tensor import Tensor, to_tensor
 
@@ -570,6 +571,28 @@ def _state_space_scan(draw):
         return (scores[..., None] * v[:, None]).sum(2)
 
     return Sample(StateSpaceScan(chunk_size), (v, normal(draw, *v.shape[:3]), k, q), expected, accepts_float16=False)
+
+
+@register("GatedDeltaRule")
+def _gated_delta_rule(draw):
+    n_items, n_tokens = draw(SMALL), draw(SMALL)
+    groups, shared, size, state, chunk_size = (draw(SOME) for _ in range(5))
+    v = normal(draw, n_items, n_tokens, groups * shared, size)
+    decays, strengths = (normal(draw, *v.shape[:3]) for _ in range(2))
+    k, q = (normal(draw, n_items, n_tokens, groups, state) / 4 for _ in range(2))
+
+    def expected(xp: Any, v: Any, decays: Any, k: Any, q: Any, strengths: Any) -> Any:
+        """The recurrence, one token at a time."""
+        k, q = (x[:, :, np.arange(groups).repeat(shared)][..., None] for x in (k, q))
+        s, outputs = 0 * k.sum(1) * v.sum(1)[:, :, None], []
+        for t in range(n_tokens):
+            s = s * xp.exp(decays[:, t, :, None, None])
+            errors = v[:, t] - (s * k[:, t]).sum(-2)
+            s = s + k[:, t] * (strengths[:, t, :, None] * errors)[:, :, None]
+            outputs.append((s * q[:, t]).sum(-2))
+        return xp.stack(outputs, 1) if outputs else v
+
+    return Sample(GatedDeltaRule(chunk_size), (v, decays, k, q, strengths), expected, accepts_float16=False)
 
 
 @register("BlockSoftmax")

@@ -21,7 +21,7 @@ from tricycle.transforms import functional_call, grad, hvp, jvp, tree_leaves, tr
 LOOP = set(
     """
 Attention Einsum Embedding cholesky det eigh fold inv recurrence slogdet solve svd unfold BlockSoftmax getitem
-StateSpaceScan
+GatedDeltaRule StateSpaceScan
 """.split()
 )
 

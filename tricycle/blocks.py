@@ -19,7 +19,7 @@ from tricycle.functions import RowSoftmax, add_residual, new_softmax
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels import FEW_ROWS
 from tricycle.layers import MIXTURES, Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
-from tricycle.ops import as_tensor, reshape, split_heads
+from tricycle.ops import as_tensor, reshape, sigmoid, split_heads
 from tricycle.tensor import Operand, Tensor
 
 
@@ -83,6 +83,7 @@ class MultiHeadSelfAttention(MultiHead):
     """
 
     qk_norm_per_head: bool = True  # for models pickled before the option existed
+    gates_output = False  # whether each head's output is multiplied by sigmoids, computed with the queries (subclasses)
     uses_shift = property(lambda self: self.shift is not None or self.key_shift is not None)  # a token or key shift
 
     def __init__(
@@ -106,7 +107,7 @@ class MultiHeadSelfAttention(MultiHead):
         window = config.window_size(layer) if causal else None
         self.attention = Attention("softmax", causal, window, config.score_scale or None, config.score_cap or None)
         self.shift = SHIFTS["token_shift"](embedding_dim) if config.token_shift else None
-        n_channels = (n_heads + 2 * self.n_key_heads) * self.head_size
+        n_channels = (n_heads * (1 + self.gates_output) + 2 * self.n_key_heads) * self.head_size
         bias = config.bias if config.qkv_bias is None else config.qkv_bias
         self.qkv = Dense(embedding_dim, n_channels, bias, initialiser, generator)
         self.key_shift = SHIFTS["key_shift"](self.n_key_heads, self.head_size) if config.key_shift else None
@@ -144,12 +145,13 @@ class MultiHeadSelfAttention(MultiHead):
             title = f"MultiHeadSelfAttention(context_window={self.context_window})"
             raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {longest}")
         dtype = x.dtype if dtype is None and self.precision != "float32" else dtype
-        q, k, v = self._queries_keys_values(rows, segments, cache, self.hidden_dtype(x) if cache is None else dtype)
+        q, *gates, k, v = self._project(rows, segments, cache, self.hidden_dtype(x) if cache is None else dtype)
         if cache is None:
             out = self.attention(q, k, v, mask, self.softmax_scales, self.precision)
         else:
             out = self._attend_to_cached(q, k, v, cache, mask)
-        out = self.dropout(call_with_dtype(self.projection, merge_heads(out), dtype))
+        out = merge_heads(out * sigmoid(gates[0]) if gates else out)
+        out = self.dropout(call_with_dtype(self.projection, out, dtype))
         return out if len(shape) == 3 else reshape(out, shape)
 
     def hidden_dtype(self, x: Tensor) -> Any:
@@ -157,13 +159,11 @@ class MultiHeadSelfAttention(MultiHead):
         is_fused = getattr(self.attention.softmax, "fused", False) and not self.uses_shift
         return activation_dtype(x, self.precision, self.qkv, self.projection) if is_fused else None
 
-    def _queries_keys_values(
-        self, x: Tensor, segments: Segments, cache: KeyValueCache | None, dtype: Any
-    ) -> list[Tensor]:
-        """Return queries (B, T, H, D), keys and values (B, T, K, D) of x (B, T, C), normalized and with RoPE."""
+    def _project(self, x: Tensor, segments: Segments, cache: KeyValueCache | None, dtype: Any) -> list[Tensor]:
+        """Return queries, any gates (B, T, H, D), keys, values (B, T, K, D) of x (B, T, C), normalized, with RoPE."""
         x = x if self.shift is None else self.shift(x, cache)
-        n_heads = self.n_heads, self.n_key_heads, self.n_key_heads
-        q, k, v = split_heads(call_with_dtype(self.qkv, x, dtype), n_heads, self.head_size)
+        n_heads = [self.n_heads] * (1 + self.gates_output) + [self.n_key_heads] * 2
+        q, *gates, k, v = split_heads(call_with_dtype(self.qkv, x, dtype), n_heads, self.head_size)
         if self.key_shift is not None:
             k = reshape(self.key_shift(merge_heads(k), cache), k.shape)
         if self.query_norm is not None and self.key_norm is not None:
@@ -172,7 +172,7 @@ class MultiHeadSelfAttention(MultiHead):
             q, k = normal if self.qk_norm_per_head else (reshape(y, x.shape) for x, y in zip((q, k), normal))
         if self.rotary is not None:
             q, k = self.rotary(q, segments), self.rotary(k, segments)
-        return [q, k, v]
+        return [q, *gates, k, v]
 
     def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, mask: Mask) -> Tensor:
         """Append keys and values to the cache; return the attention of the queries to the cached ones of their text."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle import extra_ops, functions, kernels, ops
+from tricycle import extra_ops, functions, kernels, linalg, ops
 from tricycle.activation_checkpointing import recompute_derivatives
 from tricycle.activations import erf
 from tricycle.create_graph import broadcast, cast, gradients_through, rule, scatter, unbroadcast, unfused
@@ -260,17 +260,41 @@ def _swiglu(node: Tensor, v: Any) -> Tensor:
 
 @unfused("tricycle.state_spaces.scan.StateSpaceScan.forward")
 def _state_space_scan(node: Tensor, v: Any) -> Tensor:
+    """Compute the scan by operations on Tensors as attention to all earlier tokens."""
     values, decays, k, q = node.args
-    xp, n_tokens, n_shared = values.xp, values.shape[1], values.shape[2] // k.shape[2]
+    keys, queries, v_by_head = _by_head(k, values.shape[2]), _by_head(q, values.shape[2]), _by_head(values)
+    scores = matmul(queries, extra_ops.transpose(keys, 0, 1, 3, 2)) * _decay_weights(decays)
+    return extra_ops.transpose(matmul(scores, v_by_head), 0, 2, 1, 3)
+
+
+@unfused("tricycle.state_spaces.delta_rule.GatedDeltaRule.forward")
+def _gated_delta_rule(node: Tensor, v: Any) -> Tensor:
+    """Compute the updates of all tokens by one system of equations, then the scan of the updates, on Tensors."""
+    values, decays, k, q, strengths = node.args
+    keys, queries, by_head = _by_head(k, values.shape[2]), _by_head(q, values.shape[2]), _by_head(values)
+    transposed, weights = extra_ops.transpose(keys, 0, 1, 3, 2), _decay_weights(decays)
+    factors = extra_ops.transpose(strengths, 0, 2, 1).reshape(*by_head.shape[:3], 1)
+    earlier = values.xp.tri(values.shape[1], k=-1, dtype=bool)
+    system = extra_ops.where(earlier, matmul(keys, transposed) * weights, 0) * factors
+    identity = Tensor(values.xp.eye(values.shape[1], dtype=values.dtype), False)
+    updates = linalg.solve(system + identity, by_head * factors)
+    return extra_ops.transpose(matmul(matmul(queries, transposed) * weights, updates), 0, 2, 1, 3)
+
+
+def _by_head(x: Tensor, n_heads: int = 0) -> Tensor:
+    """Return x (B, T, G, N) as (B, H, T, N), with each group repeated for its heads; 0 heads for G."""
+    heads = np.arange(x.shape[2]).repeat(n_heads // x.shape[2] if n_heads else 1)
+    return extra_ops.transpose(x[:, :, heads.tolist()], 0, 2, 1, 3)
+
+
+def _decay_weights(decays: Tensor) -> Tensor:
+    """Return e^(sum of the log decays (B, T, H) after token s until t) as (B, H, t, s), 0 for s > t."""
+    xp, n_tokens = decays.xp, decays.shape[1]
     visible = xp.tri(n_tokens, dtype=bool)
     sums = matmul(Tensor(visible.astype(decays.dtype), False), decays)  # (B, T, H), of the decays up to each token
     by_head = extra_ops.transpose(sums, 0, 2, 1)
     exponents = by_head.reshape(*by_head.shape, 1) - by_head.reshape(*by_head.shape[:2], 1, n_tokens)
-    weights = extra_ops.exp(extra_ops.where(visible, exponents, -xp.inf))
-    heads = [group for group in range(k.shape[2]) for _ in range(n_shared)]
-    queries, keys = (extra_ops.transpose(x[:, :, heads], 0, 2, 1, 3) for x in (q, k))
-    scores = matmul(queries, extra_ops.transpose(keys, 0, 1, 3, 2)) * weights
-    return extra_ops.transpose(matmul(scores, extra_ops.transpose(values, 0, 2, 1, 3)), 0, 2, 1, 3)
+    return extra_ops.exp(extra_ops.where(visible, exponents, -xp.inf))
 
 
 # -------------------------------------------------------------------- reductions

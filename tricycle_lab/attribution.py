@@ -113,6 +113,8 @@ def _check_linear(caller: str, model: GPT) -> None:
     if placement != "before" or not isinstance(model.norm, LayerNorm):
         got = f'norm_placement="{placement}"'
         raise ValueError(f"{caller}: expected a pre-norm model with a last norm (LayerNorm or RMSNorm), got {got}")
+    if any(block.attention.gates_output for block in model.blocks):
+        raise ValueError(f"{caller}: expected attention without a gate on its output, got one")
     if model.config.logit_cap:
         got = f"logit_cap={model.config.logit_cap}"
         raise ValueError(f"{caller}: expected a model without logit soft-capping, got {got}")

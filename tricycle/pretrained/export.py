@@ -28,6 +28,7 @@ from tricycle.pretrained.families import ALL_FAMILIES
 from tricycle.pretrained.families.bert import uninitialized_encoder
 from tricycle.pretrained.families.family import Family, TensorMapping, to_hf_tensors, uninitialized_gpt
 from tricycle.pretrained.families.mamba2 import uninitialized_mamba
+from tricycle.pretrained.families.qwen3_next import uninitialized_delta_net
 from tricycle.pretrained.families.stacks import stacked_arrays, stacked_shapes
 from tricycle.pretrained.families.t5 import uninitialized_encoder_decoder
 from tricycle.pretrained.generation_settings import GenerationSettings
@@ -38,6 +39,7 @@ from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import SPLIT_PATTERNS, to_tokenizer_json
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
+from tricycle.state_spaces.delta_net import DeltaNetConfig
 from tricycle.state_spaces.mamba import MambaConfig
 from tricycle.system.files import atomic_write
 from tricycle.tokeniser import BPETokeniser
@@ -50,6 +52,7 @@ MODELS: dict[type, Any] = {
     EncoderConfig: uninitialized_encoder,
     EncoderDecoderConfig: uninitialized_encoder_decoder,
     MambaConfig: uninitialized_mamba,
+    DeltaNetConfig: uninitialized_delta_net,
 }
 MAX_SUPPRESSED = 10_000  # ids without a token in generation_config.json
 

@@ -1,1 +1,1 @@
-"""State-space models: Mamba-2, whose layers have a state of constant size in place of keys and values."""
+"""Layers with a state of constant size in place of keys and values: Mamba-2 and Gated DeltaNet."""

@@ -27,6 +27,7 @@ from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Dense, Generator, Layer, RMSNorm, new_generator
 from tricycle.ops import as_tensor, reshape
 from tricycle.parameter import Parameter
+from tricycle.state_spaces.convolution import convolve
 from tricycle.state_spaces.scan import StateSpaceScan
 from tricycle.tensor import Operand, Tensor
 
@@ -136,18 +137,7 @@ class MambaMixer(Layer):
 
     def _convolve(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         """Return the convolution of each channel of x (B, T, E) with the latest `conv_width` tokens."""
-        n_tokens, width = x.shape[1], self.config.conv_width
-        before = None if cache is None else cache.last.get("conv")
-        if before is None:
-            before = x.xp.zeros((x.shape[0], width - 1, x.shape[2]), x.dtype)
-        padded = extra_ops.concatenate([Tensor(before, False), x], axis=1)
-        if cache is not None:
-            cache.last["conv"] = padded.array[:, n_tokens:].copy()
-        parts = [padded[:, i : i + n_tokens] * self.conv_weights[:, 0, i] for i in range(width)]
-        out = parts[0]
-        for part in parts[1:]:
-            out = out + part
-        return out if self.conv_bias is None else out + self.conv_bias
+        return convolve(x, self.conv_weights, self.conv_bias, cache)
 
     def _scan(self, v: Tensor, decays: Tensor, k: Tensor, q: Tensor, cache: KeyValueCache | None) -> Tensor:
         if cache is None:

@@ -11,7 +11,9 @@ group, N state size, Q tokens of a chunk.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.devices import Array, array_module
@@ -19,7 +21,8 @@ from tricycle.ops import Op, as_floating, as_tensors, check_device, check_positi
 from tricycle.tensor import Operand, Tensor, record
 
 
-class _Chunk(NamedTuple):
+@dataclass
+class Chunk:
     """A chunk's inputs in the order of the matrix products, and its decays."""
 
     v: Array  # (B, G, R, Q, P)
@@ -31,18 +34,96 @@ class _Chunk(NamedTuple):
     whole: Array  # (B, G, R, 1, 1): of the state over the chunk
 
 
-class StateSpaceScan(Op):
-    """y_t = S_t^T q_t with S_t = e^(d_t) S_(t-1) + k_t v_t^T, from a state of zeros.
+class ChunkedScan(Op, is_base=True):
+    """The base of operations whose state decays and adds outer products of keys and values, computed in chunks.
 
     Args:
         chunk_size: Q. The results are equal up to rounding; memory for the weights grows with it, T Q per head.
     """
 
-    name = "state_space_scan"
-
     def __init__(self, chunk_size: int = 32) -> None:
-        check_positive("StateSpaceScan", chunk_size=chunk_size)
+        check_positive(type(self).__name__, chunk_size=chunk_size)
         self.chunk_size = chunk_size
+
+    def _arrays(self, *tensors: Tensor) -> list[Array]:
+        """Return the inputs as arrays of one dtype; ValueError for other shapes than those of `forward`."""
+        arrays = [as_floating(tensor.array) for tensor in tensors]
+        _check_shapes(self, *arrays)
+        dtype = array_module(arrays[0]).result_type(*arrays)
+        return [array.astype(dtype, copy=False) for array in arrays]
+
+    def _scan(
+        self, inputs: Sequence[Array], state: Array | None, keep_states: bool = False
+    ) -> tuple[Array, Array, list[Array]]:
+        """Return y, the last state, and with `keep_states` the states (B, G, R, N, P) before all chunks."""
+        v, _, k, *_ = inputs
+        xp, (n_items, n_tokens, n_heads, size) = array_module(v), v.shape
+        shape = n_items, k.shape[2], n_heads // k.shape[2], k.shape[3], size
+        s = xp.zeros(shape, v.dtype) if state is None else state.reshape(shape)
+        out, states = xp.empty_like(v), []
+        for start in range(0, n_tokens, self.chunk_size):
+            rows = slice(start, start + self.chunk_size)
+            c = self._chunk(s, *(x[:, rows] for x in inputs))
+            states += [s] if keep_states else []
+            y = (c.q @ c.k.swapaxes(-1, -2) * c.within) @ c.v + c.since_start * (c.q @ s)
+            out[:, rows] = by_token(y, n_heads)
+            s = c.whole * s + (c.k * c.until_end).swapaxes(-1, -2) @ c.v
+        return out, s.reshape(n_items, n_heads, *shape[3:]), states
+
+    def _gradients(self, grad: Array, inputs: Sequence[Array], states: list[Array]) -> list[Array]:
+        """Return the gradients of the inputs of `forward`; chunks are recomputed, from the last to the first."""
+        xp, n_heads = array_module(grad), grad.shape[2]
+        grads = [xp.empty_like(x) for x in inputs]
+        ds: Array | None = None  # of the state after the chunk; nothing follows the last one
+        for number in reversed(range(len(states))):
+            rows, s = slice(number * self.chunk_size, (number + 1) * self.chunk_size), states[number]
+            c = self._chunk(s, *(x[:, rows] for x in inputs))
+            dy = by_head(grad[:, rows], c.k.shape[1])
+            (dv, dsums, dk, dq, *others), ds = self._chunk_gradients(c, s, dy, ds)
+            ddecays = xp.flip(xp.cumsum(xp.flip(dsums, -1), axis=-1), -1)
+            for gradient, part in zip([grads[0], *grads[4:]], [dv, *others]):
+                gradient[:, rows] = by_token(part, n_heads).reshape(gradient[:, rows].shape)
+            grads[1][:, rows] = by_token(ddecays[..., None], n_heads)[..., 0]
+            for gradient, part in zip(grads[2:4], (dk, dq)):
+                gradient[:, rows] = part.sum(axis=2).swapaxes(1, 2)
+        return grads
+
+    def _chunk(self, s: Array, v: Array, decays: Array, k: Array, q: Array, *others: Array) -> Chunk:
+        """Return the chunk of these tokens (B, Q, ...), which follow the state s."""
+        return new_chunk(v, decays, k, q)
+
+    def _chunk_gradients(self, c: Any, s: Array, dy: Array, ds: Array | None) -> tuple[list[Array], Array]:
+        """Return gradients by head of v, of the sums of decays from the start, k, q, others; and of the state before.
+
+        Args:
+            s: the state before the chunk.
+            dy, ds: the gradients of the output and of the state after the chunk, None for 0.
+        """
+        scores, products = c.q @ c.k.swapaxes(-1, -2), dy @ c.v.swapaxes(-1, -2)
+        dscores = products * c.within
+        decayed = dy * c.since_start
+        dq = dscores @ c.k + decayed @ s.swapaxes(-1, -2)
+        dk = dscores.swapaxes(-1, -2) @ c.q
+        dv = (scores * c.within).swapaxes(-1, -2) @ dy
+        # A weight is e^(D_t - D_s), where D is the sum of the decays from the start of the chunk.
+        by_weight = dscores * scores
+        dsums = by_weight.sum(axis=-1) - by_weight.sum(axis=-2) + (decayed * (c.q @ s)).sum(axis=-1)
+        ds_before = c.q.swapaxes(-1, -2) @ decayed
+        if ds is not None:
+            of_state = c.until_end * (c.k @ ds)
+            dv += of_state
+            dk += (c.until_end * c.v) @ ds.swapaxes(-1, -2)
+            by_end = (of_state * c.v).sum(axis=-1)
+            dsums -= by_end
+            dsums[..., -1] += by_end.sum(axis=-1) + (c.whole * s * ds).sum(axis=(-1, -2))
+            ds_before += c.whole * ds
+        return [dv, dsums, dk, dq], ds_before
+
+
+class StateSpaceScan(ChunkedScan):
+    """y_t = S_t^T q_t with S_t = e^(d_t) S_(t-1) + k_t v_t^T, from a state of zeros; see `ChunkedScan`."""
+
+    name = "state_space_scan"
 
     def forward(self, v: Operand, decays: Operand, k: Operand, q: Operand) -> Tensor:
         """Return y (B, T, H, P) of values v (B, T, H, P), log decays d (B, T, H), keys and queries (B, T, G, N).
@@ -51,12 +132,8 @@ class StateSpaceScan(Op):
             ValueError: other shapes, or H is not a multiple of G.
         """
         tensors = as_tensors(v, decays, k, q)
-        arrays = [as_floating(tensor.array) for tensor in tensors]
-        _check_shapes(*arrays)
-        dtype = array_module(arrays[0]).result_type(*arrays)
-        arrays = [array.astype(dtype, copy=False) for array in arrays]
-        values, log_decays, keys, queries = arrays
-        out, _, states = self._scan(values, log_decays, keys, queries, None, grad_enabled_for(*tensors))
+        arrays = self._arrays(*tensors)
+        out, _, states = self._scan(arrays, None, grad_enabled_for(*tensors))
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array]:
             return self._gradients(grad, arrays, states)
@@ -65,75 +142,28 @@ class StateSpaceScan(Op):
 
     def scan(self, v: Array, decays: Array, k: Array, q: Array, state: Array | None = None) -> tuple[Array, Array]:
         """Return y and the last state (B, H, N, P), from a state (default zeros), without gradients; see `forward`."""
-        return self._scan(v, decays, k, q, state)[:2]
-
-    def _scan(
-        self, v: Array, decays: Array, k: Array, q: Array, state: Array | None, keep_states: bool = False
-    ) -> tuple[Array, Array, list[Array]]:
-        """Return y, the last state, and with `keep_states` the states (B, G, R, N, P) before all chunks."""
-        xp, (n_items, n_tokens, n_heads, size) = array_module(v), v.shape
-        shape = n_items, k.shape[2], n_heads // k.shape[2], k.shape[3], size
-        s = xp.zeros(shape, v.dtype) if state is None else state.reshape(shape)
-        out, states = xp.empty_like(v), []
-        for start in range(0, n_tokens, self.chunk_size):
-            rows = slice(start, start + self.chunk_size)
-            c = _chunk(v[:, rows], decays[:, rows], k[:, rows], q[:, rows])
-            states += [s] if keep_states else []
-            y = (c.q @ c.k.swapaxes(-1, -2) * c.within) @ c.v + c.since_start * (c.q @ s)
-            out[:, rows] = _by_token(y, n_heads)
-            s = c.whole * s + (c.k * c.until_end).swapaxes(-1, -2) @ c.v
-        return out, s.reshape(n_items, n_heads, *shape[3:]), states
-
-    def _gradients(self, grad: Array, inputs: list[Array], states: list[Array]) -> list[Array]:
-        """Return the gradients of the inputs of `forward`; chunks are recomputed, from the last to the first."""
-        xp, n_heads = array_module(grad), grad.shape[2]
-        grads = [xp.empty_like(x) for x in inputs]
-        ds: Any = 0  # of the state after the chunk
-        for number in reversed(range(len(states))):
-            rows, s = slice(number * self.chunk_size, (number + 1) * self.chunk_size), states[number]
-            c = _chunk(*(x[:, rows] for x in inputs))
-            dy = _by_head(grad[:, rows], c.k.shape[1])
-            scores, products = c.q @ c.k.swapaxes(-1, -2), dy @ c.v.swapaxes(-1, -2)
-            dscores = products * c.within
-            decayed = dy * c.since_start
-            dq = dscores @ c.k + decayed @ s.swapaxes(-1, -2)
-            dk = dscores.swapaxes(-1, -2) @ c.q
-            dv = (scores * c.within).swapaxes(-1, -2) @ dy
-            # A weight is e^(D_t - D_s), where D is the sum of the decays from the start of the chunk.
-            by_weight = dscores * scores
-            dsums = by_weight.sum(axis=-1) - by_weight.sum(axis=-2) + (decayed * (c.q @ s)).sum(axis=-1)
-            if number < len(states) - 1:  # nothing follows the last state
-                of_state = c.until_end * (c.k @ ds)
-                dv += of_state
-                dk += (c.until_end * c.v) @ ds.swapaxes(-1, -2)
-                by_end = (of_state * c.v).sum(axis=-1)
-                dsums -= by_end
-                dsums[..., -1] += by_end.sum(axis=-1) + (c.whole * s * ds).sum(axis=(-1, -2))
-            ds = c.whole * ds + c.q.swapaxes(-1, -2) @ decayed
-            ddecays = xp.flip(xp.cumsum(xp.flip(dsums, -1), axis=-1), -1)
-            grads[0][:, rows], grads[1][:, rows] = (
-                _by_token(dv, n_heads),
-                _by_token(ddecays[..., None], n_heads)[..., 0],
-            )
-            for gradient, part in zip(grads[2:], (dk, dq)):
-                gradient[:, rows] = part.sum(axis=2).swapaxes(1, 2)
-        return grads
+        return self._scan([v, decays, k, q], state)[:2]
 
 
-def _check_shapes(v: Array, decays: Array, k: Array, q: Array) -> None:
-    if not type(v) is type(decays) is type(k) is type(q):
-        check_device("StateSpaceScan", v, decays, k, q)
-    fits = v.ndim == k.ndim == 4 and decays.shape == v.shape[:3] and k.shape == q.shape and k.shape[:2] == v.shape[:2]
+def _check_shapes(op: Op, v: Array, decays: Array, k: Array, q: Array, *others: Array) -> None:
+    """Raise ValueError unless the inputs fit; `others` have the shape of `decays`."""
+    title = type(op).__name__
+    if len({type(x) for x in (v, decays, k, q, *others)}) > 1:
+        check_device(title, v, decays, k, q, *others)
+    heads = v.shape[:3]
+    fits = v.ndim == k.ndim == 4 and k.shape == q.shape and k.shape[:2] == v.shape[:2]
+    fits = fits and all(x.shape == heads for x in (decays, *others))
     if not fits or k.shape[2] == 0 or v.shape[2] % k.shape[2]:
-        expected = "v (B, T, H, P), decays (B, T, H), k and q (B, T, G, N), H a multiple of G"
-        got = ", ".join(str(x.shape) for x in (v, decays, k, q))
-        raise ValueError(f"StateSpaceScan: expected {expected}, got shapes {got}")
+        rest = " and strengths" if others else ""
+        expected = f"v (B, T, H, P), decays{rest} (B, T, H), k and q (B, T, G, N), H a multiple of G"
+        got = ", ".join(str(x.shape) for x in (v, decays, k, q, *others))
+        raise ValueError(f"{title}: expected {expected}, got shapes {got}")
 
 
-def _chunk(v: Array, decays: Array, k: Array, q: Array) -> _Chunk:
+def new_chunk(v: Array, decays: Array, k: Array, q: Array) -> Chunk:
     """Return the chunk of these tokens (B, Q, ...)."""
     xp, n_groups = array_module(v), k.shape[2]
-    d = _by_head(decays[..., None], n_groups)
+    d = by_head(decays[..., None], n_groups)
     visible = xp.tri(v.shape[1], dtype=bool)
     # Sums from each token s on, as differences of sums from the first token on would cancel.
     exponents = xp.cumsum(xp.where(xp.tri(v.shape[1], k=-1, dtype=bool), d, 0), axis=-2)
@@ -141,15 +171,15 @@ def _chunk(v: Array, decays: Array, k: Array, q: Array) -> _Chunk:
     since_start = xp.exp(xp.cumsum(d, axis=-2))
     keys, queries = (x.swapaxes(1, 2)[:, :, None] for x in (k, q))
     until_end = within[..., -1:, :].swapaxes(-1, -2)
-    return _Chunk(_by_head(v, n_groups), keys, queries, within, since_start, until_end, since_start[..., -1:, :])
+    return Chunk(by_head(v, n_groups), keys, queries, within, since_start, until_end, since_start[..., -1:, :])
 
 
-def _by_head(x: Array, n_groups: int) -> Array:
+def by_head(x: Array, n_groups: int) -> Array:
     """Reshape (B, Q, H, P) to (B, G, R, Q, P)."""
     x = x.swapaxes(1, 2)
     return x.reshape(len(x), n_groups, x.shape[1] // n_groups, *x.shape[2:])
 
 
-def _by_token(x: Array, n_heads: int) -> Array:
+def by_token(x: Array, n_heads: int) -> Array:
     """Reshape (B, G, R, Q, P) to (B, Q, H, P)."""
     return x.reshape(len(x), n_heads, *x.shape[3:]).swapaxes(1, 2)

@@ -68,6 +68,7 @@ FORMULAS = {
     "linear": "Z = X W + b;  dX = G Wᵀ,  dW = Xᵀ G,  db = Σ G over rows",
     "embedding": "rows of a table;  each row gets the sum of the gradients of its uses",
     "state_space_scan": "S_t = e^d_t S_t-1 + k_t v_tᵀ,  z_t = S_tᵀ q_t;  dv, dd, dk, dq by the scan from last to first",
+    "gated_delta_rule": "S_t = e^d_t S_t-1 + k_t u_tᵀ,  u_t = b_t (v_t - e^d_t S_t-1ᵀ k_t),  z_t = S_tᵀ q_t",
     "softmax1": "z_i = e^x_i / (1 + Σ e^x_j);  dx = z (g - Σ g z)",
     "softmax": "z_i = e^x_i / Σ e^x_j;  dx = z (g - Σ g z)",
     "log_softmax": "z_i = x_i - ln Σ e^x_j;  dx = g - e^z Σ g",

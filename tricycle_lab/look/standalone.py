@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.blocks import TransformerBlock
+from tricycle.blocks import MultiHeadSelfAttention, TransformerBlock
 from tricycle.configs.model import ModelConfig
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.finetuning.lora import AdaptedDense
@@ -92,6 +92,9 @@ def check_supported(model: Any, tokeniser: Any) -> None:
     for block in model.blocks:
         if not isinstance(block, TransformerBlock):
             raise ValueError(f"HTML page: expected a model of transformer blocks, got a {type(block).__name__}")
+        if type(block.attention) is not MultiHeadSelfAttention:
+            got = type(block.attention).__name__
+            raise ValueError(f"HTML page: expected MultiHeadSelfAttention in all blocks, got {got}")
     for name, field in ModelConfig.__dataclass_fields__.items():
         value = getattr(model.config, name)
         if name in CHOICES and value not in CHOICES[name]:

@@ -32,6 +32,7 @@ from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
+from tricycle.pretrained.families.qwen3_next import QWEN3_NEXT
 from tricycle.pretrained.families.smollm3 import SMOLLM3
 from tricycle.pretrained.families.stablelm import STABLELM
 from tricycle.pretrained.families.stacks import unstack
@@ -46,6 +47,7 @@ ALL_FAMILIES: list[Family] = [
     *(BERT, ROBERTA, MODERNBERT),
     *(T5, T5_GATED, BART, MARIAN),
     MAMBA2,
+    QWEN3_NEXT,
 ]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)

@@ -122,8 +122,8 @@ class TensorMapping:
         names = [fill_numbers(theirs, numbers) + ending for theirs in own or self.family.names[template]]
         sizes = [parameter.shape[-1] // len(names)] * len(names)  # on the parameter's last axis
         if len(names) == 3 and ".qkv." in name:
-            heads = (self.config.n_heads, self.config.key_heads, self.config.key_heads)
-            sizes = [n * self.config.channels_per_head for n in heads]
+            keys = self.config.key_heads * self.config.channels_per_head
+            sizes = [parameter.shape[-1] - 2 * keys, keys, keys]  # queries may have gates
         hf_tensors, start = [], 0
         for their_name, size in zip(names, sizes):
             columns, start = slice(start, start + size), start + size

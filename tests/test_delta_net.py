@@ -1,0 +1,275 @@
+"""Qwen3-Next against transformers' torch code, states against whole texts, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers_families import difference, hf_logits, randomize_weights
+
+from tricycle.activation_checkpointing import checkpoint_activations
+from tricycle.decoding.batch import generate_batch
+from tricycle.decoding.beam_search import generate_beam_search
+from tricycle.decoding.penalties import PenalizedSamplingParams
+from tricycle.decoding.prompt_lookup import generate_prompt_lookup
+from tricycle.finetuning.lora import LoRAConfig
+from tricycle.generate import generate
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW
+from tricycle.pretrained import load
+from tricycle.pretrained.adapters import load_adapter, new_adapter, save_adapter
+from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.families import build_model
+from tricycle.pretrained.gguf_writer import export_gguf
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor
+from tricycle.sampling import SamplingParams
+from tricycle.state_spaces.delta_net import DeltaNetConfig
+from tricycle.tensor import no_grad
+from tricycle.tokeniser import BPETokeniser
+from tricycle_lab.attribution import attribute_logit
+from tricycle_lab.look.inspectable import InspectableStack
+from tricycle_lab.look.interventions import Interventions
+from tricycle_lab.look.standalone import check_supported
+
+SMALL: dict[str, Any] = {"vocab_size": 61, "embedding_dim": 24, "n_heads": 4, "n_key_heads": 2, "head_size": 8}
+SMALL |= {"n_layers": 3, "attention_layers": (1,), "activation": "swish", "gated": True, "hidden_size": 20}
+SMALL |= {"n_linear_heads": 4, "n_linear_key_heads": 2, "linear_head_size": 6, "linear_key_size": 5, "chunk_size": 8}
+SMALL |= {"context_window": 128, "norm_unit_offset": True, "qk_norm": True, "qk_norm_gain": True}
+TOKENS = np.random.default_rng(5).integers(0, 61, (2, 25))
+PROMPT = [3, 1, 4, 15, 9, 2, 6]
+TOKENISER = BPETokeniser(257)
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "mixture": {"n_experts": 5, "shared_hidden_size": 12},
+}
+each_model = pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
+
+
+def small(**fields: Any) -> GPT:
+    """Return a model with random weights, large enough that each part affects the logits."""
+    model, generator = GPT(DeltaNetConfig(**{**SMALL, **fields})), np.random.default_rng(4)
+    for name, parameter in model.named_parameters():
+        noise = generator.standard_normal(parameter.shape)
+        if parameter.ndim == 1:
+            parameter.array[...] += 0.2 * noise
+        elif "embedding" not in name:
+            parameter.array[...] = noise * (parameter.shape[0] if parameter.ndim == 2 else 4) ** -0.5
+    return model
+
+
+@each_model
+def test_states_give_the_logits_of_whole_texts(fields: dict[str, Any]) -> None:
+    model = small(**fields)
+    with no_grad():
+        whole = model(TOKENS).array
+        caches = model.new_caches()
+        parts = [model(TOKENS[:, a:b], caches).array for a, b in ((0, 2), (2, 14), (14, 15), (15, 25))]
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-3, atol=1e-4)
+    sizes = {name: array.shape for name, array in caches[0].last.items()}
+    assert sizes == {"conv": (2, 3, 44), "state": (2, 4, 5, 6)}  # not longer than for one token
+
+
+@pytest.mark.slow_except(2)
+@each_model
+def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
+    model = small(**fields)
+    prompts = [PROMPT, [4], [5, 6, 7, 8]]
+    greedy = [list(generate(model, prompt, 9, temperature=0)) for prompt in prompts]
+    assert generate_batch(model, prompts, 9, [SamplingParams(0)] * 3) == greedy
+    assert generate_beam_search(model, prompts, 9, 1) == greedy
+    assert generate_beam_search(model, prompts, 9, 3) == [generate_beam_search(model, [p], 9, 3)[0] for p in prompts]
+
+
+@pytest.mark.slow_except(2)
+@each_model
+def test_it_learns(fields: dict[str, Any]) -> None:
+    model = GPT(DeltaNetConfig(**{**SMALL, **fields}))
+    tokens = np.arange(2 * 30).reshape(2, 30) * 7 % 61
+    losses = []
+    optimiser = AdamW(learning_rate=3e-3)
+    for _ in range(60):
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        losses.append(loss.item())
+        loss.backward()
+        model.update(optimiser)
+    assert losses[0] == pytest.approx(np.log(61), rel=0.05) and losses[-1] < 0.5 * losses[0]
+
+
+def test_generation_with_drafts_of_the_prompt_is_the_same() -> None:
+    model, prompt = small(), PROMPT * 3
+    assert list(generate_prompt_lookup(model, prompt, 20, SamplingParams(0))) == list(
+        generate(model, prompt, 20, temperature=0)
+    )
+
+
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_activation_checkpointing_changes_no_bit(precision: str) -> None:
+    results = []
+    for recompute in (None, checkpoint_activations):
+        model = small(**MODELS["mixture"], precision=precision)
+        model.recompute = recompute
+        model.loss(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
+        results.append({name: parameter.grad.array for name, parameter in model.named_parameters()})
+    assert all(np.array_equal(grad, results[1][name]) for name, grad in results[0].items())
+
+
+def test_the_model_viewer_shows_the_layers_with_attention() -> None:
+    model = small(**MODELS["mixture"], vocab_size=257)
+    inspectable = InspectableStack(model, TOKENISER, "small")
+    assert inspectable.n_heads == {"blocks.1.attention": 4}
+    trace = inspectable.run(PROMPT, Interventions())
+    assert trace.attention_layer("blocks.1.attention").maps()[1].shape == (4, 7, 7)
+    assert trace.attention_map("blocks.1.attention", 0) and trace.stream_statistics() and trace.logit_lens()
+    changed = inspectable.run([*PROMPT[:-1], 5], Interventions(), trace)
+    np.testing.assert_allclose(changed.stream["blocks.2"][:6], trace.stream["blocks.2"][:6], rtol=1e-5, atol=1e-5)
+
+
+def test_analyses_that_need_attention_in_all_blocks_refuse() -> None:
+    with pytest.raises(ValueError, match="expected MultiHeadSelfAttention in all blocks, got GatedDeltaNet"):
+        attribute_logit(small(), PROMPT, 5)
+    with pytest.raises(ValueError, match="without a gate"):
+        attribute_logit(small(attention_layers=(0, 1, 2)), PROMPT, 5)
+    with pytest.raises(ValueError, match="HTML page: expected MultiHeadSelfAttention in all blocks, got"):
+        check_supported(small(), None)
+
+
+def test_a_mask_is_refused() -> None:
+    with pytest.raises(ValueError, match="a state cannot skip tokens"):
+        small()(TOKENS, mask=np.ones(TOKENS.shape, bool))
+
+
+# -------------------------------------------------------------------- against transformers
+HF: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 3, "max_position_embeddings": 128}
+HF |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-3, "pad_token_id": None}
+HF |= {"linear_num_value_heads": 6, "linear_num_key_heads": 2, "linear_key_head_dim": 5, "linear_value_head_dim": 7}
+HF |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 10}
+HF |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+CASES = {
+    "three heads per key head": HF,
+    "tied, biases, all defaults of layers": {
+        **{name: value for name, value in HF.items() if name != "layer_types"},
+        **{"num_hidden_layers": 4, "tie_word_embeddings": True, "attention_bias": True, "norm_topk_prob": False},
+        **{"linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    },
+}
+
+
+def new_hf_model(name: str) -> Any:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model("qwen3_next", **CASES[name])
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # works in float64
+    model = transformers.AutoModelForCausalLM.from_config(config, **eager).float().eval()
+    randomize_weights(model)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.slow_except(2)
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_gradients_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, as rounding to float32 changes the logits of each library by up to 9e-6, gradients by 2e-4."""
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    # The torch code computes the gated delta rule, norms and rotary angles in float32 at any precision of the weights.
+    double = {**vars(torch), "float32": torch.float64, "float": torch.float64}
+    monkeypatch.setattr(modeling, "torch", SimpleNamespace(**double))
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.is_floating_point() else x.double())
+    hf_model = new_hf_model(name)
+    hf_model.save_pretrained(tmp_path / "model")
+    hf_model = hf_model.double()
+    model = load(tmp_path / "model").model
+    for parameter in model.parameters():
+        parameter.array = parameter.array.astype(np.float64)
+    inputs, labels = (torch.from_numpy(x.copy()) for x in (TOKENS[:, :-1], TOKENS[:, 1:]))
+    logits, theirs = model(TOKENS[:, :-1]), hf_model(inputs).logits
+    assert difference(logits.array, theirs.detach().numpy()) < 1e-12
+    CrossEntropy()(TOKENS[:, 1:], logits).backward()
+    torch.nn.functional.cross_entropy(theirs.flatten(0, 1), labels.flatten()).backward()
+    with torch.no_grad():
+        for theirs in hf_model.parameters():
+            theirs.copy_(theirs.grad)
+    hf_model.save_pretrained(tmp_path / "gradients")
+    grads = load(tmp_path / "gradients").model.state_dict()  # in float32
+    worst = {name: difference(p.grad.array, grads[name]) for name, p in model.named_parameters()}
+    assert max(worst.values()) < 1e-7, worst
+
+
+@pytest.mark.slow_except(1)
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_exports_agree(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    hf_model = new_hf_model(name)
+    hf_model.save_pretrained(tmp_path / "model")
+    model = load(tmp_path / "model").model
+    prompt = torch.tensor([PROMPT])
+    for options in ({}, {"no_repeat_ngram_size": 2}):
+        expected = hf_model.generate(prompt, max_new_tokens=64, do_sample=False, **options)[0, len(PROMPT) :].tolist()
+        assert list(generate(model, PROMPT, 64, PenalizedSamplingParams(0, **options))) == expected
+
+    assert export_folder(model, None, tmp_path / "exported") == "qwen3_next"
+    again = load(tmp_path / "exported").model
+    np.testing.assert_array_equal(again(TOKENS).array, model(TOKENS).array)
+    theirs = type(hf_model).from_pretrained(tmp_path / "exported").state_dict()
+    assert all(torch.equal(tensor, theirs[key]) for key, tensor in hf_model.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_torch_thread")
+def test_adapters_have_the_names_of_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    hf_model = new_hf_model("three heads per key head")
+    hf_model.save_pretrained(tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    before = loaded.model(TOKENS).array
+    targets = "q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"
+    adapter = new_adapter(loaded, LoRAConfig(rank=2, targets=targets))
+    generator = np.random.default_rng(0)
+    for up in (up for low_rank in adapter.low_ranks.values() for up in low_rank.ups):
+        up.array[...] = generator.normal(0, 0.2, up.shape)
+    adapted = loaded.model(TOKENS).array
+    assert difference(adapted, before) > 0.01
+    save_adapter(adapter, loaded, tmp_path / "adapter")
+    hf_model = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter").eval()
+    assert difference(adapted, hf_logits(hf_model, TOKENS)) < 1e-4  # in float32
+    adapter.detach()
+    load_adapter(loaded, tmp_path / "adapter")
+    np.testing.assert_array_equal(loaded.model(TOKENS).array, adapted)
+
+
+REFUSED = {
+    "activation": ({"hidden_act": "gelu"}, "hidden_act"),
+    "dense layers": ({"mlp_only_layers": [1]}, "mlp_only_layers"),
+    "sparse step": ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    "no experts": ({"num_experts": 0}, "num_local_experts"),
+    "heads": ({"linear_num_key_heads": 4}, "n_linear_key_heads"),
+    "kind of a layer": ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+    "number of layers": ({"layer_types": ["linear_attention"]}, "layer_types"),
+    "layers": ({"num_hidden_layers": 100}, "num_hidden_layers"),
+    "experts": ({"num_experts": 100}, "number of experts"),
+    "state": ({"linear_key_head_dim": 2**40}, "parameters"),
+    "shared expert": ({"shared_expert_intermediate_size": 2**40}, "parameters"),
+}
+
+
+@pytest.mark.parametrize(("fields", "name"), REFUSED.values(), ids=REFUSED)
+def test_unsupported_fields_are_refused(fields: dict[str, Any], name: str) -> None:
+    tensors = {str(i): StoredTensor((4, 4), "F32", lambda: np.zeros((4, 4))) for i in range(90)}
+    source = StoredModel(Path("m"), {"model_type": "qwen3_next", **HF, **fields}, tensors)
+    with pytest.raises(ValueError, match=name):
+        build_model(source)
+
+
+def test_a_model_without_experts_has_no_family(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="n_experts"):
+        export_folder(small(), None, tmp_path / "exported")
+    with pytest.raises(ValueError, match="no family has a DeltaNetConfig"):
+        export_gguf(small(), None, tmp_path / "model.gguf", "F32")
