@@ -234,9 +234,9 @@ def test_from_dict_makes_the_kind_that_has_the_fields() -> None:
     assert type(GPTConfig.from_dict({"start_token": 1, "batch_size": 3})) is EncoderDecoderTrainingConfig
     with pytest.raises(ValueError, match="only known fields, got start_token, state_size"):
         GPTConfig.from_dict({"state_size": 4, "start_token": 1})
-    with pytest.raises(ValueError, match="^MambaTrainingConfig: .*batch_size.*got 0"):
+    with pytest.raises(ValueError, match=r"^MambaTrainingConfig: .*batch_size.*got 0"):
         GPTConfig.from_dict({"state_size": 4, "batch_size": 0})
-    with pytest.raises(ValueError, match="^EncoderDecoderTrainingConfig: .*recompute.*False.*got True"):
+    with pytest.raises(ValueError, match=r"^EncoderDecoderTrainingConfig: .*recompute.*False.*got True"):
         GPTConfig.from_dict({"start_token": 1, "recompute": True})
 
 

@@ -272,7 +272,7 @@ def new_state(
     state = TrainingState(config, model, new_optimiser(config), dataset.batch().shuffle().to_tensor())
     state.processes = processes
     if not config.is_decoder:
-        state.batch_loss = lambda batch, factor: state.model.loss(*map(state.model.place, batch), scale=factor)
+        state.batch_loss = lambda batch, factor: model.loss(model.place(batch[0]), model.place(batch[1]), None, factor)
     if shard_optimiser and processes.size > 1:
         shards = Shards(processes, model, partial(update_cost, state.optimiser))
         state.optimiser = ShardedOptimiser(state.optimiser, shards)

@@ -123,11 +123,12 @@ def write_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, 
     seed = (state.config.seed, state.step)
     sampling = replace(SAMPLING, seed=seed, stop_tokens=end, n_vocab=tokeniser.n_vocab)
     drawn = []
-    if state.config.is_decoder:
-        tokens = generate(state.model, ids, n_tokens, sampling)
+    model: Any = state.model
+    if model.config.is_decoder:
+        tokens = generate(model, ids, n_tokens, sampling)
     else:  # the text and its continuation have the lengths of training
-        n_source = state.config.source_tokens
-        tokens = generate_target(state.model, ids[-n_source:], min(n_tokens, n_source), sampling)
+        n_source = model.config.source_tokens
+        tokens = generate_target(model, ids[-n_source:], min(n_tokens, n_source), sampling)
     for token in tokens:
         run.processes.answer_pings()  # the other ranks wait for this rank
         drawn += [token] if token != end else []

@@ -8,8 +8,6 @@ Shapes: B batch, T tokens, C channels, H heads, P channels per head, G groups, N
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from tricycle import extra_ops
