@@ -60,11 +60,12 @@ def transformers_step(mixture: MixtureOfExperts, inputs: np.ndarray, trains: boo
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    hidden, width = mixture.experts[0].projection.weights.shape
-    sizes = {"num_local_experts": len(mixture.experts), "num_experts_per_tok": mixture.n_active}
+    experts: list[Any] = mixture.experts
+    hidden, width = experts[0].projection.weights.shape
+    sizes = {"num_local_experts": len(experts), "num_experts_per_tok": mixture.n_active}
     block = MixtralSparseMoeBlock(MixtralConfig(hidden_size=width, intermediate_size=hidden, **sizes))
-    up = [np.roll(expert.up.weights.array.T, hidden, axis=0) for expert in mixture.experts]  # with the gate in front
-    down = [expert.projection.weights.array.T for expert in mixture.experts]
+    up = [np.roll(expert.up.weights.array.T, hidden, axis=0) for expert in experts]  # with the gate in front
+    down = [expert.projection.weights.array.T for expert in experts]
     with torch.no_grad():
         block.gate.weight.copy_(torch.from_numpy(mixture.router.weights.array.T.copy()))
         block.experts.gate_up_proj.copy_(torch.from_numpy(np.stack(up)))

@@ -273,9 +273,9 @@ class MixtureOfExperts(Layer):
         rows = reshape(x, math.prod(shape[:-1]), shape[-1])
         weights, selected = select_experts(self.router(rows), self.n_active, self.normalized)
         if len(selected) == 1 and not grad_enabled_for(weights):  # decoding: there is nothing to sort
-            outputs = [self.experts[e](rows).array for e in to_cpu(selected)[0].tolist()]
-            total = sum(upcast(y) * weights.array[:, k, None] for k, y in enumerate(outputs))
-            return self.dropout(Tensor(total.astype(outputs[0].dtype, copy=False).reshape(shape), False))
+            results = [self.experts[e](rows).array for e in to_cpu(selected)[0].tolist()]
+            total = sum(upcast(y) * weights.array[:, k, None] for k, y in enumerate(results))
+            return self.dropout(Tensor(total.astype(results[0].dtype, copy=False).reshape(shape), False))
         assignment = Assignment(selected, len(self.experts))
         builds_graph = all(mode.builds_graph for mode in current_modes.get())
         running = [(e, n) for e, n in zip(self.experts, assignment.counts) if n or builds_graph] or [
