@@ -50,7 +50,7 @@ def test_study_resumes_and_renders(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "README", page)
     run_study(main, *words, "--render")
     text = page.read_text(encoding="utf-8")
-    assert table in text and "0.05 minutes for each run, 1 seeds" in text
+    assert table in text and report.PICTURE in text and "0.05 minutes for each run, 1 seeds" in text
     assert "old" not in text and text.startswith("a\n") and text.endswith(f"{report.END}b\n")
     write_json(output / "results.json", {**results, "settings": {**results["settings"], "minutes": 1}})
     with pytest.raises(ValueError, match=r"minutes 1 there and 0\.05 here"):

@@ -12,6 +12,7 @@ from tricycle_lab.plot import plot_curves
 
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- table: written by --render -->\n", "<!-- end of the table -->\n"
+PICTURE = "![Bits per byte of held-out text over the minutes of training](results/bits.png)"
 NAMES = {
     "portable": "dense decoder (`portable`)",
     "mixture": "mixture of experts (`mixture`)",
@@ -42,7 +43,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def write_readme(path: Path, results: dict[str, Any]) -> None:
-    """Write the table between the markers of a README.md, with the number of seeds, the date and the machine.
+    """Write table, picture, number of seeds, date and machine between the markers of a README.md.
 
     Raises:
         ValueError: the file has not both markers once.
@@ -54,4 +55,4 @@ def write_readme(path: Path, results: dict[str, Any]) -> None:
     minutes, where = results["settings"]["minutes"], f"{results['machine']}, {results['date']}"
     about = f"{minutes:g} minutes for each run, {n_seeds} seeds; {where}:"
     with atomic_write(path, text=True) as file:
-        file.write(f"{before}{BEGIN}{about}\n\n{table}\n{END}{after}")
+        file.write(f"{before}{BEGIN}{about}\n\n{table}\n\n{PICTURE}\n{END}{after}")
