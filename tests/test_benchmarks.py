@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import re
+import sys
 import warnings
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from programs import call, good
 
-from benchmarks import attention, finetuning, matmul, overhead, recurrent, small_networks, tokeniser
+from benchmarks import attention, experts, finetuning, matmul, overhead, recurrent, small_networks, tokeniser
 from benchmarks.finetuning_workers import STEPS
 from benchmarks.generation import n_common_prefix
 from benchmarks.shapes import SHAPES
@@ -250,3 +251,22 @@ def test_flops_per_token_match_formula():
     assert flops_per_token(config) == 6 * weights + 12 * 12 * 1024 * 768
     gated = replace(config, gated=True, hidden_size=100)
     assert flops_per_token(gated) == 6 * (12 * (4 * 768**2 + 3 * 768 * 100) + 50_257 * 768) + 12 * 12 * 1024 * 768
+
+
+@pytest.mark.parametrize("peer", ["none", pytest.param("transformers", marks=pytest.mark.nightly)])
+def test_mixtures_are_compared_in_training_and_decoding(peer, monkeypatch, capsys):
+    if peer == "transformers":
+        pytest.importorskip("transformers")
+    words = "--tokens 12 --width 8 --hidden 4 --experts 3 --rounds 1 --peer"
+    monkeypatch.setattr(sys, "argv", ["experts", *words.split(), peer])
+    experts.main()
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    names = ["transformers"] * (peer != "none") + ["mixture", "dense"]
+    for line, start in zip(lines, ("training, 12 tokens: ", "decoding, 1 token: ")):
+        assert line.startswith(start) and re.findall(r"(\w+) [\d.]+ ms", line) == names
+        assert all(float(ms) > 0 for ms in re.findall(r"([\d.]+) ms", line)) and " x dense" in line
+
+
+def test_mixture_and_dense_mlp_have_equal_active_parameters():
+    mixture, dense = experts.new_mixture(8, 4, 3, 2), experts.MLPBlock(8, hidden_size=8, **experts.PARTS)
+    assert 2 * mixture.experts[0].n_parameters == dense.n_parameters

@@ -11,17 +11,21 @@ from typing import Any
 import pytest
 
 from tricycle.activation import ACTIVATIONS
+from tricycle.checkpoint import new_model
 from tricycle.configs import (
     PRESETS,
+    ContinuationConfig,
     DebugConfig,
     GPT2Config,
     GPTConfig,
+    HybridConfig,
     LaptopConfig,
     MixtureConfig,
     PortableConfig,
     ShakespeareConfig,
     SmolGPTConfig,
 )
+from tricycle.configs.presets import EncoderDecoderTrainingConfig, MambaTrainingConfig
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimiser_rules.schedules import SCHEDULES
 from tricycle.softmaxes import SOFTMAXES
@@ -174,8 +178,11 @@ def test_presets_round_trip_through_json_and_pickle(preset: str) -> None:
     config = dataclasses.replace(PRESETS[preset](), seed=3, bias=False)
     assert isinstance(config, GPTConfig)
     values = config.to_dict()
-    assert list(values) == list(FIELDS) == [field.name for field in dataclasses.fields(config)]
-    back = GPTConfig.from_dict(json.loads(json.dumps(values))).to_dict()
+    assert list(values) == [field.name for field in dataclasses.fields(config)]
+    assert FIELDS.keys() <= values.keys()
+    restored = GPTConfig.from_dict(json.loads(json.dumps(values)))
+    assert isinstance(config, type(restored)) and restored.is_decoder == config.is_decoder
+    back = restored.to_dict()
     assert back == values
     assert list(map(type, back.values())) == list(map(type, values.values()))
     assert pickle.loads(pickle.dumps(config)) == config != PRESETS[preset]() == PRESETS[preset]()
@@ -211,9 +218,26 @@ def test_preset_shapes(preset: type[GPTConfig]) -> None:
 
 
 def test_presets_by_name() -> None:
-    kinds = {DebugConfig, LaptopConfig, PortableConfig, MixtureConfig, ShakespeareConfig, SmolGPTConfig, GPT2Config}
-    assert set(PRESETS.values()) == kinds
+    decoders = {DebugConfig, LaptopConfig, PortableConfig, MixtureConfig, ShakespeareConfig, SmolGPTConfig, GPT2Config}
+    assert set(PRESETS.values()) == decoders | {HybridConfig, ContinuationConfig}
     assert all(name == name.lower() for name in PRESETS)
+
+
+@pytest.mark.parametrize("preset", ["mamba", "encoder_decoder"])
+def test_presets_of_other_kinds_have_the_size_of_portable(preset: str) -> None:
+    sizes = [new_model(PRESETS[name](), draw_weights=False).n_parameters for name in (preset, "portable")]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
+
+
+def test_from_dict_makes_the_kind_that_has_the_fields() -> None:
+    assert type(GPTConfig.from_dict({"state_size": 4})) is MambaTrainingConfig
+    assert type(GPTConfig.from_dict({"start_token": 1, "batch_size": 3})) is EncoderDecoderTrainingConfig
+    with pytest.raises(ValueError, match="only known fields, got start_token, state_size"):
+        GPTConfig.from_dict({"state_size": 4, "start_token": 1})
+    with pytest.raises(ValueError, match=r"^MambaTrainingConfig: .*batch_size.*got 0"):
+        GPTConfig.from_dict({"state_size": 4, "batch_size": 0})
+    with pytest.raises(ValueError, match=r"^EncoderDecoderTrainingConfig: .*recompute.*False.*got True"):
+        GPTConfig.from_dict({"start_token": 1, "recompute": True})
 
 
 def test_shakespeare_preset_has_the_fields_of_the_toy_script() -> None:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from test_training import CONFIG, TEXT
 
 from tricycle import evaluation
+from tricycle.checkpoint import new_model
 from tricycle.configs import GPTConfig
+from tricycle.configs.presets import EncoderDecoderTrainingConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.functions import LogSoftmax
 from tricycle.models import GPT
@@ -47,14 +49,36 @@ def test_loss_matches_brute_force_over_each_token(n_tokens, stride, batch_size, 
     assert not model.training
 
 
-@given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 30))
-def test_windows_cover_each_token_once(n_pairs, length, stride):
+@given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 30), st.integers(0, 19))
+def test_windows_cover_each_token_once(n_pairs, length, stride, n_skipped):
     length = min(length, n_pairs)
+    n_skipped = min(n_skipped, length - 1)
     counted = []
-    for start, n_counted in evaluation._windows(n_pairs, length, min(stride, length)):
+    for start, n_counted in evaluation._windows(n_pairs, length, min(stride, length), n_skipped):
         assert start >= 0
         counted += range(start + length - n_counted, start + length)
-    assert counted == list(range(n_pairs))
+    assert counted == list(range(n_skipped, n_pairs))
+
+
+def test_encoder_decoder_predicts_each_token_after_the_context_once():
+    """From the source before the window's target and the target's earlier tokens, as a decoder does in windows."""
+    fields = {"vocab_size": 11, "context_window": 7, "embedding_dim": 4, "n_heads": 1, "n_layers": 1, "start_token": 2}
+    config = EncoderDecoderTrainingConfig(**fields, batch_size=2)
+    model, n = new_model(config), config.source_tokens
+    for parameter in model.parameters():
+        parameter.array[...] = np.random.default_rng(0).normal(0, 1, parameter.shape)
+    text = np.random.default_rng(1).integers(0, 11, 18)
+    tokens, total = np.concatenate([np.full(n, 5), text]), 0.0
+    for place in range(n, len(tokens)):  # windows of 7 tokens move on by 3, the last one ends with the text
+        end = min(len(tokens) - 1, 7 if place <= 7 else 7 - (7 - place) // 3 * 3)
+        source, target = tokens[end - 7 : end - 7 + n], tokens[end - 7 + n : place]
+        logits = model(source[None], np.concatenate([[2], target])[None])
+        total -= float(LogSoftmax()(logits).array[0, -1, tokens[place]])
+    loss, count = evaluate(model, tokens, 2, stride=3, n_context=n)
+    assert n == 3 and count == 18 and loss == pytest.approx(total / 18, rel=1e-5)
+    assert HeldOut(tokens, 36, n).bits_per_byte(math.log(2)) == 0.5
+    with pytest.raises(ValueError, match="windows of at least 3 tokens, the source, got 2"):
+        model.loss(tokens[None, :2], tokens[None, :2])
 
 
 def test_estimate_uses_evenly_spaced_batches(monkeypatch):

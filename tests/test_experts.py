@@ -403,6 +403,20 @@ def test_mixture_preset_trains_and_exports(tmp_path):
     assert relative_error(back(BATCH[0]).array, state.model.eval()(BATCH[0]).array) < 1e-6
 
 
+@pytest.mark.parametrize("normalized", [True, False])
+def test_one_token_equals_its_row_in_a_batch(normalized):
+    """Without gradients, one token is computed without sorting."""
+    layer = MixtureOfExperts(MLPBlock, 12, 5, 3, normalize_experts=normalized, hidden_size=4).eval()
+    x = RNG.normal(size=(6, 12)).astype(np.float32)
+    with no_grad():
+        expected = layer(x).array
+        for row, one in zip(expected, x):
+            for shape in ((12,), (1, 1, 12)):
+                y = layer(one.reshape(shape))
+                assert y.shape == shape and y.dtype == row.dtype and not y.requires_grad
+                np.testing.assert_allclose(y.array.reshape(-1), row, rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_share_no_memory():
     """Gradients of the experts' parameters do not share memory, so that they can be clipped in place."""
     model = new_model()

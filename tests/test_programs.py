@@ -154,6 +154,27 @@ def test_output_of_a_training_run(finished, text):
         assert re.findall(r"--- sample at step (\d+)\n", printed) == ["6", "12"]
 
 
+SMALL = "--vocab-size 270 --context-window 16 --embedding-dim 16 --n-heads 2 --head-size 8 --hidden-size 16 --seed 3"
+KINDS = {"mamba": "--n-layers 2 --attention-layers 1 --n-key-heads 1 --state-size 4", "encoder_decoder": "--n-layers 1"}
+
+
+@pytest.mark.slow
+@POSIX_ONLY
+@pytest.mark.parametrize("kind", KINDS)
+def test_presets_of_other_kinds_train_resume_and_generate(tmp_path, cache, text, kind):
+    steps = "--minutes 0 --steps 6 --eval-interval 3 --sample-interval 3 --eval-batches 2 --batch-size 2 --dropout 0.1"
+    words = ["--preset", kind, *f"{SMALL} {KINDS[kind]} {steps}".split(), "--data", "text", "--files", text]
+    good(call(TRAIN, *words, "--run-folder", tmp_path / "whole"))
+    assert call_with(f"after(4, {send('SIGKILL')})", *words, "--run-folder", tmp_path / "run").returncode == -9
+    assert "resuming after step 3" in good(call(TRAIN, "--resume", tmp_path / "run"))
+    assert differences(tmp_path / "run", tmp_path / "whole") == []
+    assert good(call_here(INFER, tmp_path / "run", "the quick", "--seed", 1, "--length", 9)).endswith("\n")
+    message = {"mamba": "above 48 tokens, got 16", "encoder_decoder": "no --evaluate-tasks with an encoder-decoder"}[
+        kind
+    ]
+    one_line(call_here(TRAIN, *words, "--evaluate-tasks", "induction", "--run-folder", tmp_path / "new"), message)
+
+
 def test_the_printed_command_generates(finished):
     command = finished[1].stdout.splitlines()[-1].strip()
     words = shlex.split(command)

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,9 +205,14 @@ def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
     least = min_n_weights(config)
     if least > n_numbers:  # before a crafted config allocates too much memory
         raise ValueError(f"expected at least {least} numbers in its weights, as its config says, got {n_numbers}")
-    model = GPT(config, draw_weights=False)
+    model = new_model(config, draw_weights=False)
     model.load_state_dict(weights)
     return model
+
+
+def new_model(config: GPTConfig, draw_weights: bool = True) -> Any:
+    """Make the model of a config: a `GPT`, or an encoder-decoder; `draw_weights`: see `GPT`."""
+    return getattr(config, "new_model", partial(GPT, config))(draw_weights=draw_weights)
 
 
 @contextmanager

@@ -25,12 +25,13 @@ def evaluate(
     n_batches: int = 0,
     stride: int = 0,
     window: int = 0,
+    n_context: int = 1,
     processes: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[float, int]:
     """Return (mean loss in nats per token, number of tokens) over windows, or over `n_batches` evenly spaced batches.
 
     Args:
-        tokens: at least two ids; the first token is not predicted, each other once.
+        tokens: at least two ids; the first `n_context` are not predicted, each other once.
         n_batches: the number of batches to evaluate, evenly spaced; 0 for all.
         stride: the step between windows; smaller than the window, it gives tokens more context at a higher cost. 0 for
             the window size.
@@ -38,12 +39,12 @@ def evaluate(
         processes: the processes among which the batches are divided; all return the same result as a single process.
 
     Raises:
-        ValueError: fewer than two tokens.
+        ValueError: no token to predict.
     """
-    if len(tokens) < 2:
-        raise ValueError(f"evaluate: expected at least 2 tokens, got {len(tokens)}")
+    if len(tokens) <= n_context:
+        raise ValueError(f"evaluate: expected at least {n_context + 1} tokens, got {len(tokens)}")
     length = min(window or model.config.context_window, len(tokens) - 1)
-    windows = list(_windows(len(tokens) - 1, length, min(stride or length, length)))
+    windows = list(_windows(len(tokens) - 1, length, min(stride or length, length), n_context - 1))
     if n_batches and n_batches * batch_size < len(windows):
         chosen = np.linspace(0, len(windows) - 1, n_batches * batch_size).astype(int)
         windows = [windows[i] for i in chosen]
@@ -67,11 +68,11 @@ def evaluate(
     return sum(loss * n_labels for loss, n_labels in in_order) / count, count
 
 
-def _windows(n_pairs: int, length: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Yield the start of each window, and the number of its labels that no earlier window has."""
-    covered = 0
+def _windows(n_pairs: int, length: int, stride: int, n_skipped: int) -> Iterator[tuple[int, int]]:
+    """Yield the start of each window, and the number of its labels that are not skipped and no earlier window has."""
+    covered = n_skipped
     while covered < n_pairs:
-        end = min(n_pairs, covered + (length if covered == 0 else stride))
+        end = min(n_pairs, length if covered == n_skipped else covered + stride)
         yield end - length, end - covered
         covered = end
 
@@ -81,13 +82,15 @@ class HeldOut:
     """Held-out text: its tokens, and its size in bytes for losses in bits per byte.
 
     Attributes:
-        tokens: the token ids; the first is not predicted, so it should be an end of text.
+        tokens: the token ids; the first `n_context` are not predicted, so they should be ends of text.
         n_bytes: the number of bytes that the tokens encode.
+        n_context: see `evaluate`.
     """
 
     tokens: Any
     n_bytes: int
+    n_context: int = 1
 
     def bits_per_byte(self, nats_per_token: float) -> float:
         """Convert a loss in nats per token to bits per byte, which is independent of the vocabulary."""
-        return nats_per_token * (len(self.tokens) - 1) / math.log(2) / max(1, self.n_bytes)
+        return nats_per_token * (len(self.tokens) - self.n_context) / math.log(2) / max(1, self.n_bytes)

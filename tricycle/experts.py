@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from tricycle import kernels
-from tricycle.autograd import NeedsGrad, OwnedGradient, current_modes
+from tricycle.autograd import NeedsGrad, OwnedGradient, current_modes, grad_enabled_for
 from tricycle.create_graph import cast, unfused
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.extra_ops import concatenate, split_sizes
@@ -141,6 +141,7 @@ class Assignment:
 
     Attributes:
         order: the number of each pair, token x K + k, sorted by expert, then by token.
+        tokens: the token of each pair in this order.
         inverse: the place of each pair in this order.
         counts: the number of pairs of each expert, in host memory.
     """
@@ -150,39 +151,53 @@ class Assignment:
         xp, pairs = array_module(selected), selected.reshape(-1)
         self.n_active = selected.shape[1]
         self.order = xp.argsort(pairs, kind="stable")
+        self.tokens = self.order // self.n_active
         self.inverse = xp.empty_like(self.order)
         self.inverse[self.order] = xp.arange(len(pairs))
         self.counts: list[int] = to_cpu(xp.bincount(pairs, minlength=n_experts)).tolist()
 
-    def by_token(self, rows: Array) -> Array:
-        """Return rows (N K, C) in expert order as (N, K, C), in at least float32."""
-        return upcast(rows[self.inverse]).reshape(-1, self.n_active, rows.shape[-1])
+    def sum_by_token(self, rows: Array, weights: Array | None = None) -> Array:
+        """Return the sums (N, C) of each token's rows (N K, C) in expert order, times weights (N, K), in float32 or 64.
+
+        One expert after the other: all rows at once would be written to memory, and read again, before they are added.
+        """
+        total: Any = None
+        for k, places in enumerate(self.inverse.reshape(-1, self.n_active).T):
+            part = upcast(rows[places])
+            part = part if weights is None else part * weights[:, k, None]
+            if total is None:
+                total = part
+            else:
+                total += part
+        return total
 
 
 def gather_rows(x: Tensor, assignment: Assignment) -> Tensor:
     """Return a row of x (N, C) for each pair of token and expert, in expert order (N K, C)."""
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[OwnedGradient]:
-        return (OwnedGradient(assignment.by_token(grad).sum(axis=1)),)  # in a fixed order, so deterministic
+        return (OwnedGradient(assignment.sum_by_token(grad)),)  # in a fixed order, so deterministic
 
-    return record(x.array[assignment.order // assignment.n_active], (x,), backward, "gather_rows")
+    return record(x.array[assignment.tokens], (x,), backward, "gather_rows")
 
 
 @unfused("tricycle.experts.gather_rows")
 def _gather_rows(node: Tensor, variables: Any) -> Tensor:
-    return node.args[0][variables.assignment.order // variables.assignment.n_active]
+    return node.args[0][variables.assignment.tokens]
 
 
 def combine_rows(rows: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
     """Return the sum (N, C) of rows (N K, C) in expert order over the experts of each token, times weights (N, K)."""
-    array, factors = rows.array, weights.array[..., None]
-    y = (assignment.by_token(array) * factors).sum(axis=1).astype(array.dtype, copy=False)
+    array, factors = rows.array, weights.array
+    y = assignment.sum_by_token(array, factors).astype(array.dtype, copy=False)
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array | None]:
-        grad = upcast(grad)[:, None]
-        to_rows = (grad * factors).reshape(array.shape)[assignment.order] if needs_grad[0] else None
-        to_weights = (grad * assignment.by_token(array)).sum(axis=-1) if needs_grad[1] else None
-        return to_rows, to_weights
+        grad = upcast(grad)[assignment.tokens]
+        to_weights = None
+        if needs_grad[1]:
+            dots = rows.xp.einsum("nc,nc->n", grad, upcast(array))
+            to_weights = dots[assignment.inverse].reshape(factors.shape)
+        return grad * factors.reshape(-1, 1)[assignment.order] if needs_grad[0] else None, to_weights
 
     return record(y, (rows, weights), backward, "combine_rows")
 
@@ -257,6 +272,10 @@ class MixtureOfExperts(Layer):
         check_last_axis(f"MixtureOfExperts(embedding_dim={self.embedding_dim})", x, self.embedding_dim)
         rows = reshape(x, math.prod(shape[:-1]), shape[-1])
         weights, selected = select_experts(self.router(rows), self.n_active, self.normalized)
+        if len(selected) == 1 and not grad_enabled_for(weights):  # decoding: there is nothing to sort
+            results = [self.experts[e](rows).array for e in to_cpu(selected)[0].tolist()]
+            total = sum(upcast(y) * weights.array[:, k, None] for k, y in enumerate(results))
+            return self.dropout(Tensor(total.astype(results[0].dtype, copy=False).reshape(shape), False))
         assignment = Assignment(selected, len(self.experts))
         builds_graph = all(mode.builds_graph for mode in current_modes.get())
         running = [(e, n) for e, n in zip(self.experts, assignment.counts) if n or builds_graph] or [

@@ -19,19 +19,20 @@ import numpy as np
 from tricycle import devices
 from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.batches import CausalLMDataset
-from tricycle.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from tricycle.checkpoint import Checkpoint, load_checkpoint, new_model, save_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.configs.size import min_n_weights
 from tricycle.devices import Array, array_module
 from tricycle.distributed.processes import SINGLE_PROCESS, GeneratorAdvance, ProcessGroup
 from tricycle.distributed.shards import ShardedOptimiser, Shards, update_cost
+from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, MAX_LOGITS
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimiser_rules.schedules import SCHEDULES
 from tricycle.optimisers import Optimiser, State
 from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
-from tricycle.training import BatchLossFn, NonFiniteError, Session, int_unless_on_gpu, train
+from tricycle.training import BatchLossFn, NonFiniteError, Session, int_unless_on_gpu, supervised_loss, train
 
 # The assumed minimum number of updates of a run that is limited in minutes, until the first updates are timed.
 MIN_STEPS = 24
@@ -263,13 +264,15 @@ def new_state(
         processes: the processes of distributed training; all make the same state.
         shard_optimiser: whether the optimizer state is sharded over the processes.
     """
-    model = model or GPT(config)
+    model = model or new_model(config)
     model.recompute = checkpoint_activations if config.recompute else None
     if on_gpu:
         model.to_gpu()
     dataset = CausalLMDataset(tokens, config.vocab_size, config.batch_size, config.context_window, config.seed)
     state = TrainingState(config, model, new_optimiser(config), dataset.batch().shuffle().to_tensor())
     state.processes = processes
+    if not config.is_decoder:
+        state.batch_loss = lambda batch, factor: model.loss(model.place(batch[0]), model.place(batch[1]), None, factor)
     if shard_optimiser and processes.size > 1:
         shards = Shards(processes, model, partial(update_cost, state.optimiser))
         state.optimiser = ShardedOptimiser(state.optimiser, shards)
@@ -356,7 +359,7 @@ class StateSession(Session):
         before = generator.bit_generator.state
         if state.draws is None:
             with no_grad():
-                state.model(state.model.place(batches[0][0]))
+                (state.batch_loss or supervised_loss(state.model, CrossEntropy()))(batches[0], 1.0)
             state.draws = GeneratorAdvance.from_states(before, generator.bit_generator.state)
         state.draws.skip(generator, before, own.start)
         try:

@@ -102,6 +102,8 @@ def check_arguments(arguments: Arguments) -> None:
     """Raise ValueError unless a teacher is given, temperature is above 0, and hard_weight is from 0 to 1."""
     if not arguments.teacher:
         raise ValueError("expected a teacher, or --resume with a run folder")
+    if not arguments.config.is_decoder:
+        raise ValueError(f"expected --student-preset of a decoder, got {arguments.preset}, an encoder-decoder")
     if not 0 < arguments.temperature < math.inf or not 0 <= arguments.hard_weight <= 1:
         got = f"{arguments.temperature} and {arguments.hard_weight}"
         raise ValueError(f"expected --temperature above 0 and --hard-weight from 0 to 1, got {got}")

@@ -119,7 +119,8 @@ def target_text(
     if arguments.beams is not None:
         settings = replace(settings, num_beams=arguments.beams)
     tokens = generate_target(loaded.model, source, arguments.length, sampling, settings)
-    return stream_text(tokens, loaded.tokeniser, [*loaded.tokeniser.special_ids, *stop_tokens(loaded)], [])
+    skipped = [*getattr(loaded.tokeniser, "special_ids", ()), *stop_tokens(loaded)]  # Tricycle's own has one of both
+    return stream_text(tokens, loaded.tokeniser, skipped, [])
 
 
 def stream_text(

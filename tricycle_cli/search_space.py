@@ -189,7 +189,7 @@ def grid_points(over: SearchSpace) -> list[dict[str, Any]]:
 def flags_of(base: GPTConfig, config: GPTConfig) -> list[str]:
     """Return the command-line flags and values of `tricycle train` that change the base config to another config."""
     words: list[str] = []
-    before, hints = base.to_dict(), get_type_hints(GPTConfig)
+    before, hints = base.to_dict(), get_type_hints(type(base))
     for name, value in config.to_dict().items():
         if value == before[name]:
             continue

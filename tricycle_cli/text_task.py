@@ -15,6 +15,7 @@ from typing import Any
 
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import GPTConfig
+from tricycle.decoding.encoder_decoder import generate_target
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.generate import generate
 from tricycle.system.files import append_lines
@@ -55,8 +56,8 @@ class TextTask(Task):
         """Return (nats per token, number of tokens) of held-out windows, which overlap and are divided among ranks."""
         config = state.config
         stride = max(1, config.context_window // OVERLAP)
-        tokens, size = self.held_out.tokens, config.batch_size
-        return evaluate(model, tokens, size, n_batches, stride, processes=state.processes)
+        tokens, size, n_context = self.held_out.tokens, config.batch_size, self.held_out.n_context
+        return evaluate(model, tokens, size, n_batches, stride, n_context=n_context, processes=state.processes)
 
     def format_metrics(self, metrics: Mapping[str, float]) -> str:
         """Format "held_out_loss" and "bits_per_byte" as text such as "1.2345 nats/token, 0.678 bits/byte"."""
@@ -122,7 +123,13 @@ def write_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, 
     seed = (state.config.seed, state.step)
     sampling = replace(SAMPLING, seed=seed, stop_tokens=end, n_vocab=tokeniser.n_vocab)
     drawn = []
-    for token in generate(state.model, ids, n_tokens, sampling):
+    model: Any = state.model
+    if model.config.is_decoder:
+        tokens = generate(model, ids, n_tokens, sampling)
+    else:  # the text and its continuation have the lengths of training
+        n_source = model.config.source_tokens
+        tokens = generate_target(model, ids[-n_source:], min(n_tokens, n_source), sampling)
+    for token in tokens:
         run.processes.answer_pings()  # the other ranks wait for this rank
         drawn += [token] if token != end else []
     text = prompt + tokeniser.decode(drawn)

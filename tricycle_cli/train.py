@@ -194,6 +194,8 @@ def run_description(arguments: Arguments) -> dict[str, Any]:
         raise ValueError(f"expected {rule}, got {arguments.tokeniser}")
     if arguments.tokeniser == "gpt2" and arguments.config.vocab_size != 50_257:
         raise ValueError(f"expected --vocab-size 50257 with --tokeniser gpt2, got {arguments.config.vocab_size}")
+    if arguments.evaluate_tasks and not arguments.config.is_decoder:
+        raise ValueError("expected no --evaluate-tasks with an encoder-decoder, whose continuations they do not score")
     description: dict[str, Any] = {"data": arguments.data, "files": [str(path.resolve()) for path in arguments.files]}
     description |= {"tokeniser": arguments.tokeniser, "on_nan": arguments.on_nan}
     if arguments.track:
@@ -313,9 +315,10 @@ class TrainTask(TextTask):
         description = {**self.describe(), "corpus": corpus.digest}
         on_rank_zero(processes, lambda: write_run_description(run.folder, config, description, tokeniser))
         self.prompts, self.held_out_bytes = CORPORA[arguments.data].prompts, corpus.validation_bytes
-        # an end-of-text token before the first token lets the model predict the first token, too
-        tokens = np.concatenate([[tokeniser.end_of_text], corpus.validation])
-        self.held_out = HeldOut(tokens, len(self.held_out_bytes))
+        # end-of-text tokens before the first token let the model predict the first token, too
+        n_context = getattr(config, "source_tokens", 1)
+        tokens = np.concatenate([[tokeniser.end_of_text] * n_context, corpus.validation])
+        self.held_out = HeldOut(tokens, len(self.held_out_bytes), n_context)
         state = self.new_state(run, corpus.train, on_gpu, has_last)
         if processes.is_rank_zero:
             self._print_summary(state, run, tokeniser, on_gpu)
@@ -374,7 +377,7 @@ class TrainTask(TextTask):
 
     def _print_summary(self, state: TrainingState, run: Run, tokeniser: Any, on_gpu: bool) -> None:
         """Print the sizes of the model and the data, the run folder, and the disk space that it needs."""
-        config, n_held_out = state.config, len(self.held_out.tokens) - 1
+        config, n_held_out = state.config, len(self.held_out.tokens) - self.held_out.n_context
         print(
             f"model: {state.model.n_parameters:,} parameters on the {'GPU' if on_gpu else 'CPU'}; "
             f"{len(state.dataset.tokens):,} training tokens, {n_held_out:,} held-out tokens "

@@ -4,9 +4,11 @@ from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.configs.presets import (
     PRESETS,
+    ContinuationConfig,
     DebugConfig,
     GPT2Config,
     GPTConfig,
+    HybridConfig,
     LaptopConfig,
     MixtureConfig,
     PortableConfig,
@@ -17,10 +19,12 @@ from tricycle.configs.training import TrainingConfig
 
 __all__ = [
     "PRESETS",
+    "ContinuationConfig",
     "DebugConfig",
     "EncoderConfig",
     "GPT2Config",
     "GPTConfig",
+    "HybridConfig",
     "LaptopConfig",
     "MixtureConfig",
     "ModelConfig",

@@ -42,3 +42,8 @@ class EncoderDecoderConfig(ModelConfig):
         self._require("sinusoids", self.sinusoids == "none" or self.positions == "none", "none with other positions")
         self._require("output_scale", self.output_scale > 0, "above 0")
         self._require("start_token", 0 <= self.start_token < self.vocab_size, f"from 0 to {self.vocab_size - 1}")
+
+    @property
+    def source_tokens(self) -> int:
+        """The number of tokens at the start of a window of text that are the source; the following are the target."""
+        return max(1, self.context_window // 2)

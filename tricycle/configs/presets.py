@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from tricycle.activation import ACTIVATIONS
 from tricycle.attention.rotary import POSITIONS
+from tricycle.configs.encoder_decoder import EncoderDecoderConfig
+from tricycle.configs.mamba import MambaConfig
 from tricycle.configs.model import ModelConfig, Norm
 from tricycle.configs.training import TrainingConfig
 from tricycle.configs.validated import OneOf
@@ -21,6 +23,45 @@ class GPTConfig(TrainingConfig, ModelConfig):
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
         TrainingConfig.__post_init__(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Make a config from the dict of `to_dict`, of the subclass whose fields it has, such as a Mamba-2 model's.
+
+        Raises:
+            ValueError: a field that is unknown, or has an invalid value.
+        """
+        kinds = [kind for kind in (cls, *cls.__subclasses__()) if values.keys() <= kind.__dataclass_fields__.keys()]
+        return super().from_dict(values) if cls in kinds or not kinds else kinds[0].from_dict(values)
+
+
+@dataclass(frozen=True)
+class MambaTrainingConfig(GPTConfig, MambaConfig):
+    """The architecture and the training of a Mamba-2 model, or of a hybrid with attention in some layers."""
+
+    def __post_init__(self) -> None:
+        MambaConfig.__post_init__(self)
+        TrainingConfig.__post_init__(self)
+
+
+@dataclass(frozen=True)
+class EncoderDecoderTrainingConfig(GPTConfig, EncoderDecoderConfig):
+    """The architecture and the training of an encoder-decoder, which continues texts: see `source_tokens`."""
+
+    def __post_init__(self) -> None:
+        EncoderDecoderConfig.__post_init__(self)
+        TrainingConfig.__post_init__(self)
+        self._require("recompute", not self.recompute, "False in an encoder-decoder")
+
+    def new_model(self, draw_weights: bool = True) -> Any:
+        """Make the `EncoderDecoderTransformer`, whose weights are drawn as those of a `GPT`."""
+        from tricycle.models import initialize_weights  # imported here, because both modules import this package
+        from tricycle.sequences.seq2seq import EncoderDecoderTransformer
+
+        model: Any = EncoderDecoderTransformer(self, draw_weights=False)
+        if draw_weights:
+            initialize_weights(model)
+        return model
 
 
 @dataclass(frozen=True)
@@ -106,6 +147,27 @@ class MixtureConfig(PortableConfig):
 
 
 @dataclass(frozen=True)
+class HybridConfig(PortableConfig, MambaTrainingConfig):
+    """A variant of "portable" with Mamba-2 layers and attention in two of six; of nearly as many parameters."""
+
+    n_layers: int = 6
+    n_heads: int = 6
+    head_size: int = 64
+    n_key_heads: int = 2
+    hidden_size: int = 416
+    state_size: int = 32
+    attention_layers: tuple[int, ...] = (2, 5)
+
+
+@dataclass(frozen=True)
+class ContinuationConfig(PortableConfig, EncoderDecoderTrainingConfig):
+    """A variant of "portable" with an encoder and a decoder of two blocks each; of nearly as many parameters."""
+
+    n_layers: int = 2
+    hidden_size: int = 416
+
+
+@dataclass(frozen=True)
 class ShakespeareConfig(GPTConfig):
     """A model of 12M parameters for tiny Shakespeare on a GPU."""
 
@@ -150,6 +212,8 @@ PRESETS: dict[str, type[GPTConfig]] = {
     "laptop": LaptopConfig,
     "portable": PortableConfig,
     "mixture": MixtureConfig,
+    "mamba": HybridConfig,
+    "encoder_decoder": ContinuationConfig,
     "shakespeare": ShakespeareConfig,
     "smol": SmolGPTConfig,
     "gpt2": GPT2Config,

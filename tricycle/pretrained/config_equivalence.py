@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tricycle.configs.encoder import EncoderConfig
-from tricycle.configs.encoder_decoder import EncoderDecoderConfig
 from tricycle.configs.model import ModelConfig
-from tricycle.configs.presets import model_fields
-from tricycle.state_spaces.delta_net import DeltaNetConfig
-from tricycle.state_spaces.mamba import MambaConfig
+from tricycle.configs.presets import GPTConfig, model_fields
 
 # Fields that affect initialization, training or rounding, but not the computation.
 IGNORED_FIELDS = ("dropout", "seed", "precision", "zero_projections", "expansion_ratio", "router_loss")
@@ -34,9 +30,8 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
     for group in ("qkv", "output", "mlp"):
         values[f"{group}_bias"] = has_bias(config, group)
     values["bias"] = config.bias and config.norm == "layer_norm"  # all other biases have fields of their own
-    kinds = EncoderConfig, EncoderDecoderConfig, MambaConfig, DeltaNetConfig  # and not configs of training
-    own = [name for name in config.__dataclass_fields__ if name not in ModelConfig.__dataclass_fields__]
-    values |= {name: getattr(config, name) for name in own if type(config) in kinds and name != "chunk_size"}
+    own = [name for name in config.__dataclass_fields__ if name not in GPTConfig.__dataclass_fields__]
+    values |= {name: getattr(config, name) for name in own if name != "chunk_size"}
     full_layers = tuple(layer for layer in range(config.n_layers) if config.window_size(layer) is None)
     local_base = config.rotary_local_base
     if not local_base and config.rotary_scaling == "none":

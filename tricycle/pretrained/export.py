@@ -18,6 +18,7 @@ import numpy as np
 from tricycle.bpe import END_OF_TEXT
 from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.encoder_decoder import EncoderDecoderConfig
+from tricycle.configs.mamba import MambaConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense
 from tricycle.layers import Layer
@@ -40,7 +41,6 @@ from tricycle.pretrained.tokenizer_json import SPLIT_PATTERNS, to_tokenizer_json
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.state_spaces.delta_net import DeltaNetConfig
-from tricycle.state_spaces.mamba import MambaConfig
 from tricycle.system.files import atomic_write
 from tricycle.tokeniser import BPETokeniser
 
@@ -90,7 +90,7 @@ def match_family(
     order = [family.architecture for family in ALL_FAMILIES]  # of equally close families, the first is named
     if config.activation == "swiglu":  # as Hugging Face's families express it
         config = replace(config, activation="swish", gated=True, hidden_size=config.mlp_width)
-    new_model = MODELS.get(type(config), uninitialized_gpt)
+    new_model = next((MODELS[kind] for kind in MODELS if isinstance(config, kind)), uninitialized_gpt)
     for family in families:
         kind, rank = family.model_types[0], order.index(family.architecture)
         if family.new_model is not new_model:

@@ -22,6 +22,7 @@ from tricycle.extra_ops import concatenate
 from tricycle.functions import linear
 from tricycle.initialisers import Initialiser, normal, xavier, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_generator
+from tricycle.loss import CrossEntropy
 from tricycle.ops import as_tensor, check_positive, tanh
 from tricycle.parameter import Parameter
 from tricycle.sequences.attentions import ScaledDotProductAttention
@@ -417,7 +418,9 @@ class EncoderDecoderTransformer(EncoderDecoder):
     logit_bias: Parameter | None = None
 
     def __init__(self, config: EncoderDecoderConfig, draw_weights: bool = True) -> None:
-        self.config, generator = config, np.random.default_rng(config.seed)
+        self.config = config
+        # one generator for weights and dropout masks, saved in checkpoints
+        self.generator = generator = np.random.default_rng(config.seed)
         options: dict[str, Any] = {"initialiser": None if draw_weights else zeros, "generator": generator}
         self.encoder = TransformerStack(config, **options)
         self.decoder = TransformerStack(config, decoder=True, embedding=self.encoder.embedding, **options)
@@ -468,6 +471,24 @@ class EncoderDecoderTransformer(EncoderDecoder):
             return self.head(x)
         logits = linear(x, self.decoder.embedding.weights, precision=self.precision, transposed=True)
         return logits if self.logit_bias is None else logits + self.logit_bias[0]
+
+    def loss(self, tokens: Operand, labels: Operand, loss_fn: Any = None, scale: Any = 1.0) -> Tensor:
+        """Return the loss of the continuations of texts: the first `config.source_tokens` of a window are the source.
+
+        Args:
+            tokens, labels: windows of text (B, T), and the next token of each, as of `GPT.loss`. Only the tokens after
+                the source are predicted, from the source and the target before them.
+            loss_fn: by default `CrossEntropy()`.
+
+        Raises:
+            ValueError: T is smaller than the source.
+        """
+        ids, labels, n_source = as_tensor(tokens).array, as_tensor(labels).array, self.config.source_tokens
+        if ids.shape[-1] < n_source:
+            raise ValueError(f"expected windows of at least {n_source} tokens, the source, got {ids.shape[-1]}")
+        source, target = ids[:, :n_source], ids[:, n_source - 1 :].copy()
+        target[:, 0] = self.config.start_token
+        return (loss_fn or CrossEntropy())(labels[:, n_source - 1 :], self(source, target), scale)
 
 
 class Transformer(EncoderDecoderTransformer):

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu 2024): the config, and the block of projections, short convolution, scan, gate and norm.
+"""Mamba-2 (Dao and Gu 2024): the block of projections, short convolution, scan, gate and norm.
 
 For generation, a layer's `KeyValueCache` holds no keys and values: its `last` holds the state and the latest inputs of
 the convolution, whose size does not depend on the length of the text.
@@ -8,19 +8,14 @@ Shapes: B batch, T tokens, C channels, H heads, P channels per head, G groups, N
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 
 from tricycle import extra_ops
 from tricycle.activation import Swish
 from tricycle.attention.attend import Mask
 from tricycle.attention.cache import KeyValueCache
-from tricycle.attention.rotary import POSITIONS
-from tricycle.blocks import TransformerBlock, new_norm
-from tricycle.configs.model import ModelConfig, Norm
-from tricycle.configs.validated import OneOf
+from tricycle.blocks import new_norm
+from tricycle.configs.mamba import MambaConfig
 from tricycle.extra_ops import split_sizes
 from tricycle.functions import add_residual
 from tricycle.initialisers import Initialiser, xavier
@@ -30,64 +25,6 @@ from tricycle.parameter import Parameter
 from tricycle.state_spaces.convolution import convolve
 from tricycle.state_spaces.scan import StateSpaceScan
 from tricycle.tensor import Operand, Tensor
-
-# Layers with attention are the usual transformer blocks, so all fields of `ModelConfig` are about them.
-
-
-@dataclass(frozen=True)
-class MambaConfig(ModelConfig):
-    """The architecture of a Mamba-2 model: n_heads heads of head_size channels, with a state of head_size x state_size.
-
-    The defaults are those of the model with 130M parameters (Dao and Gu 2024).
-    """
-
-    vocab_size: int = 50_288
-    context_window: int = 2**20
-    n_heads: int = 24
-    head_size: int = 64
-    n_layers: int = 24
-    norm: Norm = "rms_norm"
-    positions: OneOf[str, POSITIONS] = "none"
-    bias: bool = False
-    # ---- fields of Mamba only
-    state_size: int = 128  # channels of keys and queries (B and C)
-    n_groups: int = 1  # groups of heads that share keys and queries
-    conv_width: int = 4  # tokens that the convolution before the scan sees
-    conv_bias: bool = True  # whether the convolution has a bias
-    chunk_size: int = 32  # tokens that the scan computes as attention
-    attention_layers: tuple[int, ...] = ()  # layers, counted from 0, that are transformer blocks
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("state_size", "n_groups", "conv_width", "chunk_size"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        self._require("n_groups", self.n_heads % self.n_groups == 0, f"a divisor of n_heads {self.n_heads}")
-        last = self.n_layers - 1
-        self._require(
-            "attention_layers", all(0 <= layer <= last for layer in self.attention_layers), f"layers from 0 to {last}"
-        )
-
-    @property
-    def inner_size(self) -> int:
-        """The number of channels of all heads."""
-        return self.n_heads * self.channels_per_head
-
-    @property
-    def conv_size(self) -> int:
-        """The number of channels of the convolution: values, keys and queries."""
-        return self.inner_size + 2 * self.n_groups * self.state_size
-
-    @property
-    def min_layer_weights(self) -> int:
-        """A lower bound of the number of weights of a Mamba layer."""
-        return self.embedding_dim * (2 * self.inner_size + self.conv_size + self.n_heads)
-
-    def new_block(self, layer: int, **options: Any) -> Any:
-        """Make the block of a layer: a `MambaBlock`, or a `TransformerBlock` for layers with attention."""
-        if layer in self.attention_layers:
-            return TransformerBlock(self, layer, **options)
-        return MambaBlock(self, **options)
-
 
 STEP_SIZES = 0.001, 0.1  # the range of the initial step sizes of the heads
 

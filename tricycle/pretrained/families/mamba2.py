@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tricycle.configs.mamba import MambaConfig
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.state_spaces.mamba import MambaConfig
 
 NAMES: TensorNames = {
     "token_embedding": ["backbone.embeddings"],

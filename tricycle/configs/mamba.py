@@ -1,0 +1,70 @@
+"""`MambaConfig`: the architecture of a Mamba-2 model, or of a hybrid with attention in some layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tricycle.attention.rotary import POSITIONS
+from tricycle.configs.model import ModelConfig, Norm
+from tricycle.configs.validated import OneOf
+
+# Layers with attention are the usual transformer blocks, so all fields of `ModelConfig` are about them.
+
+
+@dataclass(frozen=True)
+class MambaConfig(ModelConfig):
+    """The architecture of a Mamba-2 model: n_heads heads of head_size channels, with a state of head_size x state_size.
+
+    The defaults are those of the model with 130M parameters (Dao and Gu 2024).
+    """
+
+    vocab_size: int = 50_288
+    context_window: int = 2**20
+    n_heads: int = 24
+    head_size: int = 64
+    n_layers: int = 24
+    norm: Norm = "rms_norm"
+    positions: OneOf[str, POSITIONS] = "none"
+    bias: bool = False
+    # ---- fields of Mamba only
+    state_size: int = 128  # channels of keys and queries (B and C)
+    n_groups: int = 1  # groups of heads that share keys and queries
+    conv_width: int = 4  # tokens that the convolution before the scan sees
+    conv_bias: bool = True  # whether the convolution has a bias
+    chunk_size: int = 32  # tokens that the scan computes as attention
+    attention_layers: tuple[int, ...] = ()  # layers, counted from 0, that are transformer blocks
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("state_size", "n_groups", "conv_width", "chunk_size"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("n_groups", self.n_heads % self.n_groups == 0, f"a divisor of n_heads {self.n_heads}")
+        last = self.n_layers - 1
+        self._require(
+            "attention_layers", all(0 <= layer <= last for layer in self.attention_layers), f"layers from 0 to {last}"
+        )
+
+    @property
+    def inner_size(self) -> int:
+        """The number of channels of all heads."""
+        return self.n_heads * self.channels_per_head
+
+    @property
+    def conv_size(self) -> int:
+        """The number of channels of the convolution: values, keys and queries."""
+        return self.inner_size + 2 * self.n_groups * self.state_size
+
+    @property
+    def min_layer_weights(self) -> int:
+        """A lower bound of the number of weights of a Mamba layer."""
+        return self.embedding_dim * (2 * self.inner_size + self.conv_size + self.n_heads)
+
+    def new_block(self, layer: int, **options: Any) -> Any:
+        """Make the block of a layer: a `MambaBlock`, or a `TransformerBlock` for layers with attention."""
+        from tricycle.blocks import TransformerBlock  # imported here, because both modules import this package
+        from tricycle.state_spaces.mamba import MambaBlock
+
+        if layer in self.attention_layers:
+            return TransformerBlock(self, layer, **options)
+        return MambaBlock(self, **options)
