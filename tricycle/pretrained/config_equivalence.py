@@ -9,6 +9,7 @@ from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.encoder_decoder import EncoderDecoderConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.configs.presets import model_fields
+from tricycle.latent_attention import LatentConfig
 from tricycle.state_spaces.mamba import MambaConfig
 
 # Fields that affect initialization, training or rounding, but not the computation.
@@ -33,7 +34,12 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
     for group in ("qkv", "output", "mlp"):
         values[f"{group}_bias"] = has_bias(config, group)
     values["bias"] = config.bias and config.norm == "layer_norm"  # all other biases have fields of their own
-    extends = type(config) in (EncoderConfig, EncoderDecoderConfig, MambaConfig)  # and not a config of training
+    extends = type(config) in (
+        EncoderConfig,
+        EncoderDecoderConfig,
+        LatentConfig,
+        MambaConfig,
+    )  # and not a config of training
     own = [name for name in config.__dataclass_fields__ if name not in ModelConfig.__dataclass_fields__]
     values |= {name: getattr(config, name) for name in own if extends and name != "chunk_size"}
     full_layers = tuple(layer for layer in range(config.n_layers) if config.window_size(layer) is None)
