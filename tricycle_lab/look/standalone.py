@@ -92,6 +92,9 @@ def check_supported(model: Any, tokeniser: Any) -> None:
     for block in model.blocks:
         if not isinstance(block, TransformerBlock):
             raise ValueError(f"HTML page: expected a model of transformer blocks, got a {type(block).__name__}")
+        if getattr(block.attention, "caches_latents", False):
+            got = type(block.attention).__name__
+            raise ValueError(f"HTML page: expected attention that caches keys and values, got {got}")
     for name, field in ModelConfig.__dataclass_fields__.items():
         value = getattr(model.config, name)
         if name in CHOICES and value not in CHOICES[name]:
