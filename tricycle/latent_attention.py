@@ -50,6 +50,7 @@ from tricycle.ops import reshape
 from tricycle.tensor import Tensor
 
 NORM_EPS = 1e-6  # of the norms of latents
+UNSUPPORTED = ("qk_norm", "token_shift", "key_shift", "unrotated_layers", "rotary_local_base")  # fields
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,6 @@ class LatentConfig(ModelConfig):
             fields |= {"sigmoid": self.sigmoid_router, "expert_scale": self.expert_scale}
             mlp = MixtureOfExperts(MLPBlock, **fields)
         return TransformerBlock(replace(self, n_experts=0), layer, attention=attention, mlp=mlp, **options)
-
-
-UNSUPPORTED = ("qk_norm", "token_shift", "key_shift", "unrotated_layers", "rotary_local_base")
 
 
 class LatentAttention(MultiHeadSelfAttention):
