@@ -17,6 +17,7 @@ RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3", "mixtr
 RENAMED["cohere"] = "command-r"
 ARCHITECTURES = {name: RENAMED.get(family.model_type, family.model_type) for name, family in FAMILIES.items()}
 NOT_READ = ("mistral", "opt", "stablelm", "smollm3", "phi3", "granitemoe", "gpt_oss", "falcon", "gptj")
+NOT_READ += ("deepseek_v2", "deepseek_v3")
 ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in NOT_READ and "YaRN" not in name}
 # What a file cannot say: llama.cpp knows it by heart.
 KNOWN = {

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 from transformers_families import FAMILIES, VOCABULARY, difference, hf_logits, new_hf_model
 
-from tricycle.finetuning.lora import AdaptedDense, LoRAConfig
+from tricycle.finetuning.lora import ALL_LINEAR, AdaptedDense, LoRAConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
@@ -30,7 +30,14 @@ F = torch.nn.functional
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 AGREED = 2e-5
 N_STEPS = 20
-FUSED = ("Phi-3", "Granite", "Cohere", "Falcon, 40B", "GPT-J")  # fused matrices, and other orders of outputs
+FUSED = (
+    "Phi-3",
+    "Granite",
+    "Cohere",
+    "Falcon, 40B",
+    "GPT-J",
+    "DeepSeek-V3",
+)  # fused matrices, and other orders of outputs
 each_family = pytest.mark.parametrize(
     "name", ["Llama", "Qwen2", "Gemma 3", "Pythia", "OPT-350m", "GPT-2", "Phi", *FUSED]
 )
@@ -70,7 +77,9 @@ def enliven_adapter(adapter: Any) -> None:
 def test_saved_adapter_gives_equal_logits_in_peft(name, dora, tmp_path):
     hf_model, loaded = both(name, tmp_path / "base")
     before = loaded.model(some_tokens()).numpy()
-    adapter = new_adapter(loaded, LoRAConfig(rank=3, alpha=5, dora=dora), seed=1)
+    # PEFT adapts the experts of DeepSeek in another way
+    targets = tuple(TARGETS[name]) if name == "DeepSeek-V3" else (ALL_LINEAR,)
+    adapter = new_adapter(loaded, LoRAConfig(3, 5, targets, dora=dora), seed=1)
     np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), before)  # B is 0
     enliven_adapter(adapter)
     actual = loaded.model(some_tokens()).numpy()
@@ -105,6 +114,7 @@ TARGETS = {
     "Cohere": "all-linear",
     "Falcon, 40B": ["query_key_value", "dense_4h_to_h"],
     "GPT-J": ["k_proj", "q_proj", "v_proj", "fc_in"],
+    "DeepSeek-V3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 
 

@@ -150,8 +150,8 @@ def adapted(x: Tensor, down: Tensor, *others: Tensor, dora: bool = False) -> Ten
     return layer(x)
 
 
-def mixture(x: Tensor) -> Tensor:
-    return in_float64(MixtureOfExperts(MLPBlock, 4, 3, hidden_size=5, activation="tanh", generator=0))(x)
+def mixture(x: Tensor, **options) -> Tensor:
+    return in_float64(MixtureOfExperts(MLPBlock, 4, 4, hidden_size=5, activation="tanh", generator=0, **options))(x)
 
 
 def quantized(x: Tensor, *bias: Tensor) -> Tensor:
@@ -166,6 +166,7 @@ UNREGISTERED = {
         None,
     ),
     "mixture of experts": Sample(mixture, (normal(5, 4),), None),
+    "sigmoid router": Sample(lambda x: mixture(x, sigmoid=True, n_groups=2, shared_size=3), (normal(5, 4),), None),
     "router": Sample(lambda x: Router(4, 3, generator=0)(x), (normal(2, 4),), None),
     "int8 weights": Sample(quantized, (normal(2, 2, 4), normal(3)), None),
     "blocks of weights": Sample(

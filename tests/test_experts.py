@@ -13,7 +13,7 @@ from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.blocks import MLPBlock, TransformerBlock
 from tricycle.configs import PRESETS, ModelConfig
 from tricycle.configs.size import min_n_weights
-from tricycle.experts import MixtureOfExperts, RouterStatistics, add_router_loss, select_experts
+from tricycle.experts import MixtureOfExperts, RouterStatistics, Routing, add_router_loss, select_experts
 from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
 from tricycle.kernels.quantized import QuantizedMatrix
@@ -52,7 +52,7 @@ BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
 
 def new_mixture(dtype=np.float32, **options) -> MixtureOfExperts:
     options = {"n_active_experts": 2, "hidden_size": 5, "activation": "swish", "gated": True, "bias": False, **options}
-    layer = MixtureOfExperts(MLPBlock, 6, 4, generator=1, **options)
+    layer = MixtureOfExperts(MLPBlock, 6, options.pop("n_experts", 4), generator=1, **options)
     for parameter in layer.parameters():
         parameter.array = parameter.array.astype(dtype)
     return layer
@@ -77,21 +77,34 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 # -------------------------------------------------------------------- the layer
 def loop_over_tokens(layer: MixtureOfExperts, x: np.ndarray) -> np.ndarray:
-    """Return the mixture's result for rows x, one token and one expert at a time."""
+    """Return the mixture's result for rows x, without shared experts, one token and one expert at a time."""
     results = []
     for row in x.astype(np.float64):
         logits = row @ layer.router.weights.array
         probabilities = np.exp(logits - logits.max())
         probabilities /= probabilities.sum()
-        best = sorted(range(len(logits)), key=lambda e: -probabilities[e])[: layer.n_active]
-        total = sum(probabilities[e] for e in best) if layer.normalized else 1
+        if layer.routing.sigmoid:
+            probabilities = 1 / (1 + np.exp(-logits))
+        best = best_experts(layer, probabilities)
+        total = sum(probabilities[e] for e in best) if layer.routing.normalized else 1
         result = np.zeros_like(row)
         for e in best:
             up, gate = np.split(row @ layer.experts[e].up.weights.array, 2)
             hidden = up * gate / (1 + np.exp(-gate))
-            result += probabilities[e] / total * (hidden @ layer.experts[e].projection.weights.array)
+            weight = layer.expert_scale * probabilities[e] / total
+            result += weight * (hidden @ layer.experts[e].projection.weights.array)
         results.append(result)
     return np.array(results)
+
+
+def best_experts(layer: MixtureOfExperts, scores: np.ndarray) -> list[int]:
+    """Return the experts of a token, from the groups with the highest scores."""
+    choice = scores if layer.correction is None else scores + layer.correction.array
+    groups = np.split(np.arange(len(scores)), layer.routing.n_groups)
+    n_summed = 2 if layer.routing.sigmoid else 1
+    groups.sort(key=lambda group: -sum(sorted(choice[group])[-n_summed:]))
+    allowed = np.concatenate(groups[: layer.routing.n_active_groups])
+    return sorted(allowed, key=lambda e: -choice[e])[: layer.routing.n_active]
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -105,9 +118,39 @@ def test_result_is_that_of_a_loop_over_tokens(n_active, normalized):
         assert np.array_equal(layer(x).array, layer(to_tensor(x)).array)
 
 
-@pytest.mark.parametrize("normalized", [True, False])
-def test_gradients_are_those_of_finite_differences(normalized):
-    layer = new_mixture(np.float64, normalize_experts=normalized)
+GROUPS = {"n_experts": 8, "n_groups": 4, "n_active_groups": 2, "n_active_experts": 3, "expert_scale": 1.7}
+
+
+@pytest.mark.parametrize("sigmoid", [True, False])
+def test_experts_are_selected_from_the_best_groups(sigmoid):
+    layer = new_mixture(sigmoid=sigmoid, **GROUPS)
+    if sigmoid:
+        layer.correction.array[...] = RNG.normal(0, 0.3, 8)
+    layer.router.weights.array[...] *= 3
+    x = RNG.standard_normal((40, 6)).astype(np.float32)
+    assert relative_error(layer(x).array, loop_over_tokens(layer, x)) < 1e-6
+    layer.routing = layer.routing._replace(n_active_groups=4)  # without this limit, other experts are selected
+    assert relative_error(layer(x).array, loop_over_tokens(layer, x)) < 1e-6
+    scores = 1 / (1 + np.exp(-layer.router(x).array))
+    limited = layer.routing._replace(n_active_groups=2).select(scores)
+    assert (limited != layer.routing.select(scores)).any()
+    assert max(len(set(row // 2)) for row in limited) == 2
+
+
+def test_shared_experts_process_every_token():
+    layer = new_mixture(shared_size=7)
+    x = RNG.standard_normal((9, 6)).astype(np.float32)
+    assert layer.shared.projection.weights.shape == (7, 6)
+    assert relative_error(layer(x).array, loop_over_tokens(layer, x) + layer.shared(x).array) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"normalize_experts": False}, {"sigmoid": True, **GROUPS, "shared_size": 7}]
+    + [{"sigmoid": True, "normalize_experts": False}],
+)
+def test_gradients_are_those_of_finite_differences(options):
+    layer = new_mixture(np.float64, **options)
     x = to_tensor(RNG.standard_normal((9, 6)), dtype=np.float64)
     factors = RNG.standard_normal((9, 6))
     loss = lambda: (layer(x) * factors).sum()
@@ -155,7 +198,7 @@ def test_equal_calls_give_equal_bits():
 
 
 def test_first_of_equally_probable_experts_is_selected():
-    weights, selected = select_experts(to_tensor(np.zeros((2, 4))), 3, True)
+    weights, selected = select_experts(to_tensor(np.zeros((2, 4))), Routing(3))
     assert selected.tolist() == [[0, 1, 2]] * 2
     np.testing.assert_allclose(weights.array, 1 / 3, rtol=1e-6)
 
@@ -172,6 +215,7 @@ def test_layer_accepts_no_tokens():
         (lambda: new_mixture()(np.zeros((2, 5))), "MixtureOfExperts.embedding_dim=6.: expected"),
         (lambda: new_mixture(n_active_experts=5), "expected n_active_experts to be at most 4, got 5"),
         (lambda: new_mixture(n_active_experts=0), "n_active_experts"),
+        (lambda: new_mixture(sigmoid=True, router_loss=0.5), "router_loss to be 0 with sigmoid, got 0.5"),
         (lambda: replace(CONFIG, n_active_experts=6), "n_active_experts to be from 1 to n_experts, got 6"),
         (lambda: replace(CONFIG, n_experts=-1), "n_experts"),
         (lambda: replace(CONFIG, router_loss=-1.0), "router_loss"),

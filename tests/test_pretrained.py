@@ -266,6 +266,18 @@ OTHER_FIELDS = [
     ("falcon", "num_ln_in_parallel_attn", 2, "num_ln_in_parallel_attn .*1, or 2 in the new .* got 2"),
     ("gptj", "rotary_dim", None, "rotary_dim .*whole number above 0, got None"),
     ("gptj", "rotary_dim", 300, "rotary_dim .*at most 256, the channels of a head, got 300"),
+    ("deepseek_v2", "num_experts_per_tok", None, "num_experts_per_tok .*above 0, got None"),
+    ("deepseek_v2", "topk_method", "noaux_tc", "topk_method .*greedy or group_limited_greedy, got 'noaux_tc'"),
+    ("deepseek_v2", "norm_topk_prob", True, "norm_topk_prob .*False, the only supported value"),
+    ("deepseek_v2", "mlp_bias", True, "mlp_bias .*False, the only supported value"),
+    ("deepseek_v3", "first_k_dense_replace", -1, "first_k_dense_replace .*0 or more, got -1"),
+    ("deepseek_v3", "moe_layer_freq", 2, "moe_layer_freq .*1, the only supported value, got 2"),
+    ("deepseek_v3", "num_key_value_heads", 8, "num_key_value_heads .*num_attention_heads 128, got 8"),
+    ("deepseek_v3", "rope_interleave", False, "rope_interleave .*True, the only supported value"),
+    ("deepseek_v3", "scoring_func", "softmax", "scoring_func .*'sigmoid', the only supported value"),
+    ("deepseek_v3", "topk_method", "greedy", "topk_method .*'noaux_tc', the only supported value"),
+    ("deepseek_v3", "topk_group", 9, "n_active_groups .*from 1 to n_groups 8, got 9"),
+    ("deepseek_v3", "rope_scaling", {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}, "yarn_mscale.*yarn"),
     ("gptj", "tie_word_embeddings", True, "tie_word_embeddings .*False, the only supported value"),
 ]
 

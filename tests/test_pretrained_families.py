@@ -39,6 +39,7 @@ from tricycle.pretrained import load
 from tricycle.pretrained.config_equivalence import IGNORED_FIELDS, differing_fields
 from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families import FAMILIES
+from tricycle.pretrained.families.deepseek import uninitialized_latent
 from tricycle.pretrained.families.family import uninitialized_gpt
 from tricycle_lab.probe import Probe
 
@@ -57,6 +58,7 @@ SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 NEOX, OPT, GPT2, PHI = (SMALL[name].hf_fields for name in ("Pythia", "OPT", "GPT-2", "Phi"))
 FALCON, GPTJ = (SMALL[name].hf_fields for name in ("Falcon", "GPT-J"))
+DEEPSEEK = SMALL["DeepSeek-V3"].hf_fields
 NEW_FALCON = {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}
 
 
@@ -165,6 +167,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, one after the other": ("falcon", {**FALCON, "parallel_attn": False, "multi_query": False, "bias": True}),
     "falcon, 11B": ("falcon", {**FALCON, **NEW_FALCON, "num_kv_heads": 4, "tie_word_embeddings": False}),
     "gptj, all channels": ("gptj", {**GPTJ, "rotary_dim": 8, "n_inner": 50, "activation_function": "relu"}),
+    "deepseek_v2, greedy": (
+        "deepseek_v2",
+        {**DEEPSEEK, "topk_method": "greedy", "q_lora_rank": 5, "first_k_dense_replace": 0, "attention_bias": True},
+    ),
+    "deepseek_v3, few dense layers": (
+        "deepseek_v3",
+        {
+            **{**DEEPSEEK, **rope("yarn", factor=8.0, mscale=1.0, mscale_all_dim=1.0)},
+            **{"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "v_head_dim": 4},
+            **{"first_k_dense_replace": 2, "n_shared_experts": 1, "tie_word_embeddings": False},
+        },
+    ),
     "phi, grouped heads": (
         "phi",
         {**PHI, "num_attention_heads": 4, "num_key_value_heads": 2, **rope(partial_rotary_factor=0.7)},
@@ -238,7 +252,10 @@ def compare_gradients(model: GPT, hf_model: Any, tokens: np.ndarray) -> tuple[fl
     assert loss == pytest.approx(expected, rel=1e-5)
     grads = read(hf_model, "grad").state_dict()
     assert set(grads) == {name for name, _ in model.named_parameters()}
-    return max((difference(p.grad.array, grads[name]), name) for name, p in model.named_parameters())
+    ours = {name: p.grad.array for name, p in model.named_parameters()}
+    for name in [name for name in ours if name.endswith(".correction")]:
+        assert not ours.pop(name).any()  # it only selects experts
+    return max((difference(grad, grads[name]), name) for name, grad in ours.items())
 
 
 # -------------------------------------------------------------------- the small models of other tests
@@ -256,7 +273,7 @@ def test_each_config_field_changes_the_logits(family: Family) -> None:
     without_effect = []
     for name in telling_fields(family.config):
         try:
-            other = GPT(replace(family.config, **{name: getattr(ModelConfig(), name)}))
+            other = GPT(replace(family.config, **{name: getattr(type(family.config)(), name)}))
             other.load_state_dict(model.state_dict())
         except ValueError:  # another shape: seen before anything is computed
             continue
@@ -266,8 +283,8 @@ def test_each_config_field_changes_the_logits(family: Family) -> None:
 
 
 def telling_fields(config: ModelConfig) -> Iterable[str]:
-    """Return those that are not as in GPT-2, but for the sizes that every model has."""
-    default = ModelConfig()
+    """Return those that are not at their defaults, but for the sizes that every model has."""
+    default = type(config)()
     changed = [field.name for field in fields(config) if getattr(config, field.name) != getattr(default, field.name)]
     return [name for name in changed if name not in ("vocab_size", "context_window", "n_layers", *IGNORED_FIELDS)]
 
@@ -336,11 +353,13 @@ def test_config_fields_of_transformers_4(spelling: str, tmp_path: Path) -> None:
 
 def test_absent_fields_have_the_defaults_of_their_class() -> None:
     """What a class's own default config says is what an empty config.json means."""
-    kinds = [kind for kind, family in FAMILIES.items() if family.new_model is uninitialized_gpt]
+    decoders = uninitialized_gpt, uninitialized_latent
+    kinds = [kind for kind, family in FAMILIES.items() if family.new_model in decoders]
     assert len(kinds) > 10
     for kind in kinds:
-        written = transformers.AutoConfig.for_model(kind).to_dict()
-        minimal = {"model_type": kind, **({"text_config": {}} if kind == "gemma3" else {})}
+        required = {"num_experts_per_tok": 6} if kind == "deepseek_v2" else {}  # it has no default
+        written = transformers.AutoConfig.for_model(kind, **required).to_dict()
+        minimal = {"model_type": kind, **required, **({"text_config": {}} if kind == "gemma3" else {})}
         bare, full = (FAMILIES[kind].to_config(ConfigFields(values)) for values in (minimal, written))
         assert differing_fields(bare, full) == [], kind
 

@@ -28,6 +28,7 @@ from tricycle.configs.encoder import EncoderConfig
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
+from tricycle.latent_attention import LatentConfig
 from tricycle.models import GPT
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.state_spaces.mamba import MambaConfig
@@ -257,6 +258,10 @@ test_unsupported_models_are_refused = bad_input(
         "blocks of another kind": (
             check(MambaConfig(vocab_size=TOKENISER.n_vocab, embedding_dim=8, n_heads=2, head_size=8, n_layers=1)),
             "transformer blocks, got a MambaBlock",
+        ),
+        "latents": (
+            check(LatentConfig(vocab_size=TOKENISER.n_vocab, embedding_dim=8, n_heads=2, n_layers=1, n_experts=0)),
+            "attention that caches keys and values, got LatentAttention",
         ),
         "softmax": (check(replace(CONFIG, softmax="blocks")), "softmax to be softmax, softmax1, sink.*got 'blocks'"),
         "tokenizer": (check(CONFIG, ByteLevelBPE(300)), "tokenizer of Tricycle.*got a ByteLevelBPE"),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.configs import ModelConfig
+from tricycle.latent_attention import LatentConfig
 from tricycle.pretrained.families import build_model
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 
@@ -174,6 +175,19 @@ def falcon(hf_fields: dict[str, Any], **fields: Any) -> Family:
     )
 
 
+def deepseek(model_type: str, hf_fields: dict[str, Any], **fields: Any) -> Family:
+    """Return a DeepSeek: latent attention, a first layer without experts, shared experts, and groups of experts."""
+    sizes = {"kv_lora_rank": 14, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8, "v_head_dim": 10}
+    experts = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_shared_experts": 2}
+    layers = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "num_hidden_layers": 3}
+    common = hf_llama_fields(**sizes, **experts, **layers, n_group=3, topk_group=2, routed_scaling_factor=1.5)
+    config = {**TRICYCLE_SIZES, "n_heads": 4, "hidden_size": 40, "norm_eps": 1e-5, "n_layers": 3, "tied": True}
+    config |= {"latent_size": 14, "rotary_size": 6, "head_size": 8, "value_size": 10, "n_dense_layers": 1}
+    config |= {"n_experts": 6, "n_active_experts": 3, "expert_size": 12, "n_shared_experts": 2, "expert_scale": 1.5}
+    config |= {"n_groups": 3, "n_active_groups": 2}
+    return Family(model_type, {**common, **hf_fields}, LatentConfig(**{**config, **fields}))
+
+
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -334,6 +348,24 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "StableLM, parallel": stablelm(parallel=True),
+    # a softmax router, queries without a latent, YaRN with a factor of all scores
+    "DeepSeek-V2": deepseek(
+        "deepseek_v2",
+        {
+            **{"q_lora_rank": None, "topk_method": "group_limited_greedy"},
+            "rope_parameters": default_rope(100.0) | YARN | {"mscale": 0.7, "mscale_all_dim": 0.5},
+        },
+        **YARN_ROTARY | {"rotary_attention_factor": (1 + 0.07 * np.log(4.0)) / (1 + 0.05 * np.log(4.0))},
+        rotary_base=100.0,
+        yarn_mscale=0.5,
+    ),
+    # a sigmoid router with a correction, queries with a latent
+    "DeepSeek-V3": deepseek(
+        "deepseek_v3",
+        {"q_lora_rank": 9, "rope_parameters": default_rope(100.0), "attention_bias": True},
+        **{"query_rank": 9, "rotary_base": 100.0, "sigmoid_router": True, "normalize_experts": True},
+        **{"qkv_bias": True, "output_bias": True},
+    ),
 }
 
 SMOLLM2 = {**FAMILIES["Llama"].hf_fields, "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536}
@@ -356,9 +388,15 @@ def new_hf_model(model_type: str, hf_fields: dict[str, Any], lively: bool = True
 def read(hf_model: Any, part: str = "data") -> Any:
     """Return our model, as if read from files of hf_model; with part="grad" its gradients stand in the weights."""
     arrays = {name: getattr(parameter, part) for name, parameter in hf_model.named_parameters()}
+    arrays |= {name: buffer if part == "data" else 0 * buffer for name, buffer in corrections(hf_model)}
     arrays = checkpoint_arrays(hf_model, {name: array for name, array in arrays.items() if array is not None})
     tensors = {name: StoredTensor(array.shape, "F32", lambda array=array: array) for name, array in arrays.items()}
     return build_model(StoredModel(Path("memory"), hf_model.config.to_dict(), tensors))
+
+
+def corrections(hf_model: Any) -> list[tuple[str, Any]]:
+    """Return the names and values of the corrections of routers, which checkpoints contain as well."""
+    return [(name, buffer) for name, buffer in hf_model.named_buffers() if name.endswith("correction_bias")]
 
 
 def checkpoint_arrays(hf_model: Any, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -416,6 +454,8 @@ def randomize_weights(hf_model: Any, lively: bool = True) -> None:
                 p += 0.2 * noise
             elif lively and not re.search("embed|wte|wpe", name):  # embeddings stay small: so the eps of a norm counts
                 p.copy_(noise * p.shape[-1] ** -0.5)
+        for _, correction in corrections(hf_model):  # small, so that each expert is selected for some token
+            correction += 0.1 * torch.randn(correction.shape, generator=generator)
 
 
 def difference(actual: np.ndarray, expected: np.ndarray) -> float:

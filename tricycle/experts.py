@@ -6,8 +6,13 @@ on the other tokens.
 
 In training, a load-balancing loss keeps the router from selecting always the same experts.
 
+DeepSeek's models add three ideas: a shared MLP processes every token beside the selected experts; a token selects
+experts of a few groups only, because each group is on another device; and scores by a sigmoid, to which a correction is
+added for the selection alone, balance the experts without a loss.
+
 Sources: Shazeer et al. 2017; Fedus et al. 2021, "Switch Transformers" (the loss, equations 4 to 6); Gale et al. 2022,
-"MegaBlocks" (dropless).
+"MegaBlocks" (dropless); Dai et al. 2024, "DeepSeekMoE" (shared experts); DeepSeek-AI 2024, "DeepSeek-V2" (groups) and
+"DeepSeek-V3" (sigmoid).
 
 Shapes: N tokens, C channels, E experts, K experts per token.
 """
@@ -17,18 +22,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad, OwnedGradient, current_modes, grad_enabled_for
 from tricycle.create_graph import cast, unfused
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.extra_ops import concatenate, split_sizes
-from tricycle.functions import Softmax, linear
+from tricycle.functions import Sigmoid, Softmax, linear
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels.dispatch import upcast
 from tricycle.layers import MIXTURES, Dense, Dropout, Generator, Layer, new_generator
 from tricycle.ops import as_floating, as_tensor, check_last_axis, check_positive, reshape
+from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record
 
 
@@ -100,39 +108,74 @@ def add_router_loss(compute_loss: Callable[[], Tensor], weight: Any) -> Tensor:
 
 
 # -------------------------------------------------------------------- routing
-def select_experts(logits: Tensor, n_active: int, normalized: bool) -> tuple[Tensor, Array]:
-    """Return the weights (N, K) and indices (N, K) of the K most probable experts by a softmax of logits (N, E).
+class Routing(NamedTuple):
+    """How a router selects experts.
+
+    Attributes:
+        n_active: K, the number of experts of each token.
+        normalized: whether the weights of a token are divided by their sum.
+        sigmoid: whether the scores are sigmoids of the logits; by default they are a softmax.
+        n_groups: the number of groups of consecutive experts, a divisor of E.
+        n_active_groups: the number of groups from which the experts of a token are selected: those with the highest
+            score, or, with sigmoid, those with the highest sum of two scores.
+    """
+
+    n_active: int
+    normalized: bool = True
+    sigmoid: bool = False
+    n_groups: int = 1
+    n_active_groups: int = 1
+
+    def select(self, scores: Array) -> Array:
+        """Return the indices (N, K) of the experts with the highest scores (N, E); of equal ones the first."""
+        xp = array_module(scores)
+        if self.n_active_groups < self.n_groups:
+            groups = scores.reshape(len(scores), self.n_groups, -1)
+            best = xp.sort(groups, axis=-1)[..., -2 if self.sigmoid else -1 :].sum(axis=-1)
+            excluded = xp.argsort(-best, axis=-1, kind="stable")[:, self.n_active_groups :]
+            groups = groups.copy()
+            groups[xp.arange(len(groups))[:, None], excluded] = -xp.inf
+            scores = groups.reshape(scores.shape)
+        return xp.argsort(-scores, axis=-1, kind="stable")[:, : self.n_active]
+
+
+def select_experts(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Array]:
+    """Return the weights (N, K), the scores, and the indices (N, K) of the experts with the highest scores of logits.
 
     Args:
-        n_active: K. Of equally probable experts the first is selected.
-        normalized: whether the weights of a token are divided by their sum, which equals a softmax of K logits.
+        logits: (N, E).
+        correction: (E,), added to the scores for the selection, but not to the weights, so its gradient is 0.
     """
-    xp, statistics = logits.xp, _statistics.get()
-    probabilities = kernels.softmax(upcast(as_floating(logits.array)))
-    selected = xp.argsort(-probabilities, axis=-1, kind="stable")[:, :n_active]
+    xp, statistics, normalized = logits.xp, _statistics.get(), routing.normalized
+    array = upcast(as_floating(logits.array))
+    scores = kernels.sigmoid(array) if routing.sigmoid else kernels.softmax(array)
+    selected = routing.select(scores if correction is None else scores + correction.array)
     if statistics is not None:
-        statistics.add(probabilities, selected)
+        statistics.add(scores, selected)
     places = xp.arange(len(selected))[:, None], selected
-    top = probabilities[places]
+    top = scores[places]
     total = top.sum(axis=-1, keepdims=True) if normalized else 1
     weights = top / total
 
-    def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
+    def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array, ...]:
         if normalized:
             grad = (grad - (grad * weights).sum(axis=-1, keepdims=True)) / total
-        slope = xp.zeros_like(probabilities)
+        slope = xp.zeros_like(scores)
         slope[places] = grad
         if statistics is not None:
             slope += statistics.gradient()
-        return (kernels.softmax_backward(slope, probabilities),)
+        slope = slope * scores * (1 - scores) if routing.sigmoid else kernels.softmax_backward(slope, scores)
+        return (slope,) if correction is None else (slope, xp.zeros_like(correction.array))
 
-    return record(weights, (logits,), backward, "select_experts"), selected
+    args = (logits,) if correction is None else (logits, correction)
+    return record(weights, args, backward, "select_experts"), selected
 
 
 @unfused("tricycle.experts.select_experts")
 def _select_experts(node: Tensor, variables: Any) -> Tensor:
     """Compute the weights by other operations; the selection and the router loss are constants."""
-    top: Tensor = Softmax()(cast(node.args[0], node.dtype))[variables.places]
+    scores = Sigmoid() if variables.routing.sigmoid else Softmax()
+    top: Tensor = scores(cast(node.args[0], node.dtype))[variables.places]
     return top / top.sum(axis=-1, keepdims=True) if variables.normalized else top
 
 
@@ -225,12 +268,17 @@ class Router(Dense):
 class MixtureOfExperts(Layer):
     """A mixture of experts: the sum of the results of K MLPs, selected and weighted by a router for each token.
 
+    With `shared_size`, the result of a further MLP is added.
+
     Args:
         new_expert: makes an expert from `embedding_dim` and `fields`, such as `blocks.MLPBlock`.
         embedding_dim: C. n_experts: E. n_active_experts: K, at most E.
         normalize_experts: whether the weights of a token's experts are divided by their sum.
         router_bias: whether the router has a bias.
-        router_loss: the weight of the load-balancing loss in `add_loss`.
+        router_loss: the weight of the load-balancing loss in `add_loss`; 0 with sigmoid.
+        sigmoid, n_groups, n_active_groups: see `Routing`; with sigmoid, a correction is added for the selection.
+        expert_scale: the factor of the weighted sum.
+        shared_size: the width of the hidden layer of an MLP that processes every token; 0 for none.
         dropout: the dropout probability of the result.
         fields: further fields of `ModelConfig`, such as `hidden_size`, the width of each expert.
     """
@@ -245,6 +293,11 @@ class MixtureOfExperts(Layer):
         normalize_experts: bool = True,
         router_bias: bool = False,
         router_loss: float = 0.0,
+        sigmoid: bool = False,
+        n_groups: int = 1,
+        n_active_groups: int = 1,
+        expert_scale: float = 1.0,
+        shared_size: int = 0,
         dropout: float = 0.0,
         initialiser: Initialiser = xavier,
         generator: Generator = None,
@@ -254,12 +307,16 @@ class MixtureOfExperts(Layer):
         if n_active_experts > n_experts:
             rule = f"n_active_experts to be at most {n_experts}"
             raise ValueError(f"MixtureOfExperts: expected {rule}, got {n_active_experts}")
+        if sigmoid and router_loss:
+            raise ValueError(f"MixtureOfExperts: expected router_loss to be 0 with sigmoid, got {router_loss}")
         generator = new_generator(generator)
         options: dict[str, Any] = {**fields, "initialiser": initialiser, "generator": generator}
-        self.embedding_dim, self.n_active = embedding_dim, n_active_experts
-        self.normalized, self.router_loss = normalize_experts, router_loss
+        self.embedding_dim, self.router_loss, self.expert_scale = embedding_dim, router_loss, expert_scale
+        self.routing = Routing(n_active_experts, normalize_experts, sigmoid, n_groups, n_active_groups)
         self.router = Router(embedding_dim, n_experts, router_bias, initialiser, generator, role="router")
+        self.correction = Parameter(np.zeros(n_experts, np.float32), "bias") if sigmoid else None
         self.experts = [new_expert(embedding_dim, **options) for _ in range(n_experts)]
+        self.shared = new_expert(embedding_dim, **{**options, "hidden_size": shared_size}) if shared_size else None
         self.dropout = Dropout(dropout, generator)
 
     def forward(self, x: Operand) -> Tensor:
@@ -271,11 +328,17 @@ class MixtureOfExperts(Layer):
         shape = x.shape
         check_last_axis(f"MixtureOfExperts(embedding_dim={self.embedding_dim})", x, self.embedding_dim)
         rows = reshape(x, math.prod(shape[:-1]), shape[-1])
-        weights, selected = select_experts(self.router(rows), self.n_active, self.normalized)
+        weights, selected = select_experts(self.router(rows), self.routing, self.correction)
+        y = reshape(self._mix(rows, weights, selected), shape)
+        y = y if self.expert_scale == 1 else y * self.expert_scale
+        return self.dropout(y if self.shared is None else y + self.shared(x))
+
+    def _mix(self, rows: Tensor, weights: Tensor, selected: Array) -> Tensor:
+        """Return the weighted sum (N, C) of the experts `selected` (N, k) for each of the rows (N, C)."""
         if len(selected) == 1 and not grad_enabled_for(weights):  # decoding: there is nothing to sort
             results = [self.experts[e](rows).array for e in to_cpu(selected)[0].tolist()]
             total = sum(upcast(y) * weights.array[:, k, None] for k, y in enumerate(results))
-            return self.dropout(Tensor(total.astype(results[0].dtype, copy=False).reshape(shape), False))
+            return Tensor(total.astype(results[0].dtype, copy=False), False)
         assignment = Assignment(selected, len(self.experts))
         builds_graph = all(mode.builds_graph for mode in current_modes.get())
         running = [(e, n) for e, n in zip(self.experts, assignment.counts) if n or builds_graph] or [
@@ -283,7 +346,7 @@ class MixtureOfExperts(Layer):
         ]
         parts = split_sizes(gather_rows(rows, assignment), [n for _, n in running], axis=0)
         outputs = concatenate([expert(part) for (expert, _), part in zip(running, parts)])
-        return self.dropout(reshape(combine_rows(outputs, weights, assignment), shape))
+        return combine_rows(outputs, weights, assignment)
 
     def add_loss(self, compute_loss: Callable[[], Tensor], scale: Any) -> Tensor:
         """Return `compute_loss()`, in training plus `scale` times the weighted load-balancing loss of all mixtures."""

@@ -172,7 +172,7 @@ class GPT(BlockStack):
             compute_loss: Any = partial(self, tokens, output_fn=output_fn, **options)
         else:  # a custom `forward`, or that of a probe, must compute the logits
             compute_loss = lambda: loss_fn(labels, self(tokens, **options), scale)
-        add_loss = getattr(self.blocks[0].mlp, "add_loss", None)  # of a mixture: the load-balancing loss of its router
+        add_loss = getattr(self.blocks[-1].mlp, "add_loss", None)  # of a mixture: the load-balancing loss of its router
         return compute_loss() if add_loss is None else add_loss(compute_loss, scale)
 
     def loss_from_hidden(self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Any = 1.0) -> Tensor:

@@ -21,12 +21,14 @@ from tricycle.configs.encoder_decoder import EncoderDecoderConfig
 from tricycle.configs.mamba import MambaConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense
+from tricycle.latent_attention import LatentConfig
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.pretrained.config_equivalence import differing_fields, effective_fields
 from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families import ALL_FAMILIES
 from tricycle.pretrained.families.bert import uninitialized_encoder
+from tricycle.pretrained.families.deepseek import uninitialized_latent
 from tricycle.pretrained.families.family import Family, TensorMapping, to_hf_tensors, uninitialized_gpt
 from tricycle.pretrained.families.mamba2 import uninitialized_mamba
 from tricycle.pretrained.families.qwen3_next import uninitialized_delta_net
@@ -51,6 +53,7 @@ NEUTRAL_FIELDS = ("bias", "qkv_bias", "output_bias", "mlp_bias", "head_bias", "q
 MODELS: dict[type, Any] = {
     EncoderConfig: uninitialized_encoder,
     EncoderDecoderConfig: uninitialized_encoder_decoder,
+    LatentConfig: uninitialized_latent,
     MambaConfig: uninitialized_mamba,
     DeltaNetConfig: uninitialized_delta_net,
 }

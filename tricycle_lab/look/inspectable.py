@@ -286,7 +286,12 @@ class InspectableStack(InspectableModel):
         # positions are reusable if attention is causal, and projects each token without its neighbors
         blocks = self.model.blocks if isinstance(self.model, GPT) else [None]
         attentions = [getattr(block, "attention", None) for block in blocks]
-        is_cacheable = all(isinstance(layer, MultiHeadSelfAttention) and not layer.uses_shift for layer in attentions)
+        is_cacheable = all(
+            isinstance(layer, MultiHeadSelfAttention)
+            and not layer.uses_shift
+            and not getattr(layer, "caches_latents", False)
+            for layer in attentions
+        )
         if earlier.interventions != interventions or not is_cacheable:
             return 0, 0
         pairs = zip(earlier.ids, ids)

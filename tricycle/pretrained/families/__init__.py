@@ -17,6 +17,7 @@ from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.bart import BART, MARIAN
 from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.cohere import COHERE
+from tricycle.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tricycle.pretrained.families.falcon import FALCON, FALCON_TWO_NORMS
 from tricycle.pretrained.families.family import Family, canonicalize_names, keeps_blocks, load_weights
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
@@ -43,7 +44,7 @@ from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 ALL_FAMILIES: list[Family] = [
     *(LLAMA, MISTRAL, QWEN2, OLMO2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, PHI3, STABLELM, SMOLLM3, GRANITE),
     *(COHERE, FALCON, FALCON_TWO_NORMS, GPTJ),
-    *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS),
+    *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3),
     *(BERT, ROBERTA, MODERNBERT),
     *(T5, T5_GATED, BART, MARIAN),
     MAMBA2,
@@ -100,7 +101,8 @@ def read_config(family: Family, source: StoredModel) -> Any:
             # checked here, before anything is allocated for each layer
             raise field_error(place, f"at most {len(source.tensors)}, the number of tensors", n_layers)
     config = family.to_config(fields)
-    if config.n_layers * config.n_experts > len(source.tensors):  # each expert has more than one
+    n_mixtures = getattr(config, "n_mixture_layers", config.n_layers)
+    if n_mixtures * config.n_experts > len(source.tensors):  # each expert has more than one
         raise field_error("the number of experts", f"at most {len(source.tensors)} in all layers", config.n_experts)
     minimum = min_n_weights(config)
     n_elements = sum(math.prod(tensor.shape) for tensor in source.tensors.values())
