@@ -85,10 +85,10 @@ def _unfused_tangent(node: Tensor, v: Any) -> Tensor:
 
 
 def _is_fusible(node: Tensor, directions: Tangents) -> bool:
-    """Return whether a node, its args and their tangents are arrays of one library and dtype, not of 16 bits."""
+    """Return whether args and tangents are arrays, none empty, of the node's library and dtype, not of 16 bits."""
     arrays = [x.array for x in (*node.args, *directions) if x is not None]
-    same = all(type(a) is type(node.array) and a.dtype == node.dtype for a in arrays)
-    return same and node.dtype.itemsize > 2 and node.size > 0 and not hasattr(node.array, "keeps_type")
+    same = all(type(a) is type(node.array) and a.dtype == node.dtype and a.size for a in arrays)
+    return same and node.dtype.itemsize > 2 and not hasattr(node.array, "keeps_type")
 
 
 def _run_in_chunks(work: Callable[[slice], None], like: Array) -> None:
