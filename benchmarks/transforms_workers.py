@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -243,16 +244,21 @@ def new_step(side: str, task: str, batch_size: int = 0) -> Step:
 
 
 def main() -> None:
-    """Build a side's step and answer requests on stdin (see `workers.serve`): arguments SIDE TASK BATCH."""
+    """Answer requests on stdin (see `workers.serve`), also the name of a task, which "step" then runs: SIDE BATCH."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("side", choices=SIDES)
-    parser.add_argument("task", choices=TASKS)
     parser.add_argument("batch", type=int)
     arguments = parser.parse_args()
     n_threads = int(os.environ["OMP_NUM_THREADS"])
     if sys.platform == "linux" and arguments.side.startswith("jax"):  # XLA reads no variable
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:n_threads])
-    serve(arguments.side, new_step(arguments.side, arguments.task, arguments.batch))
+    selected: dict[str, Step] = {}
+
+    def select(task: str) -> None:
+        selected.clear()  # its memory
+        selected["step"] = new_step(arguments.side, task, arguments.batch)
+
+    serve(arguments.side, lambda: selected["step"](), answers={task: partial(select, task) for task in TASKS})
 
 
 if __name__ == "__main__":

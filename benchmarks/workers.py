@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -250,13 +251,20 @@ def blas_description() -> str:
     )
 
 
-def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precision: str = "float32") -> None:
+def serve(
+    side: str,
+    step: Callable[[], Any],
+    memory_before: float = 0.0,
+    precision: str = "float32",
+    answers: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
+) -> None:
     """Answer stdin lines in JSON: "step" (s), "memory" (peak MB above `memory_before`), "matmul" (GFLOP/s), "versions".
 
     The library runs as imported, without `tune_host`, which only programs call.
 
     Args:
         memory_before: MB to subtract from the peak memory.
+        answers: functions that answer further lines.
     """
 
     def timed_step() -> float:
@@ -264,14 +272,15 @@ def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precis
         step()
         return time.perf_counter() - start
 
-    answers = {
+    all_answers: dict[str, Callable[[], Any]] = {
+        **answers,
         "step": timed_step,
         "memory": lambda: peak_memory_mb() - memory_before,
         "matmul": lambda: matmul_rate(side, precision),
         "versions": lambda: library_versions(side),
     }
     for line in sys.stdin:
-        print(json.dumps(answers[line.strip()]()), flush=True)
+        print(json.dumps(all_answers[line.strip()]()), flush=True)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import pytest
 from programs import call, good
 
 from benchmarks import transforms, transforms_probes, transforms_workers
+from benchmarks.interleave import Schedule
 from benchmarks.transforms_workers import SIDES, mlp_inputs, mlp_loss, new_step
 
 PACKAGES = dict(transforms.SIDES.values())
@@ -67,6 +68,43 @@ def test_probes_report_missing_functions_and_wrong_derivatives(monkeypatch):
     assert results["`vmap` of a gradient"] == "no such function"
     assert results["forward mode"] == results["third derivative by nested gradients"] == "no: ValueError"
     assert results["nested containers"] == "yes"
+
+
+# -------------------------------------------------------------------- measurement
+class ScriptedWorker:
+    """A worker whose steps take the seconds of SCRIPTED, of which the last repeats; it ends where there is none."""
+
+    SCRIPTED = {"tricycle": [1.0, 2.0], "autograd": [9.0, 2.0], "jax": [9.0, 3.0], "torch": []}
+    started: list[str] = []
+
+    def __init__(self, side, threads, module, *arguments):
+        assert arguments == (side, "2")
+        self.side, self.steps = side, []
+        self.started.append(side)
+
+    def request(self, command):
+        if command != "step":
+            self.steps = list(self.SCRIPTED[self.side])
+            return None
+        if not self.steps:
+            raise RuntimeError(f"the worker {self.side} ended")
+        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+
+    def close(self):
+        pass
+
+
+def test_slow_steps_are_made_once_and_ended_workers_started_again(monkeypatch, capsys):
+    monkeypatch.setattr(transforms, "Worker", ScriptedWorker)
+    monkeypatch.setattr("benchmarks.interleave.PAUSE_SECONDS", 0.0)
+    ScriptedWorker.started = []
+    sides = list(ScriptedWorker.SCRIPTED)
+    times = transforms.measure(["chain", "hvp-S"], sides, 2, 1, Schedule(1, 0.0, 0.0))
+    expected = {"tricycle": 2.0, "autograd": 9.0, "jax": 3.0, "torch": np.nan}
+    for row in times.values():
+        np.testing.assert_equal(row, expected)
+    assert ScriptedWorker.started == [*sides, "torch"]
+    assert "hvp-S: the worker torch ended" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------- tables and the page

@@ -21,9 +21,12 @@ from tricycle.tensor import Tensor, record
 
 Rule: TypeAlias = Callable[[Tensor, Tensor, Any], Sequence[Tensor | None]]
 Unfused: TypeAlias = Callable[[Tensor, Any], Tensor]
+Tangents: TypeAlias = Sequence[Tensor | None]  # of a node's args; None for 0, but not for all
+TangentRule: TypeAlias = Callable[[Tensor, Any, Any], Tensor]  # (node, Tangents, variables), or NotImplemented
 
 RULES: dict[str, Rule] = {}  # by the function that records the node: "tricycle.extra_ops.sum"
 UNFUSED: dict[str, Unfused] = {}  # the operations that are computed by others, by the same names
+TANGENTS: dict[str, TangentRule] = {}  # the rules of forward mode, where it does not transpose the gradient's rule
 CLOSURES: set[str] = set()  # those whose unfused form uses the Tensors of the call, not `node.args`
 ELEMENTWISE: set[str] = set()  # the operations of one arg whose rule multiplies each element, and so is symmetric
 # The operations that have no rule on purpose, and why
@@ -113,6 +116,16 @@ def rule(*names: str, elementwise: bool = False) -> Callable[[Rule], Rule]:
     return decorate
 
 
+def tangent_rule(*names: str) -> Callable[[TangentRule], TangentRule]:
+    """Return a decorator that adds a rule of forward mode to TANGENTS for functions named as in `rule`."""
+
+    def decorate(function: TangentRule) -> TangentRule:
+        TANGENTS.update(dict.fromkeys(names, function))
+        return function
+
+    return decorate
+
+
 def unfused(*names: str, closure: bool = False) -> Callable[[Unfused], Unfused]:
     """Return a decorator like `rule` for a function (node, variables) that recomputes the node by other operations.
 
@@ -161,8 +174,10 @@ def tangents(
 
 
 def _tangent(node: Tensor, directions: Sequence[Tensor | None], constant: bool) -> Tensor | None:
-    """Return the tangent of a node from those of its args: the transpose of its rule, applied to them."""
+    """Return the tangent of a node from those of its args: by its own rule, or the transpose of the gradient's."""
     name, variables = rule_of(node)
+    if name in TANGENTS and (found := TANGENTS[name](node, directions, variables)) is not NotImplemented:
+        return found
     if name in UNFUSED:
         return tangents([UNFUSED[name](node, variables)], node.args, directions, constant)[0]
     if name in ELEMENTWISE:

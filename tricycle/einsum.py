@@ -36,7 +36,7 @@ class Einsum(Op):
 
     def __init__(self, subscripts: str) -> None:
         self.subscripts = subscripts
-        self._terms, self._target = _parse(subscripts)
+        _parse(subscripts)  # raises an error here
 
     def __repr__(self) -> str:
         return f"Einsum({self.subscripts!r})"
@@ -44,7 +44,9 @@ class Einsum(Op):
     def forward(self, *tensors: Operand) -> Tensor:
         """Compute the einsum of Tensors, one for each input in the subscripts; raise a ValueError for a misfit."""
         inputs = as_tensors(*tensors)
-        labels, out, sizes = _resolve(self, tuple(t.shape for t in inputs), tuple(t.is_batched for t in inputs))
+        labels, out, sizes = _resolve(
+            self.subscripts, tuple(t.shape for t in inputs), tuple(t.is_batched for t in inputs)
+        )
         return contraction(inputs, labels, out, sizes, f"einsum {self.subscripts}")
 
 
@@ -57,9 +59,8 @@ def matmul(x: Operand, y: Operand) -> Tensor:
     left = "j" if x.ndim == 1 else "...ij"
     right = "j" if y.ndim == 1 else "...jk"
     out = "..." * (x.ndim > 1 or y.ndim > 1) + "i" * (x.ndim > 1) + "k" * (y.ndim > 1)
-    einsum = Einsum(f"{left},{right}->{out}")
     try:
-        labels, resolved, sizes = _resolve(einsum, (x.shape, y.shape), (False, False))
+        labels, resolved, sizes = _resolve(f"{left},{right}->{out}", (x.shape, y.shape), (False, False))
     except ValueError:
         raise ValueError(f"matmul: shapes {x.shape} and {y.shape} do not fit") from None
     return contraction((x, y), labels, resolved, sizes, "matmul")
@@ -75,9 +76,11 @@ def contraction(
     def backward(grad: Array, needs_grad: Sequence[bool]) -> list[Array | None]:
         def gradient(i: int) -> Array:
             terms = arrays[:i] + (grad,) + arrays[i + 1 :]
-            return contract(terms, *gradient_labels(i, arrays[i].shape, labels, out, sizes), sizes)
+            array = contract(terms, *gradient_labels(i, arrays[i].shape, labels, out, sizes), sizes)
+            # the view that `reshape` makes would be copied, as if another array used its memory
+            return array if array.shape == arrays[i].shape else array.reshape(arrays[i].shape)
 
-        return [gradient(i).reshape(a.shape) if needs_grad[i] else None for i, a in enumerate(arrays)]
+        return [gradient(i) if needs else None for i, needs in enumerate(needs_grad)]
 
     return record(contract(arrays, labels, out, sizes), inputs, backward, name)
 
@@ -116,15 +119,17 @@ def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
     return inputs, output
 
 
+# Cache: a pure function of text and shapes; no caller changes the dict.
+@lru_cache(maxsize=1024)
 def _resolve(
-    einsum: Einsum, shapes: tuple[tuple[int, ...], ...], batched: tuple[bool, ...]
+    subscripts: str, shapes: tuple[tuple[int, ...], ...], batched: tuple[bool, ...]
 ) -> tuple[tuple[str, ...], str, dict[str, int]]:
     """Return the inputs' labels and the output's, a letter per axis (also batch, "..."), and each letter's length."""
-    inputs, out = einsum._terms, einsum._target
-    title = f"Einsum({einsum.subscripts!r})"
+    inputs, out = _parse(subscripts)
+    title = f"Einsum({subscripts!r})"
     if len(inputs) != len(shapes):
         raise ValueError(f"{title}: expected {len(inputs)} inputs, got {len(shapes)}")
-    spare = [c for c in string.ascii_letters if c not in einsum.subscripts]
+    spare = [c for c in string.ascii_letters if c not in subscripts]
     batch = spare.pop() if any(batched) else ""
     n_hidden = [
         len(shape) - has_batch - len(part.replace("...", "")) for part, shape, has_batch in zip(inputs, shapes, batched)

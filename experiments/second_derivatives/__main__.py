@@ -16,7 +16,7 @@ from experiments.shared.results import Runs, rounded, save
 from tricycle_cli.flags import run_main
 
 QUICK: dict[str, Any] = {
-    **{"widths": (32,), "steps": 500, "rates": (0.2,), "descent_steps": 3200, "train_images": 100, "removed": 20},
+    **{"widths": (32,), "steps": 500, "rates": (0.4,), "descent_steps": 200, "train_images": 100, "removed": 20},
     **{"strengths": (0.0, 0.3), "epochs": 20, "meta_steps": 500, "newton_steps": 10, "gradient_steps": 100},
 }
 

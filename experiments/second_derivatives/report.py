@@ -27,13 +27,22 @@ def heat_table(runs: Runs) -> str:
 
 
 def sharpness_table(runs: Runs) -> str:
-    """Return the sharpness for each learning rate, over the second half and at the end of training."""
+    """Return the loss and the largest eigenvalues at the end, and the mean sharpness over the second half."""
     rows = []
     for run in runs:
-        half = [value for _, _, value in run["history"][len(run["history"]) // 2 :]]
-        values = [2 / run["rate"], np.mean(half), run["lanczos"], run["exact"]]
-        rows.append([f"{run['rate']:g}", *(f"{value:.2f}" for value in values)])
-    titles = ["learning rate", "2 / learning rate", "sharpness, second half", "last, Lanczos", "last, whole Hessian"]
+        half = [values[0] for _, _, values in run["history"][len(run["history"]) // 2 :]]
+        _, loss, last = run["history"][-1]
+        values = [2 / run["rate"], np.mean(half), *last]
+        rows.append([f"{run['rate']:g}", f"{loss:.3f}", *(f"{value:.2f}" for value in values)])
+    titles = [
+        "learning rate",
+        "last loss",
+        "2 / learning rate",
+        "largest eigenvalue, second half",
+        "last",
+        "2nd",
+        "3rd",
+    ]
     return markdown(titles, rows)
 
 
@@ -116,12 +125,12 @@ def draw_heat(axes: Any, runs: Runs) -> None:
 
 
 def draw_sharpness(axes: Any, runs: Runs) -> None:
-    """Draw the sharpness during gradient descent."""
+    """Draw the largest eigenvalue during gradient descent."""
     for run in runs:
         steps, _, values = zip(*run["history"])
-        (line,) = axes.plot(steps, values, label=f"learning rate {run['rate']:g}")
+        (line,) = axes.plot(steps, [largest for largest, *_ in values], label=f"learning rate {run['rate']:g}")
         axes.axhline(2 / run["rate"], color=line.get_color(), linestyle="--", linewidth=1)
-    axes.set(xlabel="step", ylabel="sharpness", title="gradient descent; dashed: 2 / learning rate")
+    axes.set(xlabel="step", ylabel="largest eigenvalue", title="GPT; dashed: 2 / learning rate")
 
 
 def draw_influence(axes: Any, runs: Runs) -> None:

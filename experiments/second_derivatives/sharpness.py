@@ -1,30 +1,37 @@
-"""The largest eigenvalue of the Hessian of the loss (the sharpness) while gradient descent trains a small network.
+"""The largest eigenvalues of the Hessian of the loss while gradient descent trains a small GPT on characters.
 
 Gradient descent with learning rate r diverges on a quadratic function with an eigenvalue above 2 / r. In networks the
-sharpness rises to 2 / r and stays there. Source: Cohen et al. 2021, "Gradient descent on neural networks typically
-occurs at the edge of stability".
+largest one, the sharpness, rises to 2 / r and stays there. Source: Cohen et al. 2021, "Gradient descent on neural
+networks typically occurs at the edge of stability".
 """
 
+import codecs
+import string
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments.second_derivatives.vectors import Loss, as_function, hessian_product
-from tricycle.layers import Dense, Sequential
-from tricycle.loss import MeanSquaredError
-from tricycle.ops import tanh
-from tricycle.transforms import hessian, value_and_grad
+from tricycle.configs.model import ModelConfig
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.transforms import value_and_grad
+
+N_TOKENS = 32
 
 
 def new_problem(width: int, seed: int) -> tuple[Loss, np.ndarray]:
-    """Return the loss of an MLP on 20 points of the Chebyshev polynomial T_5, and its initial parameters."""
-    generator = np.random.default_rng(seed)
-    model = Sequential(Dense(1, width, generator=generator), tanh, Dense(width, 1, generator=generator))
-    x = np.linspace(-1, 1, 20)[:, None]
-    y, loss_fn = np.cos(5 * np.arccos(x)), MeanSquaredError()
-    predict, vector = as_function(model)
-    return lambda vector: loss_fn(y, predict(vector, x)), vector
+    """Return the loss of a GPT on the characters of "The Zen of Python", and its initial parameters, by a seed."""
+    source = (Path(string.__file__).parent / "this.py").read_text(encoding="utf-8")
+    zen = codecs.decode(source.split('"""')[1], "rot13")
+    letters, ids = np.unique(list(zen), return_inverse=True)
+    n_labels = (len(ids) - 1) // N_TOKENS * N_TOKENS
+    tokens, labels = (ids[start : start + n_labels].reshape(-1, N_TOKENS) for start in (0, 1))
+    shape = {"context_window": N_TOKENS, "embedding_dim": width, "n_heads": 2, "n_layers": 1}
+    predict, vector = as_function(GPT(ModelConfig(vocab_size=len(letters), seed=seed, **shape)))
+    return lambda vector: CrossEntropy()(labels, predict(vector, tokens)), vector
 
 
 def lanczos(multiply: Callable[[np.ndarray], np.ndarray], start: np.ndarray, n_steps: int) -> np.ndarray:
@@ -45,23 +52,18 @@ def lanczos(multiply: Callable[[np.ndarray], np.ndarray], start: np.ndarray, n_s
     return np.linalg.eigvalsh(np.diag(alphas) + np.diag(inner, 1) + np.diag(inner, -1))
 
 
-def sharpness(loss: Loss, vector: np.ndarray, n_steps: int = 15) -> float:
-    """Return the largest eigenvalue of the Hessian by Lanczos's method with Hessian-vector products."""
+def largest_eigenvalues(loss: Loss, vector: np.ndarray, n_steps: int = 15) -> list[float]:
+    """Return the three largest eigenvalues of the Hessian, by Lanczos's method with Hessian-vector products."""
     start = np.random.default_rng(0).standard_normal(vector.size)
-    return float(lanczos(hessian_product(loss, vector), start, n_steps)[-1])
+    return [float(value) for value in lanczos(hessian_product(loss, vector), start, n_steps)[:-4:-1]]
 
 
-def exact_sharpness(loss: Loss, vector: np.ndarray) -> float:
-    """Return the largest eigenvalue of the whole Hessian matrix."""
-    return float(np.linalg.eigvalsh(hessian(loss)(vector).array)[-1])
-
-
-def descend(loss: Loss, vector: np.ndarray, rate: float, steps: int, every: int) -> tuple[list[Any], np.ndarray]:
-    """Train by gradient descent; return (step, loss, sharpness) every `every` steps, and the last parameters."""
+def descend(loss: Loss, vector: np.ndarray, rate: float, steps: int, every: int) -> list[Any]:
+    """Train by gradient descent; return (step, loss, largest eigenvalues) every `every` steps."""
     history, step_of = [], value_and_grad(loss)
     for step in range(steps + 1):
         value, slope = step_of(vector)
         if step % every == 0:
-            history.append((step, value.item(), sharpness(loss, vector)))
+            history.append((step, value.item(), largest_eigenvalues(loss, vector)))
         vector = vector - rate * slope.array
-    return history, vector
+    return history

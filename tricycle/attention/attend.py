@@ -86,7 +86,7 @@ class Attention(Op):
         args = tensors if scales is None else (*tensors, scales)
         if not grad_enabled_for(*args):
             return record(out, args, None, "attention")
-        new_grads, n_args = _empty_like(originals), len(args)
+        new_grads, n_args = adjacent_like(originals), len(args)
 
         def backward(grad: Array, needs_grad: NeedsGrad, *options: Any) -> tuple[Array | None, ...]:
             grads = new_grads()
@@ -148,7 +148,7 @@ def _operands(arrays: Sequence[Array], precision: str) -> list[Array]:
     return list(arrays) if converted is whole else _parts(converted, [array.shape for array in arrays])
 
 
-def _empty_like(arrays: Sequence[Array]) -> Callable[[], list[Array]]:
+def adjacent_like(arrays: Sequence[Array]) -> Callable[[], list[Array]]:
     """Return a function that allocates arrays of these shapes and dtypes, adjacent if these are."""
     xp = array_module(arrays[0])
     shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
