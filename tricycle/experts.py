@@ -205,7 +205,9 @@ class Assignment:
         One expert after the other: all rows at once would be written to memory, and read again, before they are added.
         """
         total: Any = None
-        for k, places in enumerate(self.inverse.reshape(-1, self.n_active).T):
+        by_choice = self.inverse.reshape(-1, self.n_active).T
+        for k in range(self.n_active):
+            places = by_choice[k]
             part = upcast(rows[places])
             part = part if weights is None else part * weights[:, k, None]
             if total is None:
