@@ -216,9 +216,12 @@ class MixtureOfExperts(Layer):
         normalize_experts: whether the weights of a token's experts are divided by their sum.
         router_bias: whether the router has a bias.
         router_loss: the weight of the load-balancing loss in `add_loss`.
+        shared_hidden_size: the hidden width of one more MLP, whose result for every token is added; 0 for none.
         dropout: the dropout probability of the result.
         fields: further fields of `ModelConfig`, such as `hidden_size`, the width of each expert.
     """
+
+    shared: Layer | None = None
 
     def __init__(
         self,
@@ -230,6 +233,7 @@ class MixtureOfExperts(Layer):
         normalize_experts: bool = True,
         router_bias: bool = False,
         router_loss: float = 0.0,
+        shared_hidden_size: int = 0,
         dropout: float = 0.0,
         initialiser: Initialiser = xavier,
         generator: Generator = None,
@@ -245,10 +249,12 @@ class MixtureOfExperts(Layer):
         self.normalized, self.router_loss = normalize_experts, router_loss
         self.router = Router(embedding_dim, n_experts, router_bias, initialiser, generator, role="router")
         self.experts = [new_expert(embedding_dim, **options) for _ in range(n_experts)]
+        if shared_hidden_size:
+            self.shared = new_expert(embedding_dim, **{**options, "hidden_size": shared_hidden_size})
         self.dropout = Dropout(dropout, generator)
 
     def forward(self, x: Operand) -> Tensor:
-        """Apply the selected experts to each token of x (..., C); return the weighted sum in the shape of x.
+        """Apply the selected experts to each token of x (..., C); return their weighted sum plus the shared MLP.
 
         If a graph is built, experts without tokens take part with no rows, so that their gradients are 0, not None.
         """
@@ -264,7 +270,8 @@ class MixtureOfExperts(Layer):
         ]
         parts = split_sizes(gather_rows(rows, assignment), [n for _, n in running], axis=0)
         outputs = concatenate([expert(part) for (expert, _), part in zip(running, parts)])
-        return self.dropout(reshape(combine_rows(outputs, weights, assignment), shape))
+        out = reshape(combine_rows(outputs, weights, assignment), shape)
+        return self.dropout(out if self.shared is None else out + self.shared(x))
 
     def add_loss(self, compute_loss: Callable[[], Tensor], scale: Any) -> Tensor:
         """Return `compute_loss()`, in training plus `scale` times the weighted load-balancing loss of all mixtures."""
