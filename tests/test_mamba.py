@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from test_look import TEXT, TOKENISER, assert_close_traces
 from transformers_families import difference, hf_llama_fields
 
 from tricycle.decoding.batch import generate_batch
@@ -29,6 +31,10 @@ from tricycle.sampling import SamplingParams
 from tricycle.state_spaces.mamba import MambaConfig
 from tricycle.tensor import no_grad
 from tricycle_cli.init_from import default_config
+from tricycle_lab.look.inspectable import InspectableStack
+from tricycle_lab.look.interventions import Interventions
+from tricycle_lab.look.page import collect_static_data
+from tricycle_lab.look.trace import Trace
 
 SMALL: dict[str, Any] = {"vocab_size": 61, "embedding_dim": 24, "n_heads": 4, "head_size": 12, "n_layers": 2}
 SMALL |= {"state_size": 10, "n_groups": 2, "chunk_size": 8, "context_window": 128}
@@ -273,3 +279,64 @@ def test_commands_refuse_what_a_state_cannot_do(tmp_path: Path) -> None:
         default_config(model)
     with pytest.raises(ValueError, match="no family has a MambaConfig"):
         export_gguf(model, None, tmp_path / "model.gguf", "F32")
+
+
+# -------------------------------------------------------------------- in the model viewer
+def new_inspectable(name: str) -> InspectableStack:
+    return InspectableStack(small(**MODELS[name] | {"vocab_size": TOKENISER.n_vocab}), TOKENISER, name)
+
+
+def trace_of(inspectable: InspectableStack, earlier: Trace | None = None, **interventions: Any) -> Trace:
+    return inspectable.run(inspectable.encode_input(TEXT), Interventions(**interventions), earlier)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_maps_of_mixers_are_the_factors_of_earlier_tokens(name: str) -> None:
+    inspectable = new_inspectable(name)
+    trace = trace_of(inspectable)
+    mixer, layer = inspectable.model.blocks[0].mixer, trace.attention_layer("blocks.0.mixer")
+    normal = inspectable.model.blocks[0].norm(trace.stream["embedding"])
+    steps = np.logaddexp(0, mixer.input(normal).array[:, -4:].astype(np.float64) + mixer.step_bias.array)  # (T, H)
+    scaled_values, _, keys, queries = (tensor.array for tensor in layer.args)
+    values = scaled_values[0] / steps[..., None]
+    scores, weights = layer.maps()
+    factors = np.where(scores > -np.inf, scores, 0)
+    results = mixer.scan(*layer.args).array[0]
+    np.testing.assert_allclose(np.einsum("hts,shp->thp", factors, values), results, rtol=1e-3, atol=1e-5)
+    kept = np.exp(-steps * np.exp(mixer.log_rates.array))
+    first = (queries[0, 3, 1] @ keys[0, 1, 1]) * kept[2:4, 2].prod() * steps[1, 2]  # head 2 is in the second group
+    assert scores[2, 3, 1] == pytest.approx(first, rel=1e-3)
+    assert (scores[:, *np.triu_indices(len(trace.ids), 1)] == -np.inf).all()
+    np.testing.assert_allclose(weights, abs(factors) / abs(factors).sum(axis=-1, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(trace.attention_map(layer.name, 3)["kept"], kept[:, 3], atol=1e-4)
+    half_lives = trace.head_statistics(0, 1)["layers"][0]["halfLife"]
+    np.testing.assert_allclose(half_lives, np.log(2) / -np.log(kept).mean(axis=0), rtol=1e-3)
+
+
+def test_pages_of_hybrids_list_mixers_and_attention() -> None:
+    inspectable = new_inspectable("hybrid")
+    data = collect_static_data(inspectable, trace_of(inspectable))
+    assert json.loads(json.dumps(data, allow_nan=False))["trace"]["attentionLayers"] == [
+        {"name": "blocks.0.mixer", "kind": "state", "nHeads": 4},
+        {"name": "blocks.1.attention", "kind": "self", "nHeads": 4},
+        {"name": "blocks.2.mixer", "kind": "state", "nHeads": 4},
+    ]
+    assert [len(layer.get("halfLife", ())) for layer in data["headStatistics"]] == [4, 0, 4]
+    assert data["attentionMaps"]["blocks.1.attention"][0]["kept"] is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ablations_of_mixers_and_their_heads(name: str) -> None:
+    inspectable = new_inspectable(name)
+    before = trace_of(inspectable)
+    skipped = trace_of(inspectable, ablated_layers=("blocks.0",))
+    np.testing.assert_array_equal(skipped.stream["blocks.0"], before.stream["embedding"])
+    without = trace_of(inspectable, ablated_layers=("blocks.0.mixer", "blocks.0.mlp")[: 1 + ("experts" in name)])
+    np.testing.assert_allclose(without.stream["blocks.0"], before.stream["embedding"], atol=1e-6)
+    changes = {"ablated_heads": (("blocks.0.mixer", 1),)}
+    ablated = trace_of(inspectable, **changes)
+    assert not np.allclose(ablated.stream["blocks.0"], before.stream["blocks.0"], atol=1e-3)
+    assert_close_traces(trace_of(inspectable, trace_of(inspectable), **changes), trace_of(inspectable, **changes))
+    last = f"blocks.{len(inspectable.model.blocks) - 1}.mixer"
+    changes = {"ablated_heads": ((last, 0),)}  # earlier blocks are reused
+    assert_close_traces(trace_of(inspectable, trace_of(inspectable), **changes), trace_of(inspectable, **changes))
