@@ -44,7 +44,7 @@ PROMPT = [3, 1, 4, 15, 9, 2, 6]
 TOKENISER = BPETokeniser(257)
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "mixture": {"n_experts": 5, "shared_hidden_size": 12},
+    "mixture": {"n_experts": 5, "shared_size": 12},
 }
 each_model = pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 

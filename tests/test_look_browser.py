@@ -18,10 +18,12 @@ from test_look import CONFIG, TEXT, TOKENISER, encoder_decoders, new_encoder_dec
 from tiny_models import smollm2_file
 
 from tricycle.checkpoint import save_checkpoint
+from tricycle.configs.mamba import MambaConfig
+from tricycle.models import GPT
 from tricycle.sequences.translators import find_translators
 from tricycle_cli import look
 from tricycle_lab.look.graph_functions import build_graph_from_spec
-from tricycle_lab.look.inspectable import load_inspectable_translator
+from tricycle_lab.look.inspectable import InspectableStack, load_inspectable_translator
 from tricycle_lab.look.interventions import Interventions
 from tricycle_lab.look.page import collect_static_data, render_page, write_page
 from tricycle_lab.look.server import LookServer, ViewerService
@@ -208,6 +210,26 @@ def test_cross_attention_is_shown_with_source_tokens(browser: Browser, kind: str
         assert browser.violations() == []
         assert browser.errors() == []
         browser.screenshot(f"alignment, {kind}")
+
+
+def test_hybrids_show_maps_of_mixers_and_half_lives(browser: Browser) -> None:
+    fields = {"vocab_size": TOKENISER.n_vocab, "embedding_dim": 16, "n_heads": 2, "head_size": 8, "context_window": 40}
+    config = MambaConfig(**fields, n_layers=2, state_size=4, attention_layers=(1,))
+    with serving(ViewerService([InspectableStack(GPT(config), TOKENISER, "hybrid")], TEXT)) as server:
+        browser.open(server.address)
+        summary = "return [...document.querySelectorAll('.part .quiet')].map((p) => p.textContent).join()"
+        assert "The state before it is multiplied by" in browser.run(summary)
+        browser.run(
+            "const box = [...document.querySelectorAll('select')].find((one) => one.value === 'entropy');"
+            "box.value = 'halfLife'; box.onchange();"
+        )
+        browser.until(
+            "return [...document.querySelectorAll('.heads button')].some((b) => b.title.includes('half-life'))"
+        )
+        browser.find(".heads button:last-of-type").click()
+        browser.until("return document.querySelector('canvas.map').ariaLabel.includes('layer 1, head 1')")
+        assert "multiplied by" not in browser.run(summary)
+        assert browser.errors() == []
 
 
 def test_map_has_token_labels_if_there_is_room(browser: Browser, server: LookServer) -> None:

@@ -1,31 +1,40 @@
-"""Mamba-2 against transformers' torch code, states against whole texts, hybrids, and what is refused."""
+"""Mamba-2 and Granite 4 against transformers' torch code, states against whole texts, hybrids, and what is refused."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers_families import difference
+from test_look import TEXT, TOKENISER, assert_close_traces
+from transformers_families import difference, hf_llama_fields
 
+from tricycle.configs.mamba import MambaConfig
 from tricycle.decoding.batch import generate_batch
 from tricycle.decoding.beam_search import generate_beam_search
 from tricycle.decoding.penalties import PenalizedSamplingParams
+from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.pretrained import load
+from tricycle.pretrained.adapters import new_adapter, save_adapter
+from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import build_model
 from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.sampling import SamplingParams
-from tricycle.state_spaces.mamba import MambaConfig
 from tricycle.tensor import no_grad
 from tricycle_cli.init_from import default_config
-from tricycle_lab.look.inspectable import InspectableModel
+from tricycle_lab.look.inspectable import InspectableStack
+from tricycle_lab.look.interventions import Interventions
+from tricycle_lab.look.page import collect_static_data
+from tricycle_lab.look.trace import Trace
 
 SMALL: dict[str, Any] = {"vocab_size": 61, "embedding_dim": 24, "n_heads": 4, "head_size": 12, "n_layers": 2}
 SMALL |= {"state_size": 10, "n_groups": 2, "chunk_size": 8, "context_window": 128}
@@ -48,6 +57,10 @@ def small(**fields: Any) -> GPT:
 MODELS: dict[str, dict[str, Any]] = {
     "Mamba-2": {},
     "hybrid": {"n_layers": 3, "attention_layers": (1,), "positions": "rotary", "hidden_size": 40, "conv_bias": False},
+    "hybrid with experts": {
+        **{"n_layers": 3, "attention_layers": (1,), "hidden_size": 20, "n_mamba_heads": 4, "mamba_head_size": 12},
+        **{"n_heads": 2, "n_experts": 4, "shared_size": 40, "mamba_mlp": True, "residual_scale": 0.7},
+    },
 }
 each_model = pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 
@@ -103,34 +116,58 @@ def test_a_mask_is_refused() -> None:
 # -------------------------------------------------------------------- against transformers
 HF: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "num_heads": 4, "head_dim": 12, "num_hidden_layers": 2}
 HF |= {"state_size": 10, "n_groups": 2, "chunk_size": 8, "pad_token_id": None, "layer_norm_epsilon": 1e-3}
-CASES = {
-    "two groups": HF,
-    "tied, biases": {
-        **HF,
-        **{"n_groups": 1, "head_dim": 8, "num_heads": 9, "expand": 3, "use_bias": True, "use_conv_bias": False},
-        **{"tie_word_embeddings": True, "conv_kernel": 3, "num_hidden_layers": 3},
-    },
+GRANITE = hf_llama_fields(hidden_size=24, intermediate_size=20, max_position_embeddings=128, rms_norm_eps=1e-3)
+GRANITE |= {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 10, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+GRANITE |= {"shared_intermediate_size": 40, "embedding_multiplier": 6.0, "residual_multiplier": 0.7}
+GRANITE |= {"attention_multiplier": 0.4, "logits_scaling": 3.0, "num_hidden_layers": 3}
+GRANITE |= {"layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": "nope"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "two groups": ("mamba2", HF),
+    "tied, biases": (
+        "mamba2",
+        {
+            **HF,
+            **{"n_groups": 1, "head_dim": 8, "num_heads": 9, "expand": 3, "use_bias": True, "use_conv_bias": False},
+            **{"tie_word_embeddings": True, "conv_kernel": 3, "num_hidden_layers": 3},
+        },
+    ),
+    "Granite 4": ("granitemoehybrid", {**GRANITE, "num_local_experts": 0}),
+    "Granite 4, experts": (
+        "granitemoehybrid",
+        {
+            **GRANITE,
+            **{"num_local_experts": 6, "num_experts_per_tok": 3, "tie_word_embeddings": False, "mamba_d_conv": 3},
+            **{"position_embedding_type": "rope", "rope_theta": 100.0, "mamba_conv_bias": False},
+            **{"attention_bias": True, "mamba_proj_bias": True, "layer_types": ["attention", "mamba", "mamba"]},
+        },
+    ),
 }
 
 
 def new_hf_model(name: str) -> Any:
+    """Return a transformers model with random weights, large enough that each part affects the logits."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model("mamba2", **CASES[name])
+    model_type, fields = CASES[name]
+    config = transformers.AutoConfig.for_model(model_type, **fields)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
-            if parameter.ndim == 1:
+            if key.endswith("mamba.dt_bias"):  # steps of 0.1: those of 1 of a new Granite amplify rounding errors
+                parameter.copy_(0.2 * noise - 2)
+            elif parameter.ndim == 1:
                 parameter += 0.2 * noise
-            elif "embeddings" not in key and "lm_head" not in key:
-                parameter.copy_(noise * parameter[0].numel() ** -0.5)
+            elif "embed_tokens" in key:
+                parameter *= 10
+            elif "embed" not in key and "lm_head" not in key:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
     model.generation_config.eos_token_id = None
     return model
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.slow_except(3)
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_gradients_tokens_and_exports_agree(name: str, tmp_path: Path) -> None:
@@ -145,7 +182,7 @@ def test_logits_gradients_tokens_and_exports_agree(name: str, tmp_path: Path) ->
         expected = hf_model.generate(prompt, max_new_tokens=64, do_sample=False, **options)[0, len(PROMPT) :].tolist()
         assert list(generate(model, PROMPT, 64, PenalizedSamplingParams(0, **options))) == expected
 
-    assert export_folder(model, None, tmp_path / "exported") == "mamba2"
+    assert export_folder(model, None, tmp_path / "exported") == CASES[name][0]
     again = load(tmp_path / "exported").model
     np.testing.assert_array_equal(again(TOKENS).array, model(TOKENS).array)
     theirs = type(hf_model).from_pretrained(tmp_path / "exported").eval()
@@ -163,27 +200,77 @@ def test_logits_gradients_tokens_and_exports_agree(name: str, tmp_path: Path) ->
     assert max(worst.values()) < 3e-6, worst
 
 
-REFUSED = {
-    "activation": ({"hidden_act": "gelu"}, "hidden_act"),
-    "limits": ({"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
-    "expansion": ({"expand": 3}, "expand"),
-    "groups": ({"n_groups": 3}, "n_groups"),
-    "layers": ({"num_hidden_layers": 10}, "num_hidden_layers"),
-    "state": ({"state_size": 2**40}, "parameters"),
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_torch_thread")
+def test_saved_adapters_of_hybrids_give_equal_logits_in_peft(tmp_path: Path) -> None:
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    hf_model = new_hf_model("Granite 4")
+    hf_model.save_pretrained(tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    targets = ("in_proj", "out_proj", "q_proj", "o_proj", "input_linear", "output_linear")
+    adapter = new_adapter(loaded, LoRAConfig(rank=3, targets=targets))
+    generator = np.random.default_rng(1)
+    for low_rank in adapter.low_ranks.values():
+        for up in low_rank.ups:
+            up.array[...] = generator.normal(0, 0.05, up.shape)
+    save_adapter(adapter, loaded, tmp_path / "adapter")
+    inputs = torch.from_numpy(TOKENS.copy())
+    before = hf_model(inputs).logits.detach().numpy()
+    adapted = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter").eval()
+    assert {name.rpartition(".")[2] for name in adapted.peft_config["default"].target_modules} == set(targets)
+    expected = adapted(inputs).logits.detach().numpy()
+    assert difference(loaded.model(TOKENS).array, expected) < 3e-6
+    assert difference(before, expected) > 0.1
+
+
+GRANITE_SIZES = {**GRANITE, "num_local_experts": 0}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "activation": ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
+    "limits": ("mamba2", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+    "expansion": ("mamba2", {"expand": 3}, "expand"),
+    "groups": ("mamba2", {"n_groups": 3}, "n_groups"),
+    "layers": ("mamba2", {"num_hidden_layers": 10}, "num_hidden_layers"),
+    "state": ("mamba2", {"state_size": 2**40}, "parameters"),
+    "Granite 4, activation": ("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act"),
+    "Granite 4, limits": ("granitemoehybrid", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+    "Granite 4, positions": ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+    "Granite 4, layer": ("granitemoehybrid", {"layer_types": ["mamba", "attention", "conv"]}, "layer_types"),
+    "Granite 4, layers": ("granitemoehybrid", {"layer_types": None, "layers_block_type": ["mamba"]}, "layers_block"),
+    "Granite 4, heads": ("granitemoehybrid", {"mamba_d_head": 8}, "mamba_d_head"),
+    "Granite 4, norm": ("granitemoehybrid", {"normalization_function": "layernorm"}, "normalization_function"),
+    "Granite 4, shared MLP": ("granitemoehybrid", {"shared_intermediate_size": 0}, "shared_intermediate_size"),
+    "Granite 4, MLP": ("granitemoehybrid", {"shared_intermediate_size": 2**40}, "parameters"),
+    "Granite 4, experts": ("granitemoehybrid", {"num_local_experts": 2**40}, "experts"),
 }
 
 
-@pytest.mark.parametrize(("fields", "name"), REFUSED.values(), ids=REFUSED)
-def test_unsupported_fields_are_refused(fields: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize(("model_type", "fields", "name"), REFUSED.values(), ids=REFUSED)
+def test_unsupported_fields_are_refused(model_type: str, fields: dict[str, Any], name: str) -> None:
     tensors = {str(i): StoredTensor((4, 4), "F32", lambda: np.zeros((4, 4))) for i in range(9)}
-    source = StoredModel(Path("m"), {"model_type": "mamba2", **HF, **fields}, tensors)
+    common = HF if model_type == "mamba2" else GRANITE_SIZES
+    source = StoredModel(Path("m"), {"model_type": model_type, **common, **fields}, tensors)
     with pytest.raises(ValueError, match=name):
         build_model(source)
 
 
-def test_a_hybrid_has_no_family(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="attention_layers"):
+def test_hybrids_of_other_blocks_have_no_family(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"mamba2.*attention_layers"):
         export_folder(small(**MODELS["hybrid"]), None, tmp_path / "exported")
+    plain = {"mamba_mlp": True, "hidden_size": 40, "gated": True, "activation": "swish", "attention_layers": (1,)}
+    plain |= {"head_size": 0, "mamba_head_size": 12}
+    assert export_folder(small(**plain), None, tmp_path / "granite") == "granitemoehybrid"
+    changes: dict[str, Any]
+    for changes in ({"mamba_mlp": False}, {"score_cap": 3.0}, {"n_experts": 4}):
+        with pytest.raises(ValueError, match="no family" if "n_experts" in changes else next(iter(changes))):
+            export_folder(small(**plain | changes), None, tmp_path / "other")
+
+
+def test_unequal_configs_of_hybrids_differ() -> None:
+    config = MambaConfig(**{**SMALL, "mamba_mlp": True, "attention_layers": (1,)})
+    assert differing_fields(config, replace(config, n_mamba_heads=4, mamba_head_size=12, chunk_size=4)) == []
+    for changes in ({"n_mamba_heads": 8}, {"mamba_head_size": 6}, {"mamba_mlp": False}, {"bias": True}):
+        changed = replace(config, qkv_bias=False, output_bias=False, mlp_bias=False, **changes)
+        assert differing_fields(config, changed) == list(changes)
 
 
 def test_commands_refuse_what_a_state_cannot_do(tmp_path: Path) -> None:
@@ -192,5 +279,64 @@ def test_commands_refuse_what_a_state_cannot_do(tmp_path: Path) -> None:
         default_config(model)
     with pytest.raises(ValueError, match="no family has a MambaConfig"):
         export_gguf(model, None, tmp_path / "model.gguf", "F32")
-    with pytest.raises(ValueError, match="without attention"):
-        InspectableModel(model, None, "model", 16)
+
+
+# -------------------------------------------------------------------- in the model viewer
+def new_inspectable(name: str) -> InspectableStack:
+    return InspectableStack(small(**MODELS[name] | {"vocab_size": TOKENISER.n_vocab}), TOKENISER, name)
+
+
+def trace_of(inspectable: InspectableStack, earlier: Trace | None = None, **interventions: Any) -> Trace:
+    return inspectable.run(inspectable.encode_input(TEXT), Interventions(**interventions), earlier)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_maps_of_mixers_are_the_factors_of_earlier_tokens(name: str) -> None:
+    inspectable = new_inspectable(name)
+    trace = trace_of(inspectable)
+    mixer, layer = inspectable.model.blocks[0].mixer, trace.attention_layer("blocks.0.mixer")
+    normal = inspectable.model.blocks[0].norm(trace.stream["embedding"])
+    steps = np.logaddexp(0, mixer.input(normal).array[:, -4:].astype(np.float64) + mixer.step_bias.array)  # (T, H)
+    scaled_values, _, keys, queries = (tensor.array for tensor in layer.args)
+    values = scaled_values[0] / steps[..., None]
+    scores, weights = layer.maps()
+    factors = np.where(scores > -np.inf, scores, 0)
+    results = mixer.scan(*layer.args).array[0]
+    np.testing.assert_allclose(np.einsum("hts,shp->thp", factors, values), results, rtol=1e-3, atol=1e-5)
+    kept = np.exp(-steps * np.exp(mixer.log_rates.array))
+    first = (queries[0, 3, 1] @ keys[0, 1, 1]) * kept[2:4, 2].prod() * steps[1, 2]  # head 2 is in the second group
+    assert scores[2, 3, 1] == pytest.approx(first, rel=1e-3)
+    assert (scores[:, *np.triu_indices(len(trace.ids), 1)] == -np.inf).all()
+    np.testing.assert_allclose(weights, abs(factors) / abs(factors).sum(axis=-1, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(trace.attention_map(layer.name, 3)["kept"], kept[:, 3], atol=1e-4)
+    half_lives = trace.head_statistics(0, 1)["layers"][0]["halfLife"]
+    np.testing.assert_allclose(half_lives, np.log(2) / -np.log(kept).mean(axis=0), rtol=1e-3)
+
+
+def test_pages_of_hybrids_list_mixers_and_attention() -> None:
+    inspectable = new_inspectable("hybrid")
+    data = collect_static_data(inspectable, trace_of(inspectable))
+    assert json.loads(json.dumps(data, allow_nan=False))["trace"]["attentionLayers"] == [
+        {"name": "blocks.0.mixer", "kind": "state", "nHeads": 4},
+        {"name": "blocks.1.attention", "kind": "self", "nHeads": 4},
+        {"name": "blocks.2.mixer", "kind": "state", "nHeads": 4},
+    ]
+    assert [len(layer.get("halfLife", ())) for layer in data["headStatistics"]] == [4, 0, 4]
+    assert data["attentionMaps"]["blocks.1.attention"][0]["kept"] is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ablations_of_mixers_and_their_heads(name: str) -> None:
+    inspectable = new_inspectable(name)
+    before = trace_of(inspectable)
+    skipped = trace_of(inspectable, ablated_layers=("blocks.0",))
+    np.testing.assert_array_equal(skipped.stream["blocks.0"], before.stream["embedding"])
+    without = trace_of(inspectable, ablated_layers=("blocks.0.mixer", "blocks.0.mlp")[: 1 + ("experts" in name)])
+    np.testing.assert_allclose(without.stream["blocks.0"], before.stream["embedding"], atol=1e-6)
+    changes = {"ablated_heads": (("blocks.0.mixer", 1),)}
+    ablated = trace_of(inspectable, **changes)
+    assert not np.allclose(ablated.stream["blocks.0"], before.stream["blocks.0"], atol=1e-3)
+    assert_close_traces(trace_of(inspectable, trace_of(inspectable), **changes), trace_of(inspectable, **changes))
+    last = f"blocks.{len(inspectable.model.blocks) - 1}.mixer"
+    changes = {"ablated_heads": ((last, 0),)}  # earlier blocks are reused
+    assert_close_traces(trace_of(inspectable, trace_of(inspectable), **changes), trace_of(inspectable, **changes))

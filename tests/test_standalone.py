@@ -25,13 +25,13 @@ from test_models import TINY, lively
 from tricycle.bpe import ByteLevelBPE
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs.encoder import EncoderConfig
+from tricycle.configs.mamba import MambaConfig
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
 from tricycle.latent_attention import LatentConfig
 from tricycle.models import GPT
 from tricycle.sequences.text_encoder import TextEncoder
-from tricycle.state_spaces.mamba import MambaConfig
 from tricycle.tokeniser import BPETokeniser
 from tricycle.weights import quantize
 from tricycle_cli import export
@@ -261,7 +261,7 @@ test_unsupported_models_are_refused = bad_input(
         ),
         "latents": (
             check(LatentConfig(vocab_size=TOKENISER.n_vocab, embedding_dim=8, n_heads=2, n_layers=1, n_experts=0)),
-            "attention that caches keys and values, got LatentAttention",
+            "MultiHeadSelfAttention in all blocks, got LatentAttention",
         ),
         "softmax": (check(replace(CONFIG, softmax="blocks")), "softmax to be softmax, softmax1, sink.*got 'blocks'"),
         "tokenizer": (check(CONFIG, ByteLevelBPE(300)), "tokenizer of Tricycle.*got a ByteLevelBPE"),

@@ -322,7 +322,7 @@ class MixtureOfExperts(Layer):
         self.dropout = Dropout(dropout, generator)
 
     def forward(self, x: Operand) -> Tensor:
-        """Apply the selected experts to each token of x (..., C); return the weighted sum in the shape of x.
+        """Apply the selected experts to each token of x (..., C); return their weighted sum plus the shared MLP.
 
         If a graph is built, experts without tokens take part with no rows, so that their gradients are 0, not None.
         """

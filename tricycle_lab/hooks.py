@@ -14,6 +14,7 @@ from tricycle.devices import Array
 from tricycle.extra_ops import where
 from tricycle.functions import RowSoftmax
 from tricycle.layers import Layer
+from tricycle.state_spaces.mamba import MambaBlock, MambaMixer
 from tricycle.tensor import Tensor
 
 RemoveHook = Callable[[], None]
@@ -83,6 +84,11 @@ def attention_of(layer: Layer) -> Any:
     return attention if hasattr(attention, "score_options") else None
 
 
+def op_with_heads(layer: Layer) -> Any:
+    """Return the op of a layer whose result is (B, T, H, E): attention, or the scan of a Mamba mixer; else None."""
+    return layer.scan if isinstance(layer, MambaMixer) else attention_of(layer)
+
+
 # -------------------------------------------------------------------- changes
 def make_replacement(caller: str, value: Value, heads: Sequence[int] | None, positions: Sequence[int] | None) -> Change:
     """Return a hook that replaces a result by a value that broadcasts to it, only at heads and positions if given.
@@ -111,7 +117,7 @@ def make_replacement(caller: str, value: Value, heads: Sequence[int] | None, pos
 
 def make_ablation(layer: Layer, caller: str, heads: Sequence[int] | None, positions: Sequence[int] | None) -> Change:
     """Return a change hook that sets the result of a layer or of heads to 0; a block returns its input instead."""
-    if isinstance(layer, TransformerBlock) and heads is None:
+    if isinstance(layer, (TransformerBlock, MambaBlock)) and heads is None:
         return lambda out, x, *args: where(_selection_mask(caller, out, None, positions), x, out)
     return make_replacement(caller, 0.0, heads, positions)
 

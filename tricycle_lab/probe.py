@@ -30,6 +30,7 @@ from tricycle_lab.hooks import (
     attention_of,
     make_ablation,
     make_replacement,
+    op_with_heads,
     substitute_softmax,
 )
 
@@ -191,7 +192,7 @@ class Probe:
         selection = as_indices(caller, "heads", heads), as_indices(caller, "positions", positions)
         targets = []
         for layer in self._matching_layers(caller, pattern):
-            target = layer if heads is None else attention_of(layer)
+            target = layer if heads is None else op_with_heads(layer)
             if target is None:
                 got = type(layer).__name__
                 raise ValueError(f"{caller}: expected a layer with attention for `heads`, got {got}")

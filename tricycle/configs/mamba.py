@@ -34,21 +34,39 @@ class MambaConfig(ModelConfig):
     conv_bias: bool = True  # whether the convolution has a bias
     chunk_size: int = 32  # tokens that the scan computes as attention
     attention_layers: tuple[int, ...] = ()  # layers, counted from 0, that are transformer blocks
+    n_mamba_heads: int = 0  # heads of a Mamba layer; 0 for n_heads
+    mamba_head_size: int = 0  # channels per head of a Mamba layer; 0 for those of attention
+    mamba_mlp: bool = False  # whether Mamba layers, too, have an MLP (or experts)
+    shared_size: int = 0  # hidden width of an MLP that processes all tokens beside the experts; 0 for none
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("state_size", "n_groups", "conv_width", "chunk_size"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        self._require("n_groups", self.n_heads % self.n_groups == 0, f"a divisor of n_heads {self.n_heads}")
+        for name in ("n_mamba_heads", "mamba_head_size", "shared_size"):
+            self._require(name, getattr(self, name) >= 0, "0 or more")
+        n_heads = self.mamba_heads
+        self._require("n_groups", n_heads % self.n_groups == 0, f"a divisor of the {n_heads} heads of a Mamba layer")
+        self._require("shared_size", self.n_experts > 0 or self.shared_size == 0, "0 without n_experts")
         last = self.n_layers - 1
         self._require(
             "attention_layers", all(0 <= layer <= last for layer in self.attention_layers), f"layers from 0 to {last}"
         )
 
     @property
+    def mamba_heads(self) -> int:
+        """The number of heads of a Mamba layer."""
+        return self.n_mamba_heads or self.n_heads
+
+    @property
+    def channels_per_mamba_head(self) -> int:
+        """The number of channels of a head of a Mamba layer."""
+        return self.mamba_head_size or self.channels_per_head
+
+    @property
     def inner_size(self) -> int:
-        """The number of channels of all heads."""
-        return self.n_heads * self.channels_per_head
+        """The number of channels of all heads of a Mamba layer."""
+        return self.mamba_heads * self.channels_per_mamba_head
 
     @property
     def conv_size(self) -> int:
@@ -56,15 +74,24 @@ class MambaConfig(ModelConfig):
         return self.inner_size + 2 * self.n_groups * self.state_size
 
     @property
-    def min_layer_weights(self) -> int:
-        """A lower bound of the number of weights of a Mamba layer."""
-        return self.embedding_dim * (2 * self.inner_size + self.conv_size + self.n_heads)
+    def mixer_weights(self) -> int:
+        """A lower bound of the number of weights of a Mamba mixer."""
+        return self.embedding_dim * (2 * self.inner_size + self.conv_size + self.mamba_heads)
 
     def new_block(self, layer: int, **options: Any) -> Any:
         """Make the block of a layer: a `MambaBlock`, or a `TransformerBlock` for layers with attention."""
-        from tricycle.blocks import TransformerBlock  # imported here, because both modules import this package
+        # Imported here, because these modules import this package.
+        from tricycle.blocks import MLPBlock, TransformerBlock
+        from tricycle.experts import MixtureOfExperts
         from tricycle.state_spaces.mamba import MambaBlock
 
-        if layer in self.attention_layers:
-            return TransformerBlock(self, layer, **options)
-        return MambaBlock(self, **options)
+        has_attention = layer in self.attention_layers
+        if not has_attention and not self.mamba_mlp:
+            return MambaBlock(self, **options)
+        fields = {name: getattr(self, name) for name in ModelConfig.__dataclass_fields__}
+        mlp: Any
+        if self.n_experts:
+            mlp = MixtureOfExperts(MLPBlock, shared_size=self.shared_size, **fields, **options)
+        else:
+            mlp = MLPBlock(**fields, **options)
+        return TransformerBlock(self, layer, mlp=mlp, **options) if has_attention else MambaBlock(self, mlp, **options)

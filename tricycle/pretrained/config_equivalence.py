@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tricycle.configs.mamba import MambaConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.configs.presets import GPTConfig, model_fields
 
@@ -29,9 +30,13 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
     }
     for group in ("qkv", "output", "mlp"):
         values[f"{group}_bias"] = has_bias(config, group)
-    values["bias"] = config.bias and config.norm == "layer_norm"  # all other biases have fields of their own
+    has_mixers = isinstance(config, MambaConfig)
+    values["bias"] = config.bias and (has_mixers or config.norm == "layer_norm")  # others have own fields
     own = [name for name in config.__dataclass_fields__ if name not in GPTConfig.__dataclass_fields__]
     values |= {name: getattr(config, name) for name in own if name != "chunk_size"}
+    if isinstance(config, MambaConfig):
+        sizes = {"n_mamba_heads": config.mamba_heads, "mamba_head_size": config.channels_per_mamba_head}
+        values |= {**sizes, "attention_layers": tuple(sorted(set(config.attention_layers)))}
     full_layers = tuple(layer for layer in range(config.n_layers) if config.window_size(layer) is None)
     local_base = config.rotary_local_base
     if not local_base and config.rotary_scaling == "none":

@@ -52,7 +52,7 @@ class DeltaNetConfig(ModelConfig):
     conv_width: int = 4  # tokens that the convolution before linear attention sees
     chunk_size: int = 32  # tokens whose updates of the state are computed together
     attention_layers: tuple[int, ...] = ()  # layers, counted from 0, with attention
-    shared_hidden_size: int = 0  # width of the expert that processes all tokens; 0 for none
+    shared_size: int = 0  # width of the expert that processes all tokens; 0 for none
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,8 +64,8 @@ class DeltaNetConfig(ModelConfig):
             ("conv_width", self.conv_width >= 1, "at least 1"),
             ("chunk_size", self.chunk_size >= 1, "at least 1"),
             ("attention_layers", all(0 <= i <= last for i in self.attention_layers), f"layers from 0 to {last}"),
-            ("shared_hidden_size", self.shared_hidden_size >= 0, "0 or more"),
-            ("shared_hidden_size", self.n_experts > 0 or not self.shared_hidden_size, "0 without n_experts"),
+            ("shared_size", self.shared_size >= 0, "0 or more"),
+            ("shared_size", self.n_experts > 0 or not self.shared_size, "0 without n_experts"),
             ("key_shift", not self.key_shift, "False"),
         ):
             self._require(name, holds, rule)
@@ -88,7 +88,7 @@ class DeltaNetConfig(ModelConfig):
         n_attention = len({*self.attention_layers})
         mixers = (n_attention * attention + (self.n_layers - n_attention) * linear) // self.n_layers
         mlps = max(1, self.n_experts) * self.mlp_width * (3 if self.is_gated else 2)
-        return self.embedding_dim * (mixers + mlps + 2 * self.shared_hidden_size)
+        return self.embedding_dim * (mixers + mlps + 2 * self.shared_size)
 
     def new_block(self, layer: int, **options: Any) -> TransformerBlock:
         """Make the block of a layer, with a `GatedAttention` or a `GatedDeltaNet`."""
@@ -97,7 +97,7 @@ class DeltaNetConfig(ModelConfig):
             attention: Layer = GatedAttention(**fields, layer=layer)
         else:
             attention = GatedDeltaNet(self, **options)
-        mlp = SharedExpertMixture(self.shared_hidden_size, **fields) if self.shared_hidden_size else None
+        mlp = SharedExpertMixture(self.shared_size, **fields) if self.shared_size else None
         return TransformerBlock(self, layer, attention=attention, mlp=mlp, **options)
 
 
@@ -114,14 +114,14 @@ class SharedExpertMixture(MixtureOfExperts):
     """A mixture of experts with one more expert, which processes all tokens, multiplied by a sigmoid for each token.
 
     Args:
-        shared_hidden_size: the width of this expert. fields: see `MixtureOfExperts`.
+        shared_size: the width of this expert. fields: see `MixtureOfExperts`.
     """
 
-    def __init__(self, shared_hidden_size: int, **fields: Any) -> None:
+    def __init__(self, shared_size: int, **fields: Any) -> None:
         generator = new_generator(fields.get("generator"))
         fields |= {"generator": generator}
         super().__init__(MLPBlock, **fields)
-        self.shared_expert = MLPBlock(**{**fields, "hidden_size": shared_hidden_size})
+        self.shared_expert = MLPBlock(**{**fields, "hidden_size": shared_size})
         self.shared_gate = Dense(self.embedding_dim, 1, False, fields.get("initialiser", xavier), generator)
 
     def forward(self, x: Operand) -> Tensor:

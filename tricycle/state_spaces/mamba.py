@@ -1,5 +1,7 @@
 """Mamba-2 (Dao and Gu 2024): the block of projections, short convolution, scan, gate and norm.
 
+In hybrids, some layers have attention in place of a Mamba mixer, and all layers may have an MLP.
+
 For generation, a layer's `KeyValueCache` holds no keys and values: its `last` holds the state and the latest inputs of
 the convolution, whose size does not depend on the length of the text.
 
@@ -7,6 +9,8 @@ Shapes: B batch, T tokens, C channels, H heads, P channels per head, G groups, N
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +20,7 @@ from tricycle.attention.attend import Mask
 from tricycle.attention.cache import KeyValueCache
 from tricycle.blocks import new_norm
 from tricycle.configs.mamba import MambaConfig
+from tricycle.devices import Array, array_module
 from tricycle.extra_ops import split_sizes
 from tricycle.functions import add_residual
 from tricycle.initialisers import Initialiser, xavier
@@ -39,7 +44,8 @@ class MambaMixer(Layer):
 
     def __init__(self, config: MambaConfig, *, initialiser: Initialiser = xavier, generator: Generator = None) -> None:
         generator = new_generator(generator)
-        self.config, inner, n_heads = config, config.inner_size, config.n_heads
+        inner, n_heads = config.inner_size, config.mamba_heads
+        self.config, self.n_heads = config, n_heads
         n_inputs = inner + config.conv_size + n_heads
         self.input = Dense(config.embedding_dim, n_inputs, config.bias, initialiser, generator)
         bound = config.conv_width**-0.5
@@ -56,21 +62,40 @@ class MambaMixer(Layer):
         self.norm_gain = Parameter(np.ones(inner, np.float32), "gain")
         self.projection = Dense(inner, config.embedding_dim, config.bias, initialiser, generator)
 
-    def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
-        """Map x (B, T, C) to (B, T, C); continue from, and update, the state in the cache."""
+    def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
+        """Map x (B, T, C) or (T, C) to the same shape; continue from, and update, the state in the cache.
+
+        Raises:
+            ValueError: a mask, because a state cannot skip tokens.
+        """
+        if mask is not None:
+            raise ValueError("MambaMixer: expected no mask, because a state cannot skip tokens, got one")
         x = as_tensor(x)
-        config, (n_items, n_tokens) = self.config, x.shape[:2]
-        inner, n_keys = config.inner_size, config.n_groups * config.state_size
-        gate, mixed, steps = split_sizes(self.input(x), (inner, config.conv_size, config.n_heads))
+        rows = x if x.ndim == 3 else reshape(x, 1, *x.shape)
+        config, (n_items, n_tokens) = self.config, rows.shape[:2]
+        inner, n_keys, n_heads = config.inner_size, config.n_groups * config.state_size, config.mamba_heads
+        gate, mixed, steps = split_sizes(self.input(rows), (inner, config.conv_size, n_heads))
         v, k, q = split_sizes(Swish()(self._convolve(mixed, cache)), (inner, n_keys, n_keys))
         steps = extra_ops.softplus(steps + self.step_bias)  # (B, T, H)
-        v = reshape(v, n_items, n_tokens, config.n_heads, config.channels_per_head)
+        v = reshape(v, n_items, n_tokens, n_heads, config.channels_per_mamba_head)
         scanned = reshape(steps, *steps.shape, 1) * v
         k, q = (reshape(part, n_items, n_tokens, config.n_groups, config.state_size) for part in (k, q))
         y = self._scan(scanned, extra_ops.negative(steps * extra_ops.exp(self.log_rates)), k, q, cache)
-        y = reshape(y + v * reshape(self.skip, config.n_heads, 1), n_items, n_tokens, inner) * Swish()(gate)
+        y = reshape(y + v * reshape(self.skip, n_heads, 1), n_items, n_tokens, inner) * Swish()(gate)
         groups = self.norm(reshape(y, n_items, n_tokens, config.n_groups, inner // config.n_groups))
-        return self.projection(reshape(groups, n_items, n_tokens, inner) * self.norm_gain)
+        out = self.projection(reshape(groups, n_items, n_tokens, inner) * self.norm_gain)
+        if cache is not None:
+            cache.length += n_tokens
+        return out if x.ndim == 3 else reshape(out, x.shape)
+
+    def token_weights(self, v: Array, decays: Array, k: Array, q: Array) -> Array:
+        """Return the matrix (B, H, T, T) by which the scan, of these arguments, adds convolved tokens to results.
+
+        The arguments have the step sizes as factors of the values, so the matrix of the scan is multiplied by them.
+        The direct path from each token to its own result, by `skip`, is not part of it.
+        """
+        steps = decays / -array_module(decays).exp(self.log_rates.array)  # (B, T, H)
+        return self.scan.weights(v, decays, k, q) * steps.swapaxes(1, 2)[:, :, None]
 
     def _convolve(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         """Return the convolution of each channel of x (B, T, E) with the latest `conv_width` tokens."""
@@ -84,31 +109,33 @@ class MambaMixer(Layer):
 
 
 class MambaBlock(Layer):
-    """A block of a Mamba-2 model: x + residual_scale * mixer(norm(x)), without an MLP.
+    """A block of a Mamba-2 model: x + residual_scale * mixer(norm(x)), and in hybrids an MLP in the same manner.
 
     Args:
-        config: of the model. initialiser, generator: see `MambaMixer`.
+        config: of the model. mlp: None for none. initialiser, generator: see `MambaMixer`.
     """
 
-    mlp = None
+    mlp_norm: Layer | None = None
 
-    def __init__(self, config: MambaConfig, *, initialiser: Initialiser = xavier, generator: Generator = None) -> None:
+    def __init__(
+        self,
+        config: MambaConfig,
+        mlp: Layer | None = None,
+        *,
+        initialiser: Initialiser = xavier,
+        generator: Generator = None,
+    ) -> None:
         self.norm, self.scale = new_norm(config), config.residual_scale
         self.mixer = MambaMixer(config, initialiser=initialiser, generator=generator)
+        self.mlp: Any = mlp
+        if mlp is not None:
+            self.mlp_norm = new_norm(config)
 
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
-        """Apply the block to x (B, T, C); continue from the state in the cache, and update it.
-
-        Raises:
-            ValueError: a mask, because a state cannot skip tokens.
-        """
-        if mask is not None:
-            raise ValueError("MambaBlock: expected no mask, because a state cannot skip tokens, got one")
+        """Apply the block to x (B, T, C); continue from the state in the cache, and update it; a mask: ValueError."""
         x = as_tensor(x)
-        n_tokens = x.shape[-2]
-        rows = x if x.ndim == 3 else reshape(x, 1, *x.shape)
-        out = self.mixer(self.norm(rows), cache)
-        out = out if self.scale == 1 else out * self.scale
-        if cache is not None:
-            cache.length += n_tokens
-        return add_residual(x, out if x.ndim == 3 else reshape(out, x.shape))
+        x = self._add(x, self.mixer(self.norm(x), cache, mask))
+        return x if self.mlp_norm is None else self._add(x, self.mlp(self.mlp_norm(x)))
+
+    def _add(self, x: Tensor, branch: Tensor) -> Tensor:
+        return add_residual(x, branch if self.scale == 1 else branch * self.scale)

@@ -144,6 +144,15 @@ class StateSpaceScan(ChunkedScan):
         """Return y and the last state (B, H, N, P), from a state (default zeros), without gradients; see `forward`."""
         return self._scan([v, decays, k, q], state)[:2]
 
+    def weights(self, v: Array, decays: Array, k: Array, q: Array) -> Array:
+        """Return the matrix (B, H, T, T) that maps the values to y: q_t . k_s times the decay from s to t, 0 for s > t.
+
+        Its memory is quadratic in the tokens: it is for inspection. See `forward` for the shapes.
+        """
+        c = new_chunk(v, decays, k, q)
+        matrix = c.q @ c.k.swapaxes(-1, -2) * c.within
+        return matrix.reshape(len(v), v.shape[2], *matrix.shape[3:])
+
 
 def _check_shapes(op: Op, v: Array, decays: Array, k: Array, q: Array, *others: Array) -> None:
     """Raise ValueError unless the inputs fit; `others` have the shape of `decays`."""

@@ -22,8 +22,9 @@ from tricycle.sequences.seq2seq import EncoderDecoder, EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.sequences.translators import load_translator
 from tricycle.softmaxes import new_softmax
+from tricycle.state_spaces.mamba import MambaMixer
 from tricycle.tensor import Tensor, no_grad
-from tricycle_lab.hooks import Substitution, add_hook, attention_of
+from tricycle_lab.hooks import Substitution, add_hook, attention_of, op_with_heads
 from tricycle_lab.look.interventions import Interventions
 from tricycle_lab.look.trace import AttentionLayer, Predictions, Trace, summarize_logits
 from tricycle_lab.probe import Probe
@@ -38,7 +39,7 @@ class InspectableModel:
     Attributes:
         kind: "decoder", "encoder" or "encoder-decoder".
         title: the name on the page.
-        attention_layers: the attention layers, without recorded values.
+        attention_layers: the attention layers and Mamba mixers, without recorded values.
         n_heads: the number of heads of each attention layer, by name.
         block_names: the blocks whose outputs are the residual stream.
         ablatable: names of the layers that may be ablated.
@@ -63,7 +64,9 @@ class InspectableModel:
         self.n_heads = {layer.name: layer.n_heads for layer in self.attention_layers}
         names = [name for name, _ in model.named_layers()]
         self.block_names = [name for name in names if name.rpartition(".")[0].endswith("blocks")]
-        parts = {f"{block}{part}" for block in self.block_names for part in ("", ".attention", ".mlp", ".cross")}
+        parts = {
+            f"{block}{part}" for block in self.block_names for part in ("", ".attention", ".mixer", ".mlp", ".cross")
+        }
         self.ablatable = [name for name in names if name in parts]
         self._token_texts: dict[int, str] = {}
 
@@ -160,10 +163,12 @@ class InspectableModel:
 
 
 def find_attention_layers(model: Any) -> list[AttentionLayer]:
-    """Return an `AttentionLayer` (name, kind, heads) per attention layer, in model order, without recorded values."""
+    """Return an `AttentionLayer` (name, kind, heads) per attention layer or mixer, in order, without values."""
     layers = []
     for name, layer in model.named_layers():
-        if attention_of(layer) is not None and hasattr(layer, "n_heads"):
+        if isinstance(layer, MambaMixer):
+            layers.append(AttentionLayer(name, "state", layer.n_heads))
+        elif attention_of(layer) is not None and hasattr(layer, "n_heads"):
             kind = "cross" if name.endswith("cross") else "encoder" if name.startswith("encoder.") else "self"
             layers.append(AttentionLayer(name, kind, layer.n_heads))
     if isinstance(model, Seq2SeqAttention):
@@ -189,9 +194,11 @@ def recording(inspectable: InspectableModel) -> Iterator[tuple[dict[str, Attenti
 
     with ExitStack() as hooks:
         for name, layer in layers.items():
-            attention = attention_of(layers_by_name[name]) if name in layers_by_name else None
+            own: Any = layers_by_name.get(name)
+            attention = None if own is None else op_with_heads(own)
             if attention is not None:
-                observer = lambda op, out, *args, layer=layer: record_arguments(layer, op, args)
+                record = partial(record_scan, own) if layer.kind == "state" else record_arguments
+                observer = lambda op, out, *args, layer=layer, record=record: record(layer, op, args)
                 hooks.callback(add_hook(attention, "observers", observer))
         for name in inspectable.block_names:
             hooks.callback(add_hook(layers_by_name[name], "observers", partial(record_stream, name)))
@@ -206,6 +213,24 @@ def record_arguments(layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> N
         return scores[0], weights[0]
 
     layer.compute_maps, layer.args, layer.op = compute_maps, args, op
+
+
+def record_scan(mixer: MambaMixer, layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> None:
+    """Store in `layer` the scan of a mixer, its arguments, decays, and a function that computes the maps of text 0.
+
+    The scores are the factors of each earlier token, and the weights their magnitudes divided by the sum of the row.
+    """
+    arrays = [tensor.array for tensor in args]
+
+    def compute_maps() -> tuple[Any, Any]:
+        factors = to_cpu(mixer.token_weights(*arrays))[0]
+        magnitudes = abs(factors)
+        totals = magnitudes.sum(axis=-1, keepdims=True)
+        visible = np.tri(factors.shape[-1], dtype=bool)
+        return np.where(visible, factors, -np.inf), magnitudes / np.where(totals > 0, totals, 1)
+
+    layer.compute_maps, layer.args, layer.op = compute_maps, args, op
+    layer.decays = to_cpu(arrays[1])[0].T
 
 
 def _to_float_array(x: Tensor) -> np.ndarray:

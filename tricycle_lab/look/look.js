@@ -193,6 +193,7 @@ class ModelPanel {
     const label = add(bar, "label", "Color heads by ");
     this.statisticBox = add(label, "select");
     for (const [value, text] of [["entropy", "attention entropy"], ["scoreKurtosis", "score kurtosis"]]) add(this.statisticBox, "option", text, { value });
+    this.halfLifeOption = add(this.statisticBox, "option", "half-life of the state in tokens", { value: "halfLife" });
     this.statisticBox.onchange = () => this.colorHeads();
     this.headBox = add(part, "div", "", { className: "heads", role: "group", "aria-label": "Heads, one row per layer" });
     addArrowKeys(this.headBox, () => this.headElements, () => this.trace.attentionLayers[0].nHeads, (i) => this.selectHead(i));
@@ -271,7 +272,7 @@ class ModelPanel {
       const before = this.baseline?.predictions;
       return tokens.map((_, i) => Math.max(-1, Math.min(1, (logProb(before?.logProbs, i) - logProb(predictions?.logProbs, i)) / 3)));
     }
-    if (this.coloring === "attention" && map && this.attentionLayer.kind === "self") return Array.from(this.selectedRow(map), (byte) => byte / 255);
+    if (this.coloring === "attention" && map && this.readsTrace) return Array.from(this.selectedRow(map), (byte) => byte / 255);
     if (this.coloring === "norm" && this.streamStatistics?.length) {
       const norms = this.streamStatistics.at(-1).norms, max = Math.max(...norms), min = Math.min(...norms);
       return norms.map((norm) => (norm - min) / (max - min || 1));
@@ -331,6 +332,7 @@ class ModelPanel {
   // ---------------------------------------------------------------- heads
   showHeads() {
     const { attentionLayers } = this.trace, maxHeads = Math.max(...attentionLayers.map((layer) => layer.nHeads));
+    this.halfLifeOption.hidden = !attentionLayers.some((layer) => layer.kind === "state");
     this.headBox.replaceChildren();
     this.headBox.style.gridTemplateColumns = "auto repeat(" + maxHeads + ", 1.6rem)";
     this.headIndices = []; // pairs of the index of a layer and that of a head
@@ -396,7 +398,7 @@ class ModelPanel {
       };
     };
     if (this.info.kind !== "encoder-decoder" || layer.name.includes(".")) addCheckbox("this head", this.ablatedHeads, layer.name + "/" + this.head);
-    if (this.info.ablatable.includes(layer.name)) addCheckbox("this attention", this.ablatedLayers, layer.name);
+    if (this.info.ablatable.includes(layer.name)) addCheckbox(layer.kind === "state" ? "this mixer" : "this attention", this.ablatedLayers, layer.name);
     if (this.info.ablatable.includes(block + ".mlp")) addCheckbox("the MLP", this.ablatedLayers, block + ".mlp");
     if (this.info.ablatable.includes(block)) addCheckbox("the layer", this.ablatedLayers, block);
   }
@@ -420,7 +422,11 @@ class ModelPanel {
     return this.attentionLayer.kind === "encoder" ? this.trace.sourceTokens : this.trace.tokens;
   }
   get keyTexts() {
-    return this.attentionLayer.kind === "self" ? this.trace.tokens : this.trace.sourceTokens;
+    return this.readsTrace ? this.trace.tokens : this.trace.sourceTokens;
+  }
+  /** Whether the keys of the selected layer are tokens of the trace, not of a source. */
+  get readsTrace() {
+    return ["self", "state"].includes(this.attentionLayer.kind);
   }
   /** Return the bytes of the weights of the selected query. */
   selectedRow(map) {
@@ -465,7 +471,8 @@ class ModelPanel {
     const range = isScores ? ", from " + formatNumber(map.minScore) + " to " + formatNumber(map.maxScore) : "";
     const title = (isScores ? "Scores" : "Weights") + " of " + shortName(layer.name) + ", head " + this.head + range;
     const query = "Selected query: entropy " + formatNumber(map.entropy[this.rowIndex]) + " nats" + (Math.abs(unassigned) > 0.005 ? ", " + percent(unassigned) + " of the weight on no key." : ".");
-    this.mapSummary.textContent = title + ": kurtosis " + formatNumber(isScores ? map.scoreKurtosis : map.weightKurtosis) + ". " + query;
+    const kept = map.kept ? " The state before it is multiplied by " + formatNumber(map.kept[this.rowIndex]) + ". Scores: factors of the earlier tokens in the result; weights: shares of their magnitudes." : "";
+    this.mapSummary.textContent = title + ": kurtosis " + formatNumber(isScores ? map.scoreKurtosis : map.weightKurtosis) + ". " + query + kept;
     this.canvas.setAttribute("aria-label", title + ". " + n + " queries (rows), " + m + " keys (columns). The table below lists the keys with the highest weights for the selected query.");
     this.showTopKeys(map);
   }

@@ -35,11 +35,13 @@ class AttentionLayer:
 
     Attributes:
         name: the name in `Layer.named_layers`.
-        kind: "self"; "cross"; or "encoder", the self-attention of the encoder of an encoder-decoder.
+        kind: "self"; "cross"; "encoder", the self-attention of the encoder of an encoder-decoder; or "state", a Mamba
+            mixer, whose scores are the factors by which it adds earlier tokens, and its weights their shares.
         n_heads: H.
         compute_maps: a function that returns scores and weights, (H, T, S) each; None before the forward pass.
         op: the attention op.
         args: the arguments of the op: queries (1, T, H, D), keys and values (1, S, K, D), and further ones.
+        decays: of a Mamba mixer, the logarithm of the fraction of its state that it keeps at each token, (H, T).
         cached_maps: the result of `maps`, if it was called before.
     """
 
@@ -49,6 +51,7 @@ class AttentionLayer:
     compute_maps: ComputeMaps | None = None
     op: Any = None
     args: tuple[Any, ...] = ()
+    decays: np.ndarray | None = None
     cached_maps: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
 
     def maps(self) -> tuple[np.ndarray, np.ndarray]:
@@ -154,7 +157,8 @@ class Trace:
         Raises:
             ValueError: no such layer or head.
         """
-        all_scores, all_weights = self.attention_layer(name).maps()
+        layer = self.attention_layer(name)
+        all_scores, all_weights = layer.maps()
         if not 0 <= head < len(all_weights):
             raise ValueError(f"expected a head from 0 to {len(all_weights) - 1}, got {head}")
         scores, weights = all_scores[head], np.nan_to_num(all_weights[head])
@@ -175,10 +179,14 @@ class Trace:
             "unassigned": _round_decimals(1 - weights.sum(axis=-1), 2),
             "scoreKurtosis": _round_significant(_kurtosis(finite)),
             "weightKurtosis": _round_significant(_kurtosis(weights[visible])),
+            "kept": None if layer.decays is None else _round_decimals(np.exp(layer.decays[head])),
         }
 
     def head_statistics(self, start: int, stop: int) -> dict[str, Any]:
-        """Return {"layers": [...]} with name, and entropy and scoreKurtosis by head, of layers start to stop - 1."""
+        """Return {"layers": [...]} with name, entropy, scoreKurtosis, any halfLife by head, of layers start to stop-1.
+
+        The half-life is that of the state of a Mamba mixer in tokens, at the mean decay of the text.
+        """
         layers = []
         for layer in self.attention_layers[max(0, start) : max(0, stop)]:
             cached = layer.cached_maps
@@ -186,7 +194,13 @@ class Trace:
             visible = scores > -np.inf
             kurtosis = [_round_significant(_kurtosis(row[mask])) for row, mask in zip(scores, visible)]
             mean = entropy(np.nan_to_num(weights)).mean(axis=-1)
-            layers.append({"name": layer.name, "entropy": _round_decimals(mean, 3), "scoreKurtosis": kurtosis})
+            statistics = {"name": layer.name, "entropy": _round_decimals(mean, 3), "scoreKurtosis": kurtosis}
+            if layer.decays is not None:
+                rates = -layer.decays.mean(axis=-1, dtype=np.float64)
+                statistics["halfLife"] = [
+                    _round_significant(math.log(2) / rate if rate else math.inf) for rate in rates
+                ]
+            layers.append(statistics)
             layer.cached_maps = cached  # the maps of all layers would need too much memory
         return {"layers": layers}
 

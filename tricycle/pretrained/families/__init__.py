@@ -25,6 +25,7 @@ from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.gpt_oss import GPT_OSS
 from tricycle.pretrained.families.gptj import GPTJ
 from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
+from tricycle.pretrained.families.granite_hybrid import GRANITE_HYBRID
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.mamba2 import MAMBA2
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
@@ -47,8 +48,7 @@ ALL_FAMILIES: list[Family] = [
     *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3),
     *(BERT, ROBERTA, MODERNBERT),
     *(T5, T5_GATED, BART, MARIAN),
-    MAMBA2,
-    QWEN3_NEXT,
+    *(MAMBA2, QWEN3_NEXT, GRANITE_HYBRID),
 ]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL_FAMILIES for model_type in family.model_types}
 WEIGHT_FORMATS = ("float32", "auto", "stored", "exact", *DTYPE_NAMES)

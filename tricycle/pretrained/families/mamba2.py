@@ -39,12 +39,17 @@ NO_LIMITS = [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]  # transformer
 CHUNK_SIZE = 32  # fastest on a CPU; that of the files is for GPUs
 
 
-def to_config(fields: ConfigFields) -> MambaConfig:
-    """Convert a Mamba-2 config.json to a `MambaConfig` with transformers' defaults; ValueError if unsupported."""
-    fields.require("hidden_act", "silu")
+def check_time_steps(fields: ConfigFields) -> None:
+    """Raise ValueError if the step sizes of the scan have limits, which are not supported."""
     limits = fields.get("time_step_limit", NO_LIMITS[0])
     if limits not in NO_LIMITS:
         raise field_error("time_step_limit", "[0.0, Infinity], the only supported value", limits)
+
+
+def to_config(fields: ConfigFields) -> MambaConfig:
+    """Convert a Mamba-2 config.json to a `MambaConfig` with transformers' defaults; ValueError if unsupported."""
+    fields.require("hidden_act", "silu")
+    check_time_steps(fields)
     sizes: dict[str, Any] = {ours: fields.positive_int(name, default) for ours, (name, default) in SIZES.items()}
     inner, expanded = sizes["n_heads"] * sizes["head_size"], fields.positive_int("expand", 2) * sizes["embedding_dim"]
     if expanded != inner:

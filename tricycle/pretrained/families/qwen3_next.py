@@ -36,7 +36,7 @@ SIZES = {
     "linear_head_size": ("linear_value_head_dim", 128),
     "linear_key_size": ("linear_key_head_dim", 128),
     "conv_width": ("linear_conv_kernel_dim", 4),
-    "shared_hidden_size": ("shared_expert_intermediate_size", 512),
+    "shared_size": ("shared_expert_intermediate_size", 512),
 }
 DEFAULTS = {
     "vocab_size": 151_936,
@@ -86,7 +86,7 @@ def _attention_layers(fields: ConfigFields, n_layers: int) -> tuple[int, ...]:
 
 def to_fields(config: DeltaNetConfig) -> dict[str, Any]:
     """Convert a `DeltaNetConfig` to fields of a Qwen3-Next config.json, without model_type; ValueError w/o experts."""
-    for name in ("n_experts", "shared_hidden_size"):
+    for name in ("n_experts", "shared_size"):
         if not getattr(config, name):
             raise field_error(name, "above 0", 0)
     return {
