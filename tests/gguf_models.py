@@ -17,7 +17,7 @@ RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3", "mixtr
 RENAMED["cohere"] = "command-r"
 ARCHITECTURES = {name: RENAMED.get(family.model_type, family.model_type) for name, family in FAMILIES.items()}
 NOT_READ = ("mistral", "opt", "stablelm", "smollm3", "phi3", "granitemoe", "gpt_oss", "falcon", "gptj")
-ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in NOT_READ and "YaRN" not in name}
+ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in NOT_READ}
 # What a file cannot say: llama.cpp knows it by heart.
 KNOWN = {
     "Qwen2": {"use_sliding_window": False, "sliding_window": None},
@@ -169,6 +169,10 @@ def _rope_metadata(architecture: str, config: Any) -> dict[str, Any]:
         keys |= {"attention.key_length": size, "attention.value_length": size}
     if rope["rope_type"] == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    if rope["rope_type"] == "yarn":
+        keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
+        keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        keys |= {f"rope.scaling.yarn_{name}": float(rope[name]) for name in ("beta_fast", "beta_slow")}
     return keys
 
 

@@ -224,7 +224,11 @@ WRONG_KEYS = {
     "experts without tensors": ({"expert_count": 8}, r"3 dimensions of blk\.0\.ffn_up_exps\.weight, got none"),
     "partial rotary": ({"rope.dimension_count": 32}, "64 channels.*got 32"),
     "values of another size": ({"attention.value_length": 32}, "value_length.*64.*got 32"),
-    "yarn": ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, r"scaling\.type.*linear.*'yarn'"),
+    "longrope": ({"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, r"scaling\.type.*yarn.*'longrope'"),
+    "yarn's factors": (
+        {"rope.scaling.type": "yarn", "rope.scaling.yarn_ext_factor": 0.5},
+        r"no key llama\.rope\.scaling\.yarn_ext_factor",
+    ),
     "one of two": ({":split.count": 2}, "one of 2 files"),
     "an adapter": ({":general.type": "adapter"}, r"general\.type.*'adapter'"),
 }

@@ -52,6 +52,9 @@ GEMMA3 = {**GEMMA, **QK_NORM, "full_layers": (2,), "rotary_base": 1e6, "rotary_l
 NEOX = {**GPT2, "positions": "rotary", "rotary_fraction": 0.3, "activation": "gelu_exact", "tied": False}
 PHI = {**GPT2, "positions": "rotary", "rotary_fraction": 0.5, "parallel": True, "shared_norm": True, "tied": False}
 LLAMA_3 = {"rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_original_window": 32, "rotary_base": 1000.0}
+YARN = {"rotary_scaling": "yarn", "rotary_factor": 4.0, "rotary_original_window": 16, "rotary_base": 100.0}
+YARN |= {"rotary_low_frequency": 1.0, "rotary_high_frequency": 32.0}
+YARN |= {"rotary_attention_factor": 1.25 * (1 + 0.1 * np.log(4.0))}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama, as swiglu": ("llama", {**LLAMA, "activation": "swiglu", "gated": False}),
@@ -60,6 +63,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, biases": ("llama", {**LLAMA, "qkv_bias": True, "output_bias": True, "mlp_bias": True}),
     "llama, biases of some": ("llama", {**LLAMA, "output_bias": True}),
     "llama, linear": ("llama", {**LLAMA, "rotary_scaling": "linear", "rotary_factor": 4.0}),
+    "llama, yarn": ("llama", {**LLAMA, **YARN}),
     "llama 3": ("llama", {**LLAMA, "embedding_dim": 128, **LLAMA_3}),
     "qwen2": ("qwen2", {**LLAMA, "qkv_bias": True, "rotary_scaling": "linear", "rotary_factor": 2.0}),
     "qwen2, untied": ("qwen2", {**LLAMA, "qkv_bias": True, "tied": False}),
@@ -75,6 +79,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3, no window": ("gemma3", {**GEMMA3, "full_layers": (), "window": 0}),
     "gemma3, windows in no layer": ("gemma3", {**GEMMA3, "full_layers": (0, 1, 2, 3)}),
     "gptneox": ("gptneox", {**NEOX, "parallel": True}),
+    "gptneox, yarn": ("gptneox", {**NEOX, **YARN}),
     "gptneox, one after the other": ("gptneox", {**NEOX, "qkv_bias": False, "output_bias": False}),
     "phi2": ("phi2", {**PHI, "head_bias": True}),
     "phi2, fewer keys, no biases": ("phi2", {**PHI, "n_key_heads": 2, "bias": False}),

@@ -161,20 +161,44 @@ def _rope_scaling(metadata: ModelMetadata, divisors: np.ndarray | None) -> Field
     """Return {"rope_scaling": ...} from metadata and divisors, or {} without scaling; ValueError if unsupported."""
     kind = metadata.get("rope.scaling.type")
     factor = metadata.positive_float("rope.scaling.factor", metadata.positive_float("rope.scale_linear", 1.0))
-    if kind not in (None, "none", "linear"):
-        expected = f"expected {metadata.architecture}.rope.scaling.type none or linear"
+    if kind not in (None, "none", "linear", "yarn"):
+        expected = f"expected {metadata.architecture}.rope.scaling.type none, linear or yarn"
         raise metadata.error(f"{expected}, got {short_repr(kind)}")
     for tensor in ("rope_factors_long.weight", "rope_factors_short.weight"):
         if metadata.has_tensor(tensor):
             raise metadata.error(f"has {tensor}, of the scaling longrope, which is not supported")
-    is_linear = kind != "none" and factor != 1
+    is_scaled = kind == "yarn" or (kind != "none" and factor != 1)
     if divisors is None:
-        return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if is_linear else {}
+        scaling = {"rope_type": "linear", "factor": factor} if kind != "yarn" else _yarn(metadata, factor)
+        return {"rope_scaling": scaling} if is_scaled else {}
     if metadata.architecture not in WITH_ROPE_DIVISORS:
         raise metadata.error(f"has rope_freqs.weight, which is unknown in the architecture {metadata.architecture}")
-    if is_linear:
+    if is_scaled:
         raise metadata.error("has two RoPE scalings: the tensor rope_freqs.weight and a factor")
     return llama3_scaling(metadata, divisors)
+
+
+def _yarn(metadata: ModelMetadata, factor: float) -> Fields:
+    """Return the value of rope_scaling for YaRN, which llama.cpp computes with rounded bounds (truncate)."""
+    for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"):
+        if metadata.get(f"rope.scaling.{key}") is not None:
+            raise metadata.error(f"expected no key {metadata.architecture}.rope.scaling.{key}, which is not supported")
+    attention_factor = metadata.positive_float("rope.scaling.attn_factor", 1.0)
+    window = metadata.positive_int("rope.scaling.original_context_length", metadata.positive_int("context_length"))
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "beta_fast": metadata.positive_float("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": metadata.positive_float("rope.scaling.yarn_beta_slow", 1.0),
+        "attention_factor": attention_factor * yarn_attention_factor(factor),
+        "original_max_position_embeddings": window,
+        "truncate": True,
+    }
+
+
+def yarn_attention_factor(factor: float) -> float:
+    """Return the factor of queries and keys that llama.cpp computes from YaRN's, before it multiplies attn_factor."""
+    return 1 + 0.1 * math.log(max(1.0, factor))
 
 
 def llama3_scaling(metadata: ModelMetadata, divisors: np.ndarray) -> Fields:

@@ -36,6 +36,7 @@ from tricycle.pretrained.gguf_config import (
     WITH_ROPE_DIVISORS,
     ModelMetadata,
     llama3_divisors,
+    yarn_attention_factor,
 )
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo
 
@@ -126,13 +127,23 @@ def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 # -------------------------------------------------------------------- architectures
 def _rope(config: ModelConfig) -> Metadata:
-    """Return the metadata of rotary positions, and of linear scaling if the config has it."""
+    """Return the metadata of rotary positions, and of linear scaling or YaRN if the config has it.
+
+    The bounds of YaRN are not written, as llama.cpp always has 1 and 32 in these architectures.
+    """
     metadata: Metadata = {
         "rope.dimension_count": int(config.channels_per_head * config.rotary_fraction),
         "rope.freq_base": config.rotary_base,
     }
     if config.rotary_scaling == "linear":
         metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rotary_factor}
+    if config.rotary_scaling == "yarn":
+        metadata |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": config.rotary_factor,
+            "rope.scaling.original_context_length": config.rotary_original_window,
+            "rope.scaling.attn_factor": config.rotary_attention_factor / yarn_attention_factor(config.rotary_factor),
+        }
     return metadata
 
 
