@@ -14,16 +14,28 @@ import numpy as np
 from transformers_families import FAMILIES, HF_SIZES, LLAMA3_SCALING, new_hf_model
 
 RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
-RENAMED["cohere"] = "command-r"
+RENAMED |= {"cohere": "command-r", "gpt_oss": "gpt-oss"}
 ARCHITECTURES = {name: RENAMED.get(family.model_type, family.model_type) for name, family in FAMILIES.items()}
-NOT_READ = ("mistral", "opt", "stablelm", "smollm3", "phi3", "granitemoe", "gpt_oss", "falcon", "gptj")
-NOT_READ += ("deepseek_v2", "deepseek_v3")
-ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in NOT_READ and "YaRN" not in name}
+NOT_READ = (
+    "mistral",
+    "opt",
+    "stablelm",
+    "smollm3",
+    "gptj",
+    "deepseek_v2",
+    "deepseek_v3",
+    "qwen3_next",
+    "granitemoehybrid",
+)
+ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in NOT_READ}
 # What a file cannot say: llama.cpp knows it by heart.
 KNOWN = {
     "Qwen2": {"use_sliding_window": False, "sliding_window": None},
     "GPT-2": {"n_inner": 96},
     "Qwen3-MoE": {"norm_topk_prob": True},
+    "OLMoE": {"num_key_value_heads": 4},
+    "Falcon, 40B": {"bias": False},
+    "gpt-oss": {"tie_word_embeddings": False, "attention_bias": True},
     "OLMo 2": {"tie_word_embeddings": False},
     "Gemma 2": {"query_pre_attn_scalar": 8},
     "Gemma 3": {"query_pre_attn_scalar": 8, "sliding_window_pattern": 3},
@@ -64,26 +76,38 @@ def convert_tensors(architecture: str, model: Any) -> dict[str, np.ndarray]:
 def stacked_experts(state: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors with those of gate and up separately, each of all experts (E, out, in)."""
     stacked = {}
+    is_gpt_oss = any(full.endswith("gate_up_proj_bias") for full in state)  # (E, in, out), gates interleaved
     for full, values in state.items():
-        layer, _, kind = full.rpartition(".experts.")
-        if layer and kind == "gate_up_proj":
-            for part, half in zip(("gate_proj", "up_proj"), values.chunk(2, dim=1)):
-                stacked[f"{layer}.experts.{part}.weight"] = half
+        full = full.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.").replace(
+            "sinks", "sinks.weight"
+        )
+        layer, _, kind = full.replace("block_sparse_moe", "mlp").rpartition(".experts.")
+        part, ending = kind.removesuffix("_bias"), "bias" if kind.endswith("_bias") else "weight"
+        values = values.transpose(1, 2) if layer and is_gpt_oss and ending == "weight" else values
+        if layer and part == "gate_up_proj":
+            halves = (values[:, 0::2], values[:, 1::2]) if is_gpt_oss else values.chunk(2, dim=1)
+            for part, half in zip(("gate_proj", "up_proj"), halves):
+                stacked[f"{layer}.experts.{part}.{ending}"] = half
         else:
-            stacked[f"{full}.weight" if layer else full] = values
+            stacked[f"{layer}.experts.{part}.{ending}" if layer else full] = values
     return stacked
 
 
 def _convert_values(architecture: str, name: str, values: np.ndarray, config: Any) -> np.ndarray:
     n_heads = config.num_attention_heads
     layer = name.split(".")[-2]
-    if architecture in ("llama", "granite") and layer in ("attn_q", "attn_k"):
+    if architecture in ("llama", "granite", "granitemoe") and layer in ("attn_q", "attn_k"):
         n = n_heads if layer == "attn_q" else config.num_key_value_heads
         return values.reshape(n, 2, values.shape[0] // n // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return values + 1
     if architecture == "gpt2" and values.ndim == 2 and layer in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
         return values.T
+    if architecture == "falcon" and layer == "attn_qkv":
+        n_groups = config.num_kv_heads if config.new_decoder_architecture else 1
+        groups = values.reshape(n_groups, n_heads // n_groups + 2, config.hidden_size // n_heads, -1)
+        parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+        return np.concatenate([part.reshape(-1, values.shape[-1]) for part in parts])
     if architecture == "gptneox" and layer == "attn_qkv":
         by_head = values.reshape(n_heads, 3, values.shape[0] // n_heads // 3, -1)
         return np.concatenate([by_head[:, i] for i in range(3)]).reshape(values.shape)
@@ -132,6 +156,9 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
         keys["attention.layer_norm_epsilon"] = getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon
     if hasattr(config, "num_key_value_heads"):
         keys["attention.head_count_kv"] = config.num_key_value_heads
+    if architecture == "falcon":
+        keys["attention.head_count_kv"] = config.num_kv_heads if config.new_decoder_architecture else 1
+        keys["feed_forward_length"] = config.ffn_hidden_size
     if architecture not in ("gpt2", "bert"):
         keys |= _rope_metadata(architecture, config)
     n_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
@@ -141,7 +168,12 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
         keys["expert_feed_forward_length"] = config.moe_intermediate_size
     if getattr(config, "model_type", "") == "mixtral" and config.sliding_window:
         keys["attention.sliding_window"] = config.sliding_window
-    if architecture == "granite":
+    if architecture == "phi3":
+        keys["attention.sliding_window"] = config.sliding_window
+    if architecture == "gpt-oss":
+        keys |= {"attention.sliding_window": config.sliding_window}
+        keys["expert_feed_forward_length"] = config.intermediate_size
+    if architecture in ("granite", "granitemoe"):
         keys |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
         keys |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
     if architecture == "command-r":
@@ -170,6 +202,14 @@ def _rope_metadata(architecture: str, config: Any) -> dict[str, Any]:
         keys |= {"attention.key_length": size, "attention.value_length": size}
     if rope["rope_type"] == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    if rope["rope_type"] == "longrope":
+        window = config.original_max_position_embeddings
+        keys["rope.scaling.original_context_length"] = window
+        keys["rope.scaling.attn_factor"] = float((1 + np.log(rope["factor"]) / np.log(window)) ** 0.5)
+    if rope["rope_type"] == "yarn":
+        keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
+        keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        keys |= {f"rope.scaling.yarn_{name}": float(rope[name]) for name in ("beta_fast", "beta_slow")}
     return keys
 
 
@@ -194,6 +234,10 @@ def write_model(path: Path, name: str, model: Any, kind: str = "F32", keys: dict
     """Write a model to a GGUF file, and return the path."""
     architecture = ARCHITECTURES.get(name, "bert")
     tensors = convert_tensors(architecture, model)
+    if name == "Phi-3":
+        for part in ("short", "long"):
+            factors = model.config.rope_parameters[f"{part}_factor"]
+            tensors[f"rope_factors_{part}.weight"] = np.array(factors, np.float32)
     if name == "Llama 3":
         rope = model.config.rope_parameters
         assert rope["rope_type"] == LLAMA3_SCALING["rope_type"]

@@ -11,14 +11,20 @@ import numpy as np
 
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, BlockRows
 from tricycle.pretrained.families.family import fill_numbers
-from tricycle.pretrained.gguf_config import CONFIG_READERS, Fields, ModelMetadata
+from tricycle.pretrained.gguf_config import (
+    CONFIG_READERS,
+    LONGROPE_DIVISORS,
+    ROPE_DIVISORS,
+    WITH_FUSED_GATES,
+    Fields,
+    ModelMetadata,
+)
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 
 _BLOCK = re.compile(r"^blk\.(0|[1-9][0-9]{0,8})\.")
 _MAX_EXPERT_TENSORS = 2**17  # the largest models have 2**16
-_ROPE_DIVISORS = "rope_freqs.weight"  # divisors of the RoPE frequencies
 # From fields of a generation_config.json to keys of general.sampling; others have the same name.
 _SAMPLING = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 
@@ -53,16 +59,22 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
         )
     metadata = ModelMetadata(file, architecture)
     _check_sizes(file, metadata)
-    divisors = file.read(file.tensors[_ROPE_DIVISORS]) if _ROPE_DIVISORS in file.tensors else None
+    divisors = file.read(file.tensors[ROPE_DIVISORS]) if ROPE_DIVISORS in file.tensors else None
+    if all(name in file.tensors for name in LONGROPE_DIVISORS):
+        divisors = np.stack(
+            [file.read(file.tensors[name]).reshape(metadata.rotary_size() // 2) for name in LONGROPE_DIVISORS]
+        )
     fields = CONFIG_READERS[architecture](metadata, divisors) | metadata.special_tokens()
     heads = AttentionHeads(metadata.positive_int("attention.head_count"), metadata.n_key_heads(), metadata.head_size())
-    tensors = TensorConversion(file, metadata, TENSOR_MAPPINGS[architecture], heads).tensors()
+    mapping = TENSOR_MAPPINGS[architecture]
+    tensors = TensorConversion(file, metadata, mapping, heads).tensors()
     output, embedding = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
     have_same_type = output and (output.dtype_name, output.shape) == (embedding.dtype_name, embedding.shape)
     if architecture == "gpt2" and output and have_same_type and np.array_equal(file.read(output), file.read(embedding)):
         fields["tie_word_embeddings"] = True  # older converters write the embedding of GPT-2 twice
         del tensors["lm_head.weight"]
-    return GGUFModel(file.path, fields, tensors, _generation_fields(file.metadata, fields), file.metadata)
+    generation = _generation_fields(file.metadata, fields)
+    return GGUFModel(file.path, fields, tensors, generation, file.metadata, family_changes=mapping.family_changes)
 
 
 def _check_sizes(file: GGUFFile, metadata: ModelMetadata) -> None:
@@ -83,7 +95,8 @@ def _check_sizes(file: GGUFFile, metadata: ModelMetadata) -> None:
         sizes |= {"expert_count": metadata.shape("blk.0.ffn_up_exps", 3)[0]}
         sizes |= {metadata.expert_width_key(): metadata.shape("blk.0.ffn_up_exps", 3)[1]}
     else:
-        sizes |= {"feed_forward_length": metadata.shape("blk.0.ffn_up")[0]}
+        n_parts = 2 if metadata.architecture in WITH_FUSED_GATES else 1
+        sizes |= {"feed_forward_length": metadata.shape("blk.0.ffn_up")[0] // n_parts}
     n_expert_tensors = sum(info.shape[0] for info in file.tensors.values() if len(info.shape) == 3)
     if n_expert_tensors > _MAX_EXPERT_TENSORS:
         raise metadata.error(f"expected at most {_MAX_EXPERT_TENSORS} matrices of experts, got {n_expert_tensors}")
@@ -106,7 +119,7 @@ class TensorConversion:
         """Return all tensors by Hugging Face name, read lazily, without the RoPE divisors (converted to fields)."""
         tensors: dict[str, StoredTensor] = {}
         for name, info in self.file.tensors.items():
-            if name == _ROPE_DIVISORS:
+            if name in (ROPE_DIVISORS, *LONGROPE_DIVISORS):
                 continue
             for hf_name, tensor in self.convert(name, info):
                 if hf_name in tensors:
@@ -116,17 +129,19 @@ class TensorConversion:
 
     def convert(self, name: str, info: GGUFTensorInfo) -> list[tuple[str, StoredTensor]]:
         """Return [(name, tensor)] of transformers that one tensor of the file gives; ValueError if unknown."""
-        layer, _, suffix = name.rpartition(".")
         match = _BLOCK.match(name)
-        template = f"blk.N.{layer[match.end() :]}" if match else layer
+        template, suffix = f"blk.N.{name[match.end() :]}" if match else name, ""
+        if template not in self.mapping.names:  # which has some whole names of tensors, and the names of layers
+            template, _, suffix = template.rpartition(".")
         hf_templates = self.mapping.names.get(template)
-        if hf_templates is None or suffix not in ("weight", "bias"):
+        if hf_templates is None or suffix not in ("", "weight", "bias"):
             architecture = self.metadata.architecture
             raise self.metadata.error(f"tensor {short_repr(name)} is unknown in the architecture {architecture}")
         number = match[1] if match else ""
+        ending = f".{suffix}" if suffix else ""
         if ".M." in hf_templates[0]:
-            return self._convert_experts(info, f"{fill_numbers(hf_templates[0], [number])}.{suffix}")
-        hf_names = [f"{hf_template.replace('.N.', f'.{number}.')}.{suffix}" for hf_template in hf_templates]
+            return self._convert_experts(info, fill_numbers(hf_templates[0], [number]) + ending)
+        hf_names = [fill_numbers(hf_template, [number]) + ending for hf_template in hf_templates]
         transform = self.mapping.transforms.get(template, WeightTransform())
         if len(hf_names) == 1:
             return [(hf_names[0], self._stored_tensor(info, slice(None), info.shape, transform))]
@@ -141,12 +156,14 @@ class TensorConversion:
         return tensors
 
     def _convert_experts(self, info: GGUFTensorInfo, template: str) -> list[tuple[str, StoredTensor]]:
-        """Return the name and matrix of each expert from a tensor (E, out, in) that contains them one after another."""
-        n_experts = self.metadata.n_experts()
-        if len(info.shape) != 3 or info.shape[0] != n_experts:
-            expected = f"expected a tensor {short_repr(info.name)} of {n_experts} matrices"
+        """Return each expert's name and matrix of a tensor (E, out, in), or bias of (E, out), which has all of them."""
+        n_experts, is_matrix = self.metadata.n_experts(), not template.endswith(".bias")
+        if len(info.shape) != 2 + is_matrix or info.shape[0] != n_experts:
+            expected = (
+                f"expected a tensor {short_repr(info.name)} of {n_experts} {'matrices' if is_matrix else 'biases'}"
+            )
             raise self.metadata.error(f"{expected}, got shape {info.shape}")
-        n_bytes, transform = info.shape[1] * info.row_bytes, WeightTransform()
+        n_bytes, transform = (info.shape[1] if is_matrix else 1) * info.row_bytes, WeightTransform()
         parts = [replace(info, shape=info.shape[1:], start=info.start + e * n_bytes) for e in range(n_experts)]
         tensors = [self._stored_tensor(part, slice(None), part.shape, transform) for part in parts]
         return [(template.replace(".M.", f".{e}."), tensor) for e, tensor in enumerate(tensors)]

@@ -28,7 +28,12 @@ SIZE_METADATA = {
     "n_layers": "block_count",
     "n_heads": "attention.head_count",
 }
-WITH_ROPE_DIVISORS = ("llama",)  # architectures with the tensor rope_freqs.weight, for Llama 3's scaling
+# Architectures with divisors of RoPE frequencies, and their number of dimensions: 1 for Llama 3's scaling (the tensor
+# rope_freqs.weight), 2 for LongRoPE (two tensors rope_factors_*.weight).
+WITH_ROPE_DIVISORS = {"llama": 1, "phi3": 2}
+ROPE_DIVISORS = "rope_freqs.weight"
+LONGROPE_DIVISORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+WITH_FUSED_GATES = ("phi3",)  # whose ffn_up is the gate and the other output
 POOLING_TYPES = {"mean": 1, "first": 2}  # from modes of `SentencePooling` to values of pooling_type
 # Keys of mixtures whose other values are not supported, with the supported ones.
 _EXPERT_METADATA: dict[str, tuple[Any, ...]] = {
@@ -161,20 +166,63 @@ def _rope_scaling(metadata: ModelMetadata, divisors: np.ndarray | None) -> Field
     """Return {"rope_scaling": ...} from metadata and divisors, or {} without scaling; ValueError if unsupported."""
     kind = metadata.get("rope.scaling.type")
     factor = metadata.positive_float("rope.scaling.factor", metadata.positive_float("rope.scale_linear", 1.0))
-    if kind not in (None, "none", "linear"):
-        expected = f"expected {metadata.architecture}.rope.scaling.type none or linear"
+    n_dimensions = WITH_ROPE_DIVISORS.get(metadata.architecture)
+    if divisors is not None and divisors.ndim == n_dimensions == 2 and kind in (None, "longrope"):
+        return _longrope(metadata, divisors)
+    if kind not in (None, "none", "linear", "yarn"):
+        expected = f"expected {metadata.architecture}.rope.scaling.type none, linear or yarn"
         raise metadata.error(f"{expected}, got {short_repr(kind)}")
     for tensor in ("rope_factors_long.weight", "rope_factors_short.weight"):
         if metadata.has_tensor(tensor):
             raise metadata.error(f"has {tensor}, of the scaling longrope, which is not supported")
-    is_linear = kind != "none" and factor != 1
+    is_scaled = kind == "yarn" or (kind != "none" and factor != 1)
     if divisors is None:
-        return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if is_linear else {}
-    if metadata.architecture not in WITH_ROPE_DIVISORS:
+        scaling = {"rope_type": "linear", "factor": factor} if kind != "yarn" else _yarn(metadata, factor)
+        return {"rope_scaling": scaling} if is_scaled else {}
+    if divisors.ndim != n_dimensions:
         raise metadata.error(f"has rope_freqs.weight, which is unknown in the architecture {metadata.architecture}")
-    if is_linear:
+    if is_scaled:
         raise metadata.error("has two RoPE scalings: the tensor rope_freqs.weight and a factor")
     return llama3_scaling(metadata, divisors)
+
+
+def _yarn(metadata: ModelMetadata, factor: float) -> Fields:
+    """Return the value of rope_scaling for YaRN, which llama.cpp computes with rounded bounds (truncate)."""
+    for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"):
+        if metadata.get(f"rope.scaling.{key}") is not None:
+            raise metadata.error(f"expected no key {metadata.architecture}.rope.scaling.{key}, which is not supported")
+    attention_factor = metadata.positive_float("rope.scaling.attn_factor", 1.0)
+    window = metadata.positive_int("rope.scaling.original_context_length", metadata.positive_int("context_length"))
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "beta_fast": metadata.positive_float("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": metadata.positive_float("rope.scaling.yarn_beta_slow", 1.0),
+        "attention_factor": attention_factor * yarn_attention_factor(factor),
+        "original_max_position_embeddings": window,
+        "truncate": True,
+    }
+
+
+def _longrope(metadata: ModelMetadata, divisors: Any) -> Fields:
+    """Return the fields of LongRoPE with divisors (2, pairs) for short and long texts; ValueError unless above 0."""
+    if not (np.isfinite(divisors).all() and divisors.min() > 0):
+        raise metadata.error("expected numbers above 0 in rope_factors_short.weight and rope_factors_long.weight")
+    window = metadata.positive_int("rope.scaling.original_context_length", metadata.positive_int("context_length"))
+    short, long = ([float(str(value)) for value in half] for half in divisors.astype(np.float32))
+    attention_factor = metadata.positive_float("rope.scaling.attn_factor", 1.0)
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": attention_factor,
+    }
+    return {"rope_scaling": scaling, "original_max_position_embeddings": window}
+
+
+def yarn_attention_factor(factor: float) -> float:
+    """Return the factor of queries and keys that llama.cpp computes from YaRN's, before it multiplies attn_factor."""
+    return 1 + 0.1 * math.log(max(1.0, factor))
 
 
 def llama3_scaling(metadata: ModelMetadata, divisors: np.ndarray) -> Fields:
@@ -314,10 +362,23 @@ def _qwen3moe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _olmoe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of OLMoE: heads of the width of the model, an output matrix, no biases."""
+    """Return the fields of OLMoE: heads of the width of the model, not grouped, an output matrix, no biases."""
     fields = _like_llama(metadata, divisors, "olmoe", is_mixture=True) | _expert_fields(metadata)
     del fields["head_dim"]
-    return fields | {"hidden_act": "silu", "norm_topk_prob": False, "tie_word_embeddings": False}
+    fields |= {"norm_topk_prob": False, "num_key_value_heads": fields["num_attention_heads"]}
+    return fields | {"hidden_act": "silu", "tie_word_embeddings": False}
+
+
+def _gpt_oss(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of gpt-oss: a window in each even layer, all biases, and an output matrix."""
+    window = "attention.sliding_window"
+    if metadata.get(f"{window}_pattern") not in (None, 2):
+        raise metadata.error(
+            f"expected gpt-oss.{window}_pattern 2, got {short_repr(metadata.get(f'{window}_pattern'))}"
+        )
+    fields = _like_llama(metadata, divisors, "gpt_oss", is_mixture=True) | _expert_fields(metadata)
+    fields |= {"hidden_act": "silu", "attention_bias": True, "tie_word_embeddings": False}
+    return {"rope_scaling": {"rope_type": "default"}, **fields, "sliding_window": metadata.positive_int(window)}
 
 
 def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
@@ -336,8 +397,10 @@ def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _granite(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Granite, which is llama with four factors, by default those of llama."""
-    fields = _like_llama(metadata, divisors, "granite")
+    """Return the fields of Granite, which is llama with four factors, by default those of llama, also with experts."""
+    is_mixture = metadata.architecture == "granitemoe"
+    fields = _like_llama(metadata, divisors, metadata.architecture, is_mixture)
+    fields |= _expert_fields(metadata) if is_mixture else {}
     biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
     factors = {
         "attention_multiplier": metadata.positive_float("attention.scale", fields.pop("head_dim") ** -0.5),
@@ -460,6 +523,21 @@ def _phi2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     }
 
 
+def _phi3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Phi-3, whose sliding window llama.cpp ignores."""
+    window = "attention.sliding_window"
+    return _sizes(metadata, "rms") | {
+        "model_type": "phi3",
+        "hidden_act": "silu",
+        "num_key_value_heads": metadata.n_key_heads(),
+        "partial_rotary_factor": _rotary_fraction(metadata),
+        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
+        "sliding_window": metadata.positive_int(window) if metadata.get(window) else None,
+        **_rope_scaling(metadata, divisors),
+        **metadata.vocabulary_fields(),
+    }
+
+
 def _command_r(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return the fields of Command R, which has no biases, and the embedding as output matrix."""
     if metadata.rotary_size() != metadata.head_size():
@@ -476,6 +554,26 @@ def _command_r(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     }
 
 
+def _falcon(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Falcon, which has parallel blocks without biases, with one norm or two."""
+    if metadata.rotary_size() != metadata.head_size():
+        raise metadata.error(f"expected RoPE on all {metadata.head_size()} channels, got {metadata.rotary_size()}")
+    fields = _sizes(metadata, "layer")
+    return fields | {
+        "model_type": "falcon",
+        "ffn_hidden_size": fields["intermediate_size"],
+        "layer_norm_epsilon": fields["layer_norm_eps"],
+        "activation": "gelu",
+        "bias": False,
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 2 if metadata.has_tensor("blk.0.attn_norm_2.weight") else 1,
+        "num_kv_heads": metadata.n_key_heads(),
+        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
+        **_rope_scaling(metadata, divisors),
+        **metadata.vocabulary_fields(),
+    }
+
+
 def _bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return the fields of BERT's config.json for GGUF metadata; ignore `divisors`."""
     sizes = {"vocab_size": "token_embd", "type_vocab_size": "token_types", "max_position_embeddings": "position_embd"}
@@ -487,16 +585,20 @@ def _bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] = {
     "llama": _llama,
     "granite": _granite,
+    "granitemoe": _granite,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,
     "olmoe": _olmoe,
+    "gpt-oss": _gpt_oss,
     "olmo2": _olmo2,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt2": _gpt2,
     "gptneox": _neox,
     "phi2": _phi2,
+    "phi3": _phi3,
     "command-r": _command_r,
+    "falcon": _falcon,
     "bert": _bert,
 }

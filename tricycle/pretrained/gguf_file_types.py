@@ -37,7 +37,8 @@ FILE_TYPES = {
     "Q4_0": FileType(2, "Q4_0"),
 }
 
-_ALWAYS_F32 = ("position_embd.weight", "token_types.weight")  # with all tensors that are not matrices
+# With all tensors that are not matrices; ffn_gate_inp is a router.
+_ALWAYS_F32 = ("position_embd.weight", "token_types.weight", "ffn_gate_inp.weight", ".bias")
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # for rows that are not whole blocks of 256 values
 _LAYERS_OF_70B = 80  # llama.cpp recognizes models of 70B parameters by their layers and grouped-query attention
 
@@ -64,7 +65,7 @@ class Mixture:
             shape: slowest dimension first; the last one is the row size.
         """
         format_name = FILE_TYPES[self.file_type].format_name
-        if len(shape) == 1 or name in _ALWAYS_F32:
+        if len(shape) == 1 or name.endswith(_ALWAYS_F32):
             return "F32"
         if format_name not in BLOCK_FORMATS:
             return format_name

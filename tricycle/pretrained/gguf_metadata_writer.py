@@ -23,21 +23,28 @@ from tricycle.pretrained.export import match_family
 from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.families.bert import BERT
 from tricycle.pretrained.families.cohere import COHERE
+from tricycle.pretrained.families.falcon import FALCON, FALCON_TWO_NORMS
 from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
-from tricycle.pretrained.families.granite import GRANITE
+from tricycle.pretrained.families.gpt_oss import GPT_OSS
+from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
 from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
+from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
+from tricycle.pretrained.families.phi3 import PHI3
+from tricycle.pretrained.families.stacks import Stack
 from tricycle.pretrained.gguf_config import (
     CONFIG_READERS,
     SIZE_METADATA,
     WITH_ROPE_DIVISORS,
     ModelMetadata,
     llama3_divisors,
+    yarn_attention_factor,
 )
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo
+from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS
 
 Metadata = dict[str, Any]
 _FLOAT32_ROUNDING = 2.0**-23  # relative: metadata have floats of 32 bits
@@ -52,7 +59,7 @@ def match_architecture(config: ModelConfig) -> tuple[str, Family, ModelConfig]:
     Raises:
         ValueError: no architecture computes the same; names the unsupported fields of the closest one.
     """
-    families = [_as_family(architecture) for architecture in METADATA_WRITERS]
+    families = [_as_family(name, family) for name, (families, _) in METADATA_WRITERS.items() for family in families]
     family, _, converted = match_family(config, families, _FLOAT32_ROUNDING)
     return family.model_types[0], family, converted
 
@@ -68,7 +75,12 @@ def architecture_metadata(architecture: str, config: ModelConfig) -> Metadata:
 
 
 def rope_divisors(config: ModelConfig) -> np.ndarray | None:
-    """Return the float32 divisors (head_size / 2,) of RoPE frequencies for Llama 3's scaling, None without it."""
+    """Return float32 divisors of RoPE frequencies (head_size / 2,) for Llama 3's scaling, (2, pairs) for LongRoPE.
+
+    They are None without such a scaling. The two rows for LongRoPE are for short and for long texts.
+    """
+    if config.positions == "rotary" and config.rotary_scaling == "longrope":
+        return np.reshape(np.array(config.rotary_divisors, np.float32), (2, -1))
     if config.positions != "rotary" or config.rotary_scaling != "llama3":
         return None
     n_pairs = config.channels_per_head // 2
@@ -79,11 +91,21 @@ def rope_divisors(config: ModelConfig) -> np.ndarray | None:
 
 
 # -------------------------------------------------------------------- reading what would be written
-def _as_family(architecture: str) -> Family:
-    """Return a copy of the family whose fields are only those that a GGUF file of the architecture can hold."""
-    family = METADATA_WRITERS[architecture][0]
+def _as_family(architecture: str, family: Family) -> Family:
+    """Return a copy of the family whose fields are only those that a GGUF file of the architecture can hold.
+
+    The matrices of all experts are one tensor. A family has experts in all of its models or in none.
+    """
+    family = replace(family, **TENSOR_MAPPINGS[architecture].family_changes)
+    layers = [name for names in family.names.values() for name in names if ".M." in name]
+    stacks = {f"{name}.{kind}": Stack(f"{name}.{kind}") for name in layers for kind in ("weight", "bias")}
     return replace(
-        family, model_types=(architecture,), to_fields=partial(_read_back, architecture), to_config=_to_config
+        family,
+        model_types=(architecture,),
+        to_fields=partial(_read_back, architecture),
+        to_config=_to_config,
+        stacks=stacks,
+        applies_to=lambda fields: family.applies_to(fields) and bool(stacks) == ("num_experts_per_tok" in fields),
     )
 
 
@@ -113,6 +135,8 @@ def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["position_embd.weight"] = (config.context_window, width)
     if isinstance(config, EncoderConfig) and config.token_types:
         shapes["token_types.weight"] = (config.token_types, width)
+    if config.parallel and not config.shared_norm:
+        shapes["blk.0.attn_norm_2.weight"] = (width,)
     has_output_bias = has_bias(config, "output")
     # An architecture with biases of the output matrix also has those of queries, keys and values.
     if has_bias(config, "qkv") or has_output_bias:
@@ -126,20 +150,45 @@ def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 # -------------------------------------------------------------------- architectures
 def _rope(config: ModelConfig) -> Metadata:
-    """Return the metadata of rotary positions, and of linear scaling if the config has it."""
+    """Return the metadata of rotary positions, and of linear scaling or YaRN if the config has it.
+
+    The bounds of YaRN are not written, as llama.cpp always has 1 and 32 in these architectures.
+    """
     metadata: Metadata = {
         "rope.dimension_count": int(config.channels_per_head * config.rotary_fraction),
         "rope.freq_base": config.rotary_base,
     }
     if config.rotary_scaling == "linear":
         metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rotary_factor}
+    if config.rotary_scaling == "longrope":
+        metadata["rope.scaling.original_context_length"] = config.rotary_original_window
+        metadata["rope.scaling.attn_factor"] = config.rotary_attention_factor
+    if config.rotary_scaling == "yarn":
+        metadata |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": config.rotary_factor,
+            "rope.scaling.original_context_length": config.rotary_original_window,
+            "rope.scaling.attn_factor": config.rotary_attention_factor / yarn_attention_factor(config.rotary_factor),
+        }
     return metadata
 
 
+def _experts(config: ModelConfig) -> Metadata:
+    """Return the metadata of experts; {} without experts."""
+    if not config.n_experts:
+        return {}
+    return {
+        "expert_count": config.n_experts,
+        "expert_used_count": config.n_active_experts,
+        "expert_feed_forward_length": config.mlp_width,
+    }
+
+
 def _like_llama(config: ModelConfig) -> Metadata:
-    """Return the metadata of llama, qwen and olmo2, which those of gemma extend."""
+    """Return the metadata of llama, qwen, olmo2 and mixtures, which those of gemma and gpt-oss extend."""
     head_size = config.channels_per_head
     metadata: Metadata = {
+        **_experts(config),
         "attention.head_count_kv": config.key_heads,
         "attention.layer_norm_rms_epsilon": config.norm_eps,
         **_rope(config),
@@ -181,6 +230,10 @@ def _gemma3(config: ModelConfig) -> Metadata:
     }
 
 
+def _gpt_oss(config: ModelConfig) -> Metadata:
+    return _like_llama(config) | {"attention.sliding_window": config.window or config.context_window}
+
+
 def _layer_norm(config: ModelConfig) -> Metadata:
     """Return the metadata of layer norm: its epsilon."""
     return {"attention.layer_norm_epsilon": config.norm_eps}
@@ -196,6 +249,10 @@ def _phi2(config: ModelConfig) -> Metadata:
     return {**_layer_norm(config), **_rope(config), "attention.head_count_kv": config.key_heads}
 
 
+def _phi3(config: ModelConfig) -> Metadata:
+    return _like_llama(config) | _rope(config)
+
+
 def _command_r(config: ModelConfig) -> Metadata:
     return _phi2(config) | {"logit_scale": config.logit_scale}
 
@@ -205,19 +262,25 @@ def _bert(config: ModelConfig) -> Metadata:
     return {**_layer_norm(config), "attention.causal": False}
 
 
-# By `general.architecture`: the family with the names of tensors, and a function that returns metadata without prefix.
+# By `general.architecture`: families with the names of tensors, and a function that returns metadata without prefix.
 # Of two architectures that compute a config, the first is written: llama can also have the biases of qwen2.
-METADATA_WRITERS: dict[str, tuple[Family, Callable[[ModelConfig], Metadata]]] = {
-    "qwen2": (QWEN2, _like_llama),
-    "llama": (LLAMA, _like_llama),
-    "olmo2": (OLMO2, _like_llama),
-    "qwen3": (QWEN3, _like_llama),
-    "granite": (GRANITE, _granite),
-    "gemma2": (GEMMA2, _gemma2),
-    "gemma3": (GEMMA3, _gemma3),
-    "gpt2": (GPT2, _layer_norm),
-    "gptneox": (NEOX, _neox),
-    "phi2": (PHI, _phi2),
-    "command-r": (COHERE, _command_r),
-    "bert": (BERT, _bert),
+METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[ModelConfig], Metadata]]] = {
+    "qwen2": ((QWEN2,), _like_llama),
+    "llama": ((LLAMA, MIXTRAL), _like_llama),
+    "olmo2": ((OLMO2,), _like_llama),
+    "qwen3": ((QWEN3,), _like_llama),
+    "qwen3moe": ((QWEN3_MOE,), _like_llama),
+    "olmoe": ((OLMOE,), _like_llama),
+    "gpt-oss": ((GPT_OSS,), _gpt_oss),
+    "granitemoe": ((GRANITE_MOE,), _granite),
+    "granite": ((GRANITE,), _granite),
+    "gemma2": ((GEMMA2,), _gemma2),
+    "gemma3": ((GEMMA3,), _gemma3),
+    "gpt2": ((GPT2,), _layer_norm),
+    "gptneox": ((NEOX,), _neox),
+    "phi2": ((PHI,), _phi2),
+    "phi3": ((PHI3,), _phi3),
+    "command-r": ((COHERE,), _command_r),
+    "falcon": ((FALCON, FALCON_TWO_NORMS), _phi2),
+    "bert": ((BERT,), _bert),
 }

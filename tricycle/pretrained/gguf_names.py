@@ -8,23 +8,27 @@ matrices of all experts are one tensor of three dimensions in llama.cpp.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tricycle.pretrained.families.bert import BERT
 from tricycle.pretrained.families.cohere import COHERE
-from tricycle.pretrained.families.family import Family
+from tricycle.pretrained.families.falcon import FALCON
+from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
-from tricycle.pretrained.families.granite import GRANITE
+from tricycle.pretrained.families.gpt_oss import GPT_OSS
+from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
 from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
+from tricycle.pretrained.families.phi3 import PHI3
 
 
 class AttentionHeads(NamedTuple):
@@ -69,17 +73,30 @@ class TensorMapping:
     Attributes:
         names: from each name in llama.cpp to one or several names in transformers.
         transforms: by the name in llama.cpp; other layers have equal values.
+        aliases: other names in transformers, of layers that have two, and those in `names`.
+        family_changes: attributes of the `Family` that files of llama.cpp have otherwise than checkpoints.
     """
 
     names: dict[str, tuple[str, ...]]
     transforms: dict[str, WeightTransform] = field(default_factory=dict)
+    family_changes: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
 
     def gguf_layer(self, hf_layer: str) -> tuple[str, WeightTransform]:
         """Return llama.cpp's name and the transform of a layer of transformers; raise KeyError if there is none."""
         to_gguf = {names[0]: gguf_name for gguf_name, names in self.names.items() if len(names) == 1}
+        to_gguf |= {alias: to_gguf[name] for alias, name in self.aliases.items()}
         number = next((component for component in hf_layer.split(".") if component.isdigit()), "")
         template = to_gguf[hf_layer.replace(f".{number}.", ".N.") if number else hf_layer]
         return template.replace(".N.", f".{number}."), self.transforms.get(template, WeightTransform())
+
+    def gguf_tensor(self, hf_name: str) -> tuple[str, WeightTransform]:
+        """Return llama.cpp's name and the transform of a tensor of transformers; raise KeyError if there is none."""
+        with contextlib.suppress(KeyError):
+            return self.gguf_layer(hf_name)  # of a tensor that no layer has
+        layer, _, suffix = hf_name.rpartition(".")
+        gguf_name, transform = self.gguf_layer(layer)
+        return f"{gguf_name}.{suffix}", transform
 
 
 # -------------------------------------------------------------------- values
@@ -137,14 +154,23 @@ _BERT = {"blocks.N.attention_norm": "blk.N.attn_output_norm", "blocks.N.mlp_norm
 
 
 def _map_tensors(
-    family: Family, transforms: dict[str, WeightTransform] | None = None, table: dict[str, str] = _NAMES
+    family: Family,
+    transforms: dict[str, WeightTransform] | None = None,
+    table: dict[str, str] = _NAMES,
+    changes: dict[str, Any] | None = None,
 ) -> TensorMapping:
-    """Return the mapping of llama.cpp's tensor names, from `table`, to those of a family."""
+    """Return the mapping of llama.cpp's tensor names, from `table`, to those of a family with `changes`."""
     names: dict[str, tuple[str, ...]] = {}
-    for name, hf_names in family.names.items():
+    for name, hf_names in replace(family, **changes or {}).names.items():
         gguf_names = _FUSED if name.endswith(".qkv") and len(hf_names) == 1 else table[name]
         names |= {gguf_name: (hf_name,) for gguf_name, hf_name in zip(gguf_names.split(), hf_names)}
-    return TensorMapping(names, transforms or {})
+    return TensorMapping(names, transforms or {}, changes or {})
+
+
+def _separate_gates(names: TensorNames) -> dict[str, Any]:
+    """Return the changes of a mixture whose experts have gates in matrices of their own, and not in stacks."""
+    up, expert = "blocks.N.mlp.experts.M.up", names["blocks.N.mlp.experts.M.up"][0].rpartition(".")[0]
+    return {"names": {**names, up: [f"{expert}.up_proj", f"{expert}.gate_proj"]}, "layouts": {}, "stacks": {}}
 
 
 _GEMMA_NORMS = {name: _GAIN_PLUS_ONE for name in _NAMES.values() if name.endswith("_norm")}
@@ -153,21 +179,39 @@ _GPT2_MATRICES = (_FUSED, "blk.N.attn_output", "blk.N.ffn_up", "blk.N.ffn_down")
 _PHI = _map_tensors(PHI).names | {_FUSED: tuple(PHI.names["blocks.N.attention.qkv"])}
 
 _LLAMA = _map_tensors(LLAMA).names | _map_tensors(MIXTRAL).names
+_NO_LAYOUTS: dict[str, Any] = {"layouts": {}}  # all queries, all keys, all values, as in Tricycle
+# The norm before the MLP, which is also that before attention unless attn_norm_2 exists.
+_FALCON_NORMS = {"blk.N.attn_norm": "input_layernorm", "blk.N.attn_norm_2": "ln_attn"}
+_FALCON = {name: hf_names for name, hf_names in _map_tensors(FALCON).names.items() if name != "blk.N.ffn_norm"}
+_FALCON |= {name: (f"transformer.h.N.{hf_name}",) for name, hf_name in _FALCON_NORMS.items()}
+_PERMUTED = {"blk.N.attn_q": _QUERIES, "blk.N.attn_k": _KEYS}
+_GPT_OSS = {
+    "blocks.N.attention.softmax_scales": "blk.N.attn_sinks.weight",
+    "blocks.N.mlp_norm": "blk.N.post_attention_norm",
+}
 
 # By `general.architecture`, which is llama for Mistral, Mixtral and SmolLM2.
 TENSOR_MAPPINGS: dict[str, TensorMapping] = {
-    "llama": TensorMapping(_LLAMA, {"blk.N.attn_q": _QUERIES, "blk.N.attn_k": _KEYS}),
-    "granite": _map_tensors(GRANITE, {"blk.N.attn_q": _QUERIES, "blk.N.attn_k": _KEYS}),
+    "llama": TensorMapping(_LLAMA, _PERMUTED),
+    "granite": _map_tensors(GRANITE, _PERMUTED),
+    "granitemoe": _map_tensors(GRANITE_MOE, _PERMUTED, changes=_separate_gates(GRANITE_MOE.names)),
     "qwen2": _map_tensors(QWEN2),
     "qwen3": _map_tensors(QWEN3),
     "qwen3moe": _map_tensors(QWEN3_MOE),
     "olmoe": _map_tensors(OLMOE),
+    "gpt-oss": _map_tensors(GPT_OSS, table=_NAMES | _GPT_OSS, changes=_separate_gates(GPT_OSS.names)),
     "olmo2": _map_tensors(OLMO2, table=_NAMES | _OLMO2),
     "gemma2": _map_tensors(GEMMA2, _GEMMA_NORMS),
     "gemma3": _map_tensors(GEMMA3, _GEMMA_NORMS),
     "gpt2": _map_tensors(GPT2, dict.fromkeys(_GPT2_MATRICES, _CONV1D)),
     "gptneox": _map_tensors(NEOX, {_FUSED: _INTERLEAVED}),
     "phi2": TensorMapping(_PHI),
+    "phi3": _map_tensors(PHI3),
     "command-r": _map_tensors(COHERE),
+    "falcon": TensorMapping(
+        _FALCON,
+        family_changes=_NO_LAYOUTS,
+        aliases={"transformer.h.N.ln_mlp": "transformer.h.N.input_layernorm"},
+    ),
     "bert": _map_tensors(BERT, table=_NAMES | _BERT),
 }

@@ -20,7 +20,7 @@ from tricycle.models import GPT
 from tricycle.pretrained.export import export_tensors
 from tricycle.pretrained.families.family import TensorMapping
 from tricycle.pretrained.ggml_quantization import quantize_blocks
-from tricycle.pretrained.gguf_config import POOLING_TYPES
+from tricycle.pretrained.gguf_config import LONGROPE_DIVISORS, POOLING_TYPES, ROPE_DIVISORS
 from tricycle.pretrained.gguf_file_types import FILE_TYPES, Mixture
 from tricycle.pretrained.gguf_metadata_writer import architecture_metadata, match_architecture, rope_divisors
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, WeightTransform
@@ -32,7 +32,6 @@ from tricycle.system.files import atomic_write
 Metadata = dict[str, Any]
 
 _QUANTIZATION_VERSION = 2  # of ggml's block formats
-_ROPE_DIVISORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
@@ -113,17 +112,16 @@ def export_gguf(
 
 # -------------------------------------------------------------------- tensors
 def _divisor_tensors(divisors: np.ndarray | None) -> dict[WrittenTensor, np.ndarray]:
-    """Return the tensor of divisors of RoPE frequencies, which stores Llama 3's scaling; {} without divisors."""
+    """Return the tensors of divisors of RoPE frequencies: one for Llama 3's scaling, two for LongRoPE; {} without."""
     if divisors is None:
         return {}
-    return {WrittenTensor(_ROPE_DIVISORS, "F32", divisors.shape, WeightTransform()): divisors}
+    rows = {ROPE_DIVISORS: divisors} if divisors.ndim == 1 else dict(zip(LONGROPE_DIVISORS, divisors))
+    return {WrittenTensor(name, "F32", row.shape, WeightTransform()): row for name, row in rows.items()}
 
 
 def _plan_tensor(architecture: str, name: str, shape: tuple[int, ...], mixture: Mixture) -> WrittenTensor:
     """Return the name, data type, shape and transform of a transformers tensor in the written file."""
-    hf_layer, _, suffix = name.rpartition(".")
-    layer, transform = TENSOR_MAPPINGS[architecture].gguf_layer(hf_layer)
-    gguf_name = f"{layer}.{suffix}"
+    gguf_name, transform = TENSOR_MAPPINGS[architecture].gguf_tensor(name)
     if transform.transposes:
         shape = shape[::-1]
     return WrittenTensor(gguf_name, mixture.format_of(gguf_name, shape), shape, transform)

@@ -46,12 +46,14 @@ class StoredModel:
         fields: the fields of a config.json, with `model_type`.
         tensors: by their names in the transformers model of that type.
         generation: the fields of a generation_config.json.
+        family_changes: attributes of the `Family` that these files have otherwise, such as the names of tensors.
     """
 
     path: Path
     fields: dict[str, Any]
     tensors: dict[str, StoredTensor]
     generation: dict[str, Any] = field(default_factory=dict)
+    family_changes: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
 
 @contextmanager

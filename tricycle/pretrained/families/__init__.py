@@ -77,12 +77,13 @@ def build_model(source: StoredModel, weights: str = "float32") -> Layer:
 
 
 def find_family(source: StoredModel) -> Family:
-    """Return the family of a source's model_type; raise ValueError if it is not supported."""
+    """Return the family of a source's model_type, with its `family_changes`; ValueError if it is not supported."""
     model_type = source.fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise field_error("model_type", f"one of {', '.join(FAMILIES)}", model_type)
     families = [family for family in ALL_FAMILIES if model_type in family.model_types]
-    return next((family for family in families if family.applies_to(source.fields)), families[0])
+    found = next((family for family in families if family.applies_to(source.fields)), families[0])
+    return replace(found, **source.family_changes)
 
 
 def read_config(family: Family, source: StoredModel) -> Any:

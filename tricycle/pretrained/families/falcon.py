@@ -110,4 +110,9 @@ FALCON = Family(
     applies_to=lambda fields: not has_two_norms(fields),
     models="Falcon",
 )
-FALCON_TWO_NORMS = replace(FALCON, names={**NAMES, **PARALLEL_NORMS}, applies_to=has_two_norms)
+FALCON_TWO_NORMS = replace(
+    FALCON,
+    names={**NAMES, **PARALLEL_NORMS},
+    legacy_names={r"\.input_layernorm\.": ".ln_mlp."},  # of GGUF files, which have one name for both
+    applies_to=has_two_norms,
+)
