@@ -210,7 +210,8 @@ def test_measures_are_drawn_as_heat_maps(browser: Browser, display: str) -> None
         compute_measure(browser, "patching", **prompts)
         expected = ["residual stream after each layer", "attention layers", "MLPs", "heads"]
         assert browser.run(MEASURED) == expected
-        assert browser.fits()
+        right = "return document.querySelector('[aria-label^=Measures] select').getBoundingClientRect().right"
+        assert browser.fits() and browser.run(right) <= DISPLAYS[display][0][0]
         browser.run("document.querySelectorAll('.grid details').forEach((e) => (e.open = true))")
         assert browser.violations() == []
         browser.screenshot(f"measures, {display}", 2600)

@@ -8,8 +8,10 @@ import re
 import numpy as np
 import pytest
 from tables import bad_input
-from test_look import TEXT, new_inspectable, new_transformer
+from test_look import TEXT, TOKENISER, new_inspectable, new_transformer
 
+from tricycle.checkpoint import save_checkpoint
+from tricycle_cli import look
 from tricycle_lab.attribution import attribute_logit
 from tricycle_lab.autoencoder import SparseAutoencoder, typical_tokens
 from tricycle_lab.head_scores import score_heads
@@ -168,6 +170,22 @@ def test_measures_without_their_files_and_of_other_models_are_not_offered():
     page = ViewerService([new_inspectable()], TEXT).page()
     assert json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["models"][0]["measures"][0]["name"] == "scores"
     assert "class MeasureView" in page
+
+
+def test_command_reads_the_files_of_a_decoder_and_no_others(tmp_path):
+    inspectable = new_model()
+    checkpoint = tmp_path / "best.safetensors"
+    save_checkpoint(checkpoint, inspectable.model, TOKENISER)
+    inspectable.lens.save(tmp_path / "lens.safetensors")
+    inspectable.autoencoder[0].save(tmp_path / "a.safetensors", 1)
+    files = {"lens": tmp_path / "lens.safetensors", "autoencoder": tmp_path / "a.safetensors"}
+    loaded = look.load_inspectable(look.Arguments(str(checkpoint), **files), str(checkpoint))
+    np.testing.assert_array_equal(loaded.lens.matrices, inspectable.lens.matrices)
+    assert loaded.autoencoder[1] == 1 and len(describe_measures(loaded)) == len(MEASURES)
+    second = look.load_inspectable(look.Arguments(str(checkpoint), **files), str(checkpoint), is_second=True)
+    assert second.lens is None and second.autoencoder is None
+    with pytest.raises(ValueError, match="GGUF"):
+        look.load_inspectable(look.Arguments(str(checkpoint), steer=files["lens"]), str(checkpoint))
 
 
 def compute(name, **fields):
