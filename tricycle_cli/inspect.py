@@ -1,7 +1,8 @@
 """Attribute a logit to the parts of a model, patch activations between two prompts, or score all attention heads.
 
 Exactly one of --attribute, --patch and --heads selects what is computed. The strongest entries are printed; --out draws
-all of them as a PNG. `tricycle inspect circuit`, `features`, `lens`, `probe` and `steer` have their own flags.
+all of them as a PNG. `tricycle inspect circuit`, `features`, `lens`, `probe`, `scores` and `steer` have
+their own flags.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ TASKS = {
     "features": "tricycle_cli.features",
     "lens": "tricycle_cli.lens",
     "probe": "tricycle_cli.probe",
+    "scores": "tricycle_cli.scores",
     "steer": "tricycle_cli.steer",
 }  # modules with flags of their own, by the first word
 
