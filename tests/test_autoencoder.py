@@ -12,7 +12,7 @@ from test_models import TINY, lively
 from tiny_models import TEXT, write_folder
 
 from tricycle.models import GPT
-from tricycle.pretrained.safetensors_weights import read_tensors
+from tricycle.pretrained.safetensors_weights import read_tensors, write_tensors
 from tricycle.tensor import Tensor, no_grad
 from tricycle_cli.inspect import main
 from tricycle_lab.autoencoder import (
@@ -137,6 +137,48 @@ def test_strongest_occurrences_are_the_largest_activations() -> None:
 
 
 MODEL = GPT(TINY)
+
+
+def write_changed(path, changes=(), **metadata):
+    """Write a file of an autoencoder of `MODEL` with other tensors or metadata, and return its path."""
+    autoencoder = SparseAutoencoder(MODEL.config.embedding_dim, 12, 3)
+    autoencoder.save(path, 1)
+    stored, fields = read_tensors(path)
+    tensors = {**{name: np.array(tensor.read()) for name, tensor in stored.items()}, **dict(changes)}
+    shapes = {name: array.shape for name, array in tensors.items()}
+    with path.open("wb") as file:
+        write_tensors(file, shapes, tensors.items(), "F32", {**fields, **metadata})
+    return path
+
+
+@pytest.mark.parametrize("kind", ["topk", "jumprelu"])
+def test_file_restores_the_autoencoder(kind, tmp_path) -> None:
+    rows = collect_stream(MODEL, TEXTS, 1)
+    autoencoder = train_autoencoder(rows, 12, 3, kind, TrainingOptions(n_steps=3))
+    autoencoder.save(tmp_path / "a.safetensors", 1)
+    loaded, layer = SparseAutoencoder.load(tmp_path / "a.safetensors", MODEL)
+    assert layer == 1 and (loaded.k, loaded.kind) == (3, kind)
+    np.testing.assert_array_equal(loaded.activations(rows), autoencoder.activations(rows))
+
+
+@pytest.mark.parametrize(
+    ("changes", "metadata", "message"),
+    [
+        ((), {"layer": "2"}, "after one of 2 blocks"),
+        ((), {"layer": "-1"}, "after one of 2 blocks"),
+        ((), {"k": "13"}, "k of at most 12"),
+        ((), {"k": "many"}, "with k and layer"),
+        ((), {"kind": "relu"}, "topk or jumprelu"),
+        ({"mean": np.zeros(3, np.float32)}, {}, "expected an autoencoder of 8 channels"),
+        ({"log_thresholds": np.zeros(5, np.float32)}, {}, "expected an autoencoder of 8 channels"),
+        ({"scale": np.full(1, np.nan, np.float32)}, {}, "expected finite values"),
+    ],
+)
+def test_wrong_files_are_rejected(changes, metadata, message, tmp_path) -> None:
+    with pytest.raises(ValueError, match=message):
+        SparseAutoencoder.load(write_changed(tmp_path / "a.safetensors", changes, **metadata), MODEL)
+
+
 test_invalid_arguments = bad_input(
     {
         "kind": (lambda: SparseAutoencoder(4, 8, kind="relu"), "topk or jumprelu.*'relu'"),

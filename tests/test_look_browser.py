@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from browser import DESKTOP, DISPLAYS, PHONE, Browser, each_display
 from test_look import CONFIG, TEXT, TOKENISER, encoder_decoders, new_encoder_decoder, new_inspectable, serving
+from test_measures import CORRUPTED
+from test_measures import new_model as new_measured
 from tiny_models import smollm2_file
 
 from tricycle.checkpoint import save_checkpoint
@@ -176,6 +178,73 @@ def test_edited_tokens_and_texts_rerun_the_model(browser: Browser, server: LookS
             browser.until("return document.querySelector('.tokens[role=listbox]').textContent.endsWith('the dog')")
     assert browser.run(TROUBLE) == ""
     assert all("400" in line for line in browser.errors())  # the browser logs the rejected requests
+
+
+MEASURED = "return [...document.querySelectorAll('.grid h3')].map((e) => e.textContent)"
+FINISHED = "return document.querySelector('.grids').previousSibling.textContent.startsWith('Computed')"
+CELL = """
+const map = document.querySelectorAll(".grid canvas")[arguments[0]], box = map.getBoundingClientRect();
+const at = { clientX: box.left + box.width * 0.99, clientY: box.top + box.height * 0.99, bubbles: true };
+for (const type of ["pointermove", "click"]) map.dispatchEvent(new PointerEvent(type, at));
+return map.closest(".grid").querySelector("p").textContent;
+"""
+
+
+def compute_measure(browser: Browser, name: str, **texts: str) -> None:
+    """Choose a measure in the first panel, fill in its texts, and wait until it is computed."""
+    choose = "const s = document.querySelector('[aria-label^=Measures] select'); s.value = arguments[0]; s.onchange()"
+    browser.run(choose, name)
+    labels = browser.driver.find_elements("css selector", "[aria-label^=Measures] label:not(:has(select))")
+    shown = [label for label in labels if label.is_displayed()]
+    assert [label.text.strip() for label in shown] == [label.replace("_", " ") for label in texts]
+    for label, text in zip(shown, texts.values()):
+        browser.run("arguments[0].querySelector('input, textarea').value = arguments[1]", label, text)
+    browser.find("[aria-label^=Measures] button[type=submit]").click()
+    browser.until(FINISHED)
+    assert browser.run(TROUBLE) == ""
+
+
+@each_display
+def test_measures_are_drawn_as_heat_maps(browser: Browser, display: str) -> None:
+    prompts = {"Corrupted_prompt": CORRUPTED, "Answer": "a", "Other_answer": "b"}
+    with serving(ViewerService([new_measured()], TEXT)) as served:
+        browser.open(served.address, *DISPLAYS[display])
+        compute_measure(browser, "patching", **prompts)
+        expected = ["residual stream after each layer", "attention layers", "MLPs", "heads"]
+        assert browser.run(MEASURED) == expected
+        right = "return document.querySelector('[aria-label^=Measures] select').getBoundingClientRect().right"
+        assert browser.fits() and browser.run(right) <= DISPLAYS[display][0][0]
+        browser.run("document.querySelectorAll('.grid details').forEach((e) => (e.open = true))")
+        assert browser.violations() == []
+        browser.screenshot(f"measures, {display}", 2600)
+        text = browser.run(CELL, 0)
+        assert text.startswith("layer 2, position ") and ": 1" in text  # the last token after the last layer
+        assert browser.run("return document.querySelector('[role=option]:last-child').ariaSelected") == "true"
+        assert browser.run(CELL, 3).startswith("layer 2, head 1: ")
+        browser.until("return document.querySelector('.frame + p').textContent.includes('layer 2, head 1')")
+        browser.driver.find_elements("css selector", "[aria-label='Strongest values of heads'] button")[0].click()
+        compute_measure(browser, "tuned_lens")
+        assert "most probable" in browser.run(CELL, 0)
+        compute_measure(browser, "features")
+        assert browser.run(CELL, 0).startswith("feature ")
+        compute_measure(browser, "attribution", Answer="a", Other_answer="")
+        assert browser.run(MEASURED) == ["heads", "MLPs and attention biases"]
+        assert browser.fits()
+        assert browser.errors() == []
+
+
+def test_steering_and_errors_of_measures_are_shown(browser: Browser) -> None:
+    with serving(ViewerService([new_measured()], TEXT)) as served:
+        browser.open(served.address)
+        status = browser.run(STATUS)
+        browser.run("const s = document.getElementById('steering'); s.value = '2'; s.onchange()")
+        wait_for_interventions(browser)
+        browser.find("#reset").click()
+        browser.until(f"return (() => {{ {STATUS} }})() === {status!r}")
+        browser.run("document.querySelector('[aria-label^=Measures] select').value = 'patching'")
+        browser.find("[aria-label^=Measures] button[type=submit]").click()
+        assert "at least one character" in browser.until(TROUBLE)
+        assert browser.violations() == []
 
 
 def test_two_models_are_shown_side_by_side(browser: Browser) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from chaos.runs import differences, write_text
 from matplotlib.image import imread
@@ -23,7 +24,8 @@ from tricycle.configs import PRESETS, DebugConfig, GPTConfig, ShakespeareConfig
 from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli import generate as inference
-from tricycle_cli import train
+from tricycle_cli import inspect, train
+from tricycle_lab.head_scores import score_heads
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN, INFER = ROOT / "train_smol_gpt.py", ROOT / "inference.py"
@@ -133,6 +135,32 @@ def test_accuracy_in_tasks_is_part_of_evaluations(tmp_path, cache, text):
     assert "induction" in good(call(TRAIN, "--resume", folder))
     failure = call(TRAIN, *quick(text, tmp_path / "short", "--context-window", "32", "--evaluate-tasks", "induction"))
     assert failure.returncode and "induction: expected a window above 48 tokens, got 32" in failure.stderr
+
+
+@pytest.mark.slow
+def test_head_scores_are_recorded_and_drawn(tmp_path, cache, text):
+    folder = tmp_path / "run"
+    words = ("--context-window", "24", "--sample-interval", "0", "--score-heads", "--steps", "8")
+    done = good(call(TRAIN, *quick(text, folder, *words)))
+    assert done.count(", best induction head 0.") >= 2
+    (folder / "last.safetensors").unlink()
+    assert "best induction head" in good(call(TRAIN, "--resume", folder))
+    out = good(run_here(inspect.main, "tricycle inspect", ("scores", folder, "--out", "scores.png"), tmp_path))
+    _, columns, *rows, picture = out.splitlines()
+    assert columns.split() == "step held-out loss induction previous token duplicate token".split()
+    lines = [line for line in metrics_of(folder) if "held_out_loss" in line]
+    names = ("step", "held_out_loss", "induction_score", "previous_token_score", "duplicate_token_score")
+    expected = [[line[name] for name in names] for line in lines]
+    np.testing.assert_allclose([list(map(float, row.split())) for row in rows], expected, atol=1e-4)
+    checkpoint = load_checkpoint(folder / "best.safetensors")
+    step, tokeniser = checkpoint.about["progress"]["step"], BPETokeniser.load(folder / "tokeniser.json")
+    scores = score_heads(checkpoint.model(), start=tokeniser.end_of_text)
+    (row,) = [row for row in expected if row[0] == step][-1:]
+    np.testing.assert_allclose(row[2:], [values.max() for values in scores], rtol=1e-4)
+    assert imread(tmp_path / picture).shape[2] >= 3
+    (folder / "metrics.jsonl").write_text('{"step": 1, "held_out_loss": 2.0}\n')
+    failure = run_here(inspect.main, "tricycle inspect", ("scores", folder), tmp_path)
+    assert failure.returncode and "expected a run of `tricycle train --score-heads`" in failure.stderr
 
 
 def test_output_of_a_training_run(finished, text):

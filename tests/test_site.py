@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from imports import ROOT, SHIPPED, module_of, name_of, tree_of
 from pages import STUB
+from tiny_models import smollm2_file
 
 DOCS = ROOT / "docs"
 DESCRIBED = ("tricycle", "tricycle_lab", "tricycle_mpi", "tricycle_datasets")
@@ -73,6 +74,21 @@ def test_notebook_runs_as_script(tmp_path):
     assert "Tensor(1.23910" in by_tricycle
     first, last = map(float, fitted.split())
     assert last < 0.05 * first
+
+
+@pytest.mark.nightly
+def test_circuit_notebook_finds_a_faithful_circuit(tmp_path):
+    pytest.importorskip("gguf")
+    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    smollm2_file()
+    command = [sys.executable, str(DOCS / "notebooks" / "circuit.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"correlation .*: ([\d.]+)", done.stdout)[1]) > 0.9
+    faithfulness = {
+        int(n): float(value) for n, value in re.findall(r"(\d+) heads: faithfulness (-?[\d.]+)", done.stdout)
+    }
+    assert abs(faithfulness[0]) < 0.1 and faithfulness[32] > 0.7 and faithfulness[270] == pytest.approx(1, abs=0.02)
 
 
 # -------------------------------------------------------------------- the site
@@ -171,14 +187,14 @@ def test_reference_has_every_public_name(site):
 def test_notebooks_show_their_outputs(site):
     for path in NOTEBOOKS:
         page = (site / "notebooks" / f"{path.stem}.html").read_text(encoding="utf-8")
-        if path.stem == "smollm2":
+        if path.stem in ("smollm2", "circuit"):
             try:
                 from tricycle.pretrained.smollm2 import smollm2_path
 
                 smollm2_path()
             except FileNotFoundError:
                 continue  # it is shown without its outputs
-            assert "Rome" in page
+            assert ("Rome" if path.stem == "smollm2" else "faithfulness") in page
         assert re.search(r'<img[^>]* src="\.\./_images/', page), path
         assert 'class="output' in page
     page = (site / "notebooks" / "finetune.html").read_text(encoding="utf-8")

@@ -59,7 +59,7 @@ class Arguments(InspectFlags):
     page: Path | None = None
     """an HTML file of the features with their strongest texts"""
     save: Path | None = None
-    """the safetensors file to write the autoencoder to"""
+    """the safetensors file to write the autoencoder to, for `tricycle look --autoencoder`"""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -85,7 +85,7 @@ def main(args: Sequence[str] | None = None) -> None:
             text = "".join(_context(inspectable, passages, occurrence))
             print(f"{feature:7}  {frequencies[feature]:6.2%}  {occurrence.value:7.3f}  {text!r}")
     if arguments.save is not None:
-        autoencoder.save(arguments.save)
+        autoencoder.save(arguments.save, layer)
         print(arguments.save)
     if arguments.page is not None:
         _write_page(arguments.page, inspectable, passages, [(i, frequencies[i], found[i]) for i in order if found[i]])

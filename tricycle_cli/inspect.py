@@ -1,26 +1,32 @@
 """Attribute a logit to the parts of a model, patch activations between two prompts, or score all attention heads.
 
 Exactly one of --attribute, --patch and --heads selects what is computed. The strongest entries are printed; --out draws
-all of them as a PNG. `tricycle inspect circuit`, `features`, `lens`, `probe` and `steer` have their own flags.
+all of them as a PNG. `tricycle inspect circuit`, `features`, `lens`, `probe`, `scores` and `steer` have
+their own flags.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from tricycle_cli.flags import parse
 from tricycle_cli.inspect_flags import InspectFlags
 from tricycle_lab.attribution import attribute_logit
-from tricycle_lab.head_scores import score_heads
 from tricycle_lab.look.inspectable import InspectableStack
-from tricycle_lab.patching import KINDS, Prompts, estimate_patches, patch_activations
-from tricycle_lab.path_patching import patch_paths
+from tricycle_lab.measures import (
+    Table,
+    attribution_tables,
+    estimate_tables,
+    patch_tables,
+    path_tables,
+    score_tables,
+)
+from tricycle_lab.patching import KINDS, Prompts
 from tricycle_lab.plot import plot_grids
 
 
@@ -57,24 +63,9 @@ TASKS = {
     "features": "tricycle_cli.features",
     "lens": "tricycle_cli.lens",
     "probe": "tricycle_cli.probe",
+    "scores": "tricycle_cli.scores",
     "steer": "tricycle_cli.steer",
 }  # modules with flags of their own, by the first word
-TITLES = {
-    "stream": "residual stream after each layer",
-    "attention": "attention layers",
-    "mlp": "MLPs",
-    "heads": "heads",
-    "heads_by_position": "heads by position",
-}
-
-
-class Table(NamedTuple):
-    """Values of layers, or of their heads, and of heads or positions (columns), with a text for each column."""
-
-    title: str
-    values: np.ndarray  # (layers, columns) or (layers, heads, columns)
-    columns: Sequence[str]
-    column_name: str = "head"
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -87,11 +78,12 @@ def main(args: Sequence[str] | None = None) -> None:
     _check(arguments)
     _, inspectable = arguments.load()
     if arguments.heads:
-        tables = _score_tables(inspectable)
+        computed = score_tables(inspectable)
     elif arguments.patch is not None:
-        tables = _patch_tables(inspectable, arguments, *arguments.patch)
+        computed = _patch(inspectable, arguments, *arguments.patch)
     else:
-        tables = _attribution_tables(inspectable, arguments)
+        computed = _attribute(inspectable, arguments)
+    tables = list({table.title: table for table in computed}.values())  # without those of incomplete rows
     for table in tables:
         _print_strongest(table, arguments.top)
     if arguments.out is not None:
@@ -122,49 +114,26 @@ def _check(arguments: Arguments) -> None:
 
 
 # -------------------------------------------------------------------- what is computed
-def _attribution_tables(inspectable: InspectableStack, arguments: Arguments) -> list[Table]:
-    """Print the logit and the contributions outside of layers; return those of heads, and of MLPs and biases."""
+def _attribute(inspectable: InspectableStack, arguments: Arguments) -> Iterator[Table]:
+    """Print the logit and the contributions outside of layers; yield those of heads, and of MLPs and biases."""
     ids = inspectable.encode_input(arguments.attribute or "")
     result = attribute_logit(inspectable.model, ids, *(inspectable.encode_answer(x) for x in arguments.answers))
     name = "logit" if len(arguments.answers) == 1 else "logit difference"
     print(f"{name} {result.logit:.4f}, the sum of all parts {result.total:.4f}")
     print(f"embedding {result.embedding:.4f}, biases of the last norm and the head {result.bias:.4f}")
-    others = np.stack([result.mlps, result.attention_biases], axis=1)
-    return [
-        Table("heads", result.heads, _head_texts(result.heads)),
-        Table("MLPs and attention biases", others, ["MLP", "attention bias"], "part"),
-    ]
+    yield from attribution_tables(result)
 
 
-def _patch_tables(inspectable: InspectableStack, arguments: Arguments, clean: str, corrupted: str) -> list[Table]:
-    """Return the effects of patching the residual stream and the heads, exact or estimated."""
+def _patch(inspectable: InspectableStack, arguments: Arguments, clean: str, corrupted: str) -> Iterator[Table]:
+    """Yield the effects of patching the residual stream and the heads, exact or estimated, or those of paths."""
     first, second = (inspectable.encode_answer(answer) for answer in arguments.answers)
-    ids = inspectable.encode_input(clean)
-    prompts = Prompts(ids, inspectable.encode_input(corrupted), (first, second))
+    prompts = Prompts(inspectable.encode_input(clean), inspectable.encode_input(corrupted), (first, second))
     if arguments.paths:
-        values = patch_paths(inspectable.model, prompts, arguments.receiver, batch_size=arguments.batch_size)
-        return [Table(f"direct paths from heads to {arguments.receiver or 'the logits'}", values, _head_texts(values))]
+        return path_tables(inspectable, prompts, arguments.receiver, arguments.batch_size)
     if arguments.estimate:
-        effects = estimate_patches(inspectable.model, prompts)
-    else:
-        kinds = [kind for kind in KINDS if kind != "heads_by_position" or arguments.by_position]
-        effects = {kind: patch_activations(inspectable.model, prompts, kind, arguments.batch_size) for kind in kinds}
-    tokens = [inspectable.token_text(token) for token in ids]
-    return [
-        Table(TITLES[kind], values, *((_head_texts(values),) if kind == "heads" else (tokens, "position")))
-        for kind, values in effects.items()
-    ]
-
-
-def _score_tables(inspectable: InspectableStack) -> list[Table]:
-    """Return the scores of all heads."""
-    scores = score_heads(inspectable.model, start=inspectable.start_token)
-    return [Table(name.replace("_", " "), values, _head_texts(values)) for name, values in scores._asdict().items()]
-
-
-def _head_texts(values: np.ndarray) -> list[str]:
-    """Return the indices of the columns of values (L, H) as texts."""
-    return [str(head) for head in range(values.shape[1])]
+        return estimate_tables(inspectable, prompts)
+    kinds = [kind for kind in KINDS if kind != "heads_by_position" or arguments.by_position]
+    return patch_tables(inspectable, prompts, kinds, arguments.batch_size)
 
 
 def _print_strongest(table: Table, n: int) -> None:

@@ -33,7 +33,7 @@ class Arguments(InspectFlags):
     lens: Path | None = None
     """a lens of an earlier call to evaluate, in place of fitting one"""
     save: Path | None = None
-    """the safetensors file to write the lens to"""
+    """the safetensors file to write the lens to, for `tricycle look --lens`"""
     prompt: str | None = None
     """a text after which the most probable token of each layer is printed"""
 

@@ -18,11 +18,15 @@ from typing import Annotated, Any
 import tyro
 
 from tricycle.models import GPT
+from tricycle.pretrained.gguf_control_vectors import read_control_vectors
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.sequences.translators import find_translators
 from tricycle_cli import compare
 from tricycle_cli.flags import parse
 from tricycle_cli.models import ModelFlags, load_file, load_model
+from tricycle_lab.attribution import check_decoder
+from tricycle_lab.autoencoder import SparseAutoencoder
+from tricycle_lab.lens import TunedLens
 from tricycle_lab.look.inspectable import InspectableModel, InspectableStack, load_inspectable_translator
 from tricycle_lab.look.interventions import Interventions
 from tricycle_lab.look.page import collect_static_data, render_page, write_page
@@ -55,6 +59,12 @@ class Arguments:
     """open the page in a browser"""
     tokeniser: Path | None = None
     """a tokenizer file, for a model without a tokenizer"""
+    steer: Path | None = None
+    """a GGUF file of control vectors (`tricycle inspect steer --vector`), whose strength can be changed on the page"""
+    lens: Path | None = None
+    """a tuned lens of the model (`tricycle inspect lens --save`)"""
+    autoencoder: Path | None = None
+    """a sparse autoencoder of the model (`tricycle inspect features --save`)"""
     model: ModelFlags = field(default_factory=ModelFlags)
 
 
@@ -104,12 +114,13 @@ def show(
 
 
 def load_inspectable(arguments: Arguments, source: str, is_second: bool = False) -> InspectableModel:
-    """Load a decoder (without --adapter, --tokeniser if `is_second`), text encoder or translator, else ValueError.
+    """Load a decoder (without --adapter and other files if `is_second`), text encoder or translator, else ValueError.
 
     Args:
         arguments: the flags for loading.
         source: the path or name.
-        is_second: the model is that of --compare-with, to which --adapter and --tokeniser do not apply.
+        is_second: the model is that of --compare-with, to which --adapter, --tokeniser and files of measures do not
+            apply.
     """
     translators = find_translators(source)
     if translators:
@@ -122,7 +133,25 @@ def load_inspectable(arguments: Arguments, source: str, is_second: bool = False)
         raise ValueError(f"{source}: expected a model of text, got a {type(loaded.model).__name__}")
     if loaded.tokeniser is None:
         raise ValueError(f"{source}: expected a model with a tokenizer, got none: give one with --tokeniser")
-    return InspectableStack(loaded.model, loaded.tokeniser, Path(source).name or source)
+    inspectable = InspectableStack(loaded.model, loaded.tokeniser, Path(source).name or source)
+    if not is_second:
+        _attach_files(inspectable, arguments)
+    return inspectable
+
+
+def _attach_files(inspectable: InspectableStack, arguments: Arguments) -> None:
+    """Read the files of --steer, --lens and --autoencoder; ValueError if they do not fit, or without a decoder."""
+    model: Any = inspectable.model
+    for name in ("steer", "lens", "autoencoder"):
+        if getattr(arguments, name) is not None:
+            check_decoder(f"--{name}", model)
+    if arguments.steer is not None:
+        width = model.config.embedding_dim
+        inspectable.vectors = read_control_vectors(arguments.steer, len(model.blocks), width)
+    if arguments.lens is not None:
+        inspectable.lens = TunedLens.load(arguments.lens, model)
+    if arguments.autoencoder is not None:
+        inspectable.autoencoder = SparseAutoencoder.load(arguments.autoencoder, model)
 
 
 def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) -> InspectableModel:
@@ -131,7 +160,7 @@ def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) ->
         found = ", ".join(map(str, paths))
         raise ValueError(f"{source}: expected one encoder-decoder, got several: give one of {found}")
     plain, given = (vars(x.model) | vars(x) for x in (Arguments(), arguments))
-    for name in ("softmax", "tokeniser", "adapter", "weights"):
+    for name in ("softmax", "tokeniser", "adapter", "weights", "steer", "lens", "autoencoder"):
         if given[name] != plain[name]:
             raise ValueError(f"--{name}: expected a decoder, got the encoder-decoder {paths[0]}")
     return load_inspectable_translator(paths[0])

@@ -82,6 +82,7 @@ class Arguments(SweepArguments, TrainArguments):
 
     find_learning_rate: tyro.conf.Suppress[bool] = False
     evaluate_tasks: tyro.conf.Suppress[tuple[TaskName, ...]] = ()
+    score_heads: tyro.conf.Suppress[bool] = False
     shard_optimiser: tyro.conf.Suppress[bool] = False
 
 

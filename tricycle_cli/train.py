@@ -55,6 +55,7 @@ from tricycle_cli.trackers import NAMES, TrackerName, check_trackers
 from tricycle_cli.updates import advise_on_memory, check_training_memory
 from tricycle_datasets.corpora import CORPORA, load_corpus
 from tricycle_datasets.gpt2 import gpt2_tokeniser
+from tricycle_lab.head_scores import score_heads
 
 DESCRIPTION = __doc__ or ""
 TASK_ITEMS = 100  # of each of --evaluate-tasks
@@ -91,6 +92,8 @@ class Arguments:
     """experiment trackers that get the content of metrics.jsonl; each needs an extra of this package"""
     evaluate_tasks: tuple[TaskName, ...] = ()
     """tasks whose accuracy is part of each evaluation, as in `tricycle evaluate --task`"""
+    score_heads: bool = False
+    """record scores of the best heads in each evaluation, for `tricycle inspect scores`"""
     find_learning_rate: bool = False
     """run a learning-rate range test in place of training: plot the losses, and suggest a learning rate"""
     config: GPTConfig = field(default_factory=GPTConfig)
@@ -202,6 +205,8 @@ def run_description(arguments: Arguments) -> dict[str, Any]:
         description["track"] = list(arguments.track)
     if arguments.evaluate_tasks:
         description["evaluate_tasks"] = list(arguments.evaluate_tasks)
+    if arguments.score_heads:
+        description["score_heads"] = True
     if arguments.init_from:
         path = Path(arguments.init_from)
         description["init_from"] = str(path.resolve()) if path.exists() else arguments.init_from
@@ -257,6 +262,7 @@ class TrainTask(TextTask):
         start: the model of --init-from for a new run.
         digest: the digest of the text that a resumed run was trained on; "" if unknown.
         tasks: the items of --evaluate-tasks by the task's name, as of `make_task`.
+        first_token: with --score-heads, the token before each text on which heads are scored.
     """
 
     command = "train"
@@ -265,6 +271,7 @@ class TrainTask(TextTask):
         super().__init__(arguments, arguments.run_folder if resumed is None else resumed.resume)
         self.resumed, self.start, self.digest = resumed, start, ""
         self.tasks: dict[str, tuple[list[Item], list[list[Pair]]]] = {}
+        self.first_token: int | None = None
 
     @property
     def name(self) -> str:
@@ -320,22 +327,32 @@ class TrainTask(TextTask):
         tokens = np.concatenate([[tokeniser.end_of_text] * n_context, corpus.validation])
         self.held_out = HeldOut(tokens, len(self.held_out_bytes), n_context)
         state = self.new_state(run, corpus.train, on_gpu, has_last)
+        if arguments.score_heads:
+            self.first_token = tokeniser.end_of_text
+            score_heads(state.model, start=self.first_token)  # a model that cannot be scored fails before training
         if processes.is_rank_zero:
             self._print_summary(state, run, tokeniser, on_gpu)
         return state
 
     def measure(self, state: TrainingState) -> dict[str, float]:
-        """Return the metrics of held-out text, and the accuracy in each of `tasks`."""
+        """Return the metrics of held-out text, the accuracy in each of `tasks`, and with --score-heads the best scores.
+
+        "induction_score", for example, is that of the head with the largest score.
+        """
         metrics = super().measure(state)
         for name, (items, pairs) in self.tasks.items():
             scores = score_items(state.model, items, pairs, state.config.batch_size)
             metrics[f"{name}_accuracy"] = summarize(scores)["accuracy"]
+        if self.arguments.score_heads:
+            for name, values in score_heads(state.model, start=self.first_token)._asdict().items():
+                metrics[f"{name}_score"] = float(values.max())
         return metrics
 
     def format_metrics(self, metrics: Mapping[str, float]) -> str:
-        """Format the metrics of held-out text and the accuracies, such as ", induction 25%"."""
-        accuracies = [f", {name} {100 * metrics[f'{name}_accuracy']:.0f}%" for name in self.tasks]
-        return super().format_metrics(metrics) + "".join(accuracies)
+        """Format the metrics of held-out text, accuracies such as ", induction 25%", and the best induction score."""
+        others = [f", {name} {100 * metrics[f'{name}_accuracy']:.0f}%" for name in self.tasks]
+        others += [f", best induction head {metrics['induction_score']:.2f}"] * self.arguments.score_heads
+        return super().format_metrics(metrics) + "".join(others)
 
     def needed_memory(self, config: GPTConfig) -> int:
         """Return the minimum number of bytes that training needs."""
@@ -421,12 +438,13 @@ def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
     are_trackers = isinstance(track, list) and all(name in NAMES for name in track)
     tasks = data.get("evaluate_tasks", [])
     are_tasks = isinstance(tasks, list) and all(name in TASK_NAMES for name in tasks)
-    if not is_known or not are_paths or not are_trackers or not are_tasks:
+    is_flag = isinstance(data.get("score_heads", False), bool)
+    if not (is_known and are_paths and are_trackers and are_tasks and is_flag):
         got = reprlib.repr(data)
         raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {got}")
     if data.get("command", "train") != command:
         raise ValueError(f"{folder}: expected a run of `tricycle {command}`, got one of {data['command']!r}")
-    same = {name: data[name] for name in ("data", "tokeniser", "on_nan", "init_from") if name in data}
+    same = {name: data[name] for name in ("data", "tokeniser", "on_nan", "init_from", "score_heads") if name in data}
     several: Any = {"files": tuple(map(Path, files)), "track": tuple(track), "evaluate_tasks": tuple(tasks)}
     arguments = Arguments(**same, **several, config=GPTConfig.from_dict(config))
     return arguments, data.get("corpus", "")

@@ -8,9 +8,11 @@ Shapes: R rows (tokens), C channels, F features.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +24,7 @@ from tricycle.models import GPT
 from tricycle.ops import check_positive
 from tricycle.optimisers import AdamW
 from tricycle.parameter import Parameter
-from tricycle.pretrained.safetensors_weights import write_tensors
+from tricycle.pretrained.safetensors_weights import read_tensors, write_tensors
 from tricycle.system.files import atomic_write
 from tricycle.tensor import Tensor
 from tricycle_lab.attribution import check_decoder, check_tokens
@@ -104,12 +106,49 @@ class SparseAutoencoder(Layer):
         with self.evaluating():
             return to_cpu(self(Tensor(self.normalize(x), requires_grad=False)).array) / self.scale + self.mean
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the weights, with mean and scale, to a safetensors file atomically, in float32."""
+    def save(self, path: str | os.PathLike[str], layer: int) -> None:
+        """Write the weights, with mean and scale, to a safetensors file atomically, in float32.
+
+        Args:
+            layer: the index of the block whose residual stream the autoencoder describes.
+        """
         tensors = {name: parameter.array for name, parameter in self.named_parameters()}
         tensors |= {"mean": self.mean, "scale": np.full(1, self.scale, np.float32)}
+        shapes = {name: array.shape for name, array in tensors.items()}
         with atomic_write(path) as file:
-            write_tensors(file, {name: array.shape for name, array in tensors.items()}, tensors.items(), "F32")
+            write_tensors(
+                file, shapes, tensors.items(), "F32", {"kind": self.kind, "k": str(self.k), "layer": str(layer)}
+            )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: GPT) -> tuple[SparseAutoencoder, int]:
+        """Read an autoencoder of a model, and the index of its block; ValueError if it does not fit or is not finite.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: a damaged file, or tensors and metadata that no `save` of an autoencoder of this model writes.
+        """
+        tensors, metadata = read_tensors(Path(path))
+        width, n_layers = model.config.embedding_dim, len(model.blocks)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        n_features = math.prod(shapes.get("log_thresholds", ()))
+        weights = {"encoder.weights": (width, n_features), "decoder.weights": (n_features, width)}
+        biases = {"encoder.bias": (n_features,), "decoder.bias": (width,), "log_thresholds": (n_features,)}
+        expected = {**weights, **biases, "mean": (width,), "scale": (1,)}
+        k, layer = (metadata.get(name, "") for name in ("k", "layer"))
+        if shapes != expected or not (k.isdecimal() and layer.isdecimal() and int(layer) < n_layers):
+            wanted = f"an autoencoder of {width} channels after one of {n_layers} blocks"
+            raise ValueError(
+                f"{path}: expected {wanted}, with k and layer in its metadata, got {shapes} {metadata}"[:500]
+            )
+        arrays = {name: np.asarray(tensor.read(), np.float32) for name, tensor in tensors.items()}
+        if not all(np.isfinite(array).all() for array in arrays.values()):
+            raise ValueError(f"{path}: expected finite values, got infinity or NaN")
+        kind: Any = metadata.get("kind")
+        autoencoder = cls(width, n_features, int(k), kind, arrays.pop("mean"), float(arrays.pop("scale")[0]))
+        for name, parameter in autoencoder.named_parameters():
+            parameter.array[...] = arrays[name]
+        return autoencoder, int(layer)
 
     def activations(self, x: np.ndarray) -> np.ndarray:
         """Return the activations of the features (R, F) of rows (R, C) of the residual stream."""

@@ -11,7 +11,7 @@ Shapes: B batch, T tokens, C channels, L layers, H heads, E channels of a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -100,6 +100,15 @@ def patch_activations(model: GPT, prompts: Prompts, kind: str = "stream", batch_
     Raises:
         ValueError: an unknown kind, prompts of different lengths, ids out of range, or prompts with the same metric.
     """
+    return np.stack(list(iterate_patches(model, prompts, kind, batch_size)))
+
+
+def iterate_patches(model: GPT, prompts: Prompts, kind: str = "stream", batch_size: int = 64) -> Iterator[np.ndarray]:
+    """Yield the effects of `patch_activations` for each layer, (T,), (H,) or (H, T) by `kind`, as they are computed.
+
+    Raises:
+        ValueError: as of `patch_activations`, at the first layer.
+    """
     check_positive("patch_activations", batch_size=batch_size)
     if kind not in KINDS:
         raise ValueError(f"patch_activations: expected a kind, one of {', '.join(KINDS)}, got {kind!r}")
@@ -107,13 +116,13 @@ def patch_activations(model: GPT, prompts: Prompts, kind: str = "stream", batch_
     heads = range(model.config.n_heads) if kind in ("heads", "heads_by_position") else range(1)
     positions = range(1) if kind == "heads" else range(runs.first, len(prompts.clean))
     cells = [(head, position) for position in positions for head in heads]
-    effects = np.zeros((len(model.blocks), len(heads), 1 if kind == "heads" else len(prompts.clean)))
-    with model.evaluating():
-        for layer in range(len(model.blocks)):
+    for layer in range(len(model.blocks)):
+        effects = np.zeros((len(heads), 1 if kind == "heads" else len(prompts.clean)))
+        with model.evaluating():  # not while the caller uses the model between two layers
             for first in range(0, len(cells), batch_size):
                 batch = cells[first : first + batch_size]
-                effects[layer][tuple(np.transpose(batch))] = runs.effects(_run_patched(runs, kind, layer, batch))
-    return effects if kind == "heads_by_position" else effects[..., 0] if kind == "heads" else effects[:, 0]
+                effects[tuple(np.transpose(batch))] = runs.effects(_run_patched(runs, kind, layer, batch))
+        yield effects if kind == "heads_by_position" else effects[:, 0] if kind == "heads" else effects[0]
 
 
 def _run_patched(runs: PromptRuns, kind: str, layer: int, batch: Sequence[tuple[int, int]]) -> Array:

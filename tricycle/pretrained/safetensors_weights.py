@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,7 +58,11 @@ def view_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 # -------------------------------------------------------------------- writing
 def write_tensors(
-    file: IO[bytes], shapes: dict[str, tuple[int, ...]], arrays: Iterable[tuple[str, Any]], dtype_name: str
+    file: IO[bytes],
+    shapes: dict[str, tuple[int, ...]],
+    arrays: Iterable[tuple[str, Any]],
+    dtype_name: str,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a safetensors file with all `arrays` as `dtype_name`; ValueError unless they match `shapes` in order.
 
@@ -68,8 +72,10 @@ def write_tensors(
         shapes: by name, in the order of `arrays`.
         arrays: names and float32 values.
         dtype_name: data type of all tensors in the file: F32, F16 or BF16.
+        metadata: texts by name, stored in the header.
     """
-    write_header(file, {name: (dtype_name, shape) for name, shape in shapes.items()}, {"format": "pt"})
+    fields = {"format": "pt", **(metadata or {})}
+    write_header(file, {name: (dtype_name, shape) for name, shape in shapes.items()}, fields)
     for (name, array), (expected, shape) in zip(arrays, shapes.items(), strict=True):
         if name != expected or array.shape != shape:
             raise ValueError(f"write_tensors: expected {expected} {shape}, got {name} {array.shape}")

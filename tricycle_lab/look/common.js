@@ -12,10 +12,10 @@ function add(parent, tag, text = "", properties = {}) {
   return element;
 }
 
-/** Return 256 RGBA colors of the color scheme, from --low over --accent to --high. */
-function palette() {
+/** Return 256 RGBA colors of the color scheme, from the first over the second to the third name. */
+function palette(names = ["--low", "--accent", "--high"]) {
   const style = getComputedStyle(document.documentElement);
-  const stops = ["--low", "--accent", "--high"].map((name) => style.getPropertyValue(name).trim().split(/\s+/).map(Number));
+  const stops = names.map((name) => style.getPropertyValue(name).trim().split(/\s+/).map(Number));
   return Array.from({ length: 256 }, (_, byte) => {
     const position = byte / 127.5, first = Math.min(1, Math.floor(position)), fraction = position - first;
     return [...stops[first].map((low, i) => Math.round(low + (stops[first + 1][i] - low) * fraction)), 255];

@@ -5,10 +5,11 @@ Shapes: T tokens, S source tokens, H heads, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,13 @@ from tricycle.sequences.translators import load_translator
 from tricycle.softmaxes import new_softmax
 from tricycle.state_spaces.mamba import MambaMixer
 from tricycle.tensor import Tensor, no_grad
+from tricycle_lab.autoencoder import SparseAutoencoder
 from tricycle_lab.hooks import Substitution, add_hook, attention_of, op_with_heads
+from tricycle_lab.lens import TunedLens
 from tricycle_lab.look.interventions import Interventions
 from tricycle_lab.look.trace import AttentionLayer, Predictions, Trace, summarize_logits
 from tricycle_lab.probe import Probe
+from tricycle_lab.steering import steer
 
 MAX_TOKENS = 1024  # the attention maps of more tokens are too large for the page
 MAX_CACHED_TEXTS = 200_000
@@ -46,11 +50,13 @@ class InspectableModel:
         source_ids: the tokens of the encoder of an encoder-decoder.
         max_tokens: the maximum length of a text.
         first_editable: the first position whose token may be replaced.
+        vectors: steering vectors (C,), by the index of the block after which they are added.
     """
 
     kind = "decoder"
     source_ids: Sequence[int] = ()
     first_editable = 0
+    vectors: Mapping[int, np.ndarray] = MappingProxyType({})
 
     def __init__(self, model: Any, tokeniser: Any, title: str, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -71,7 +77,7 @@ class InspectableModel:
         self._token_texts: dict[int, str] = {}
 
     def describe(self) -> dict[str, Any]:
-        """Return JSON data: title, kind, class, nParameters, ablatable layers, initialLayer (index shown first)."""
+        """Return JSON data: title, kind, class, nParameters, ablatable, initialLayer (shown first) and isSteerable."""
         cross = [i for i, layer in enumerate(self.attention_layers) if layer.kind == "cross"]
         return {
             "title": self.title,
@@ -80,6 +86,7 @@ class InspectableModel:
             "nParameters": self.model.n_parameters,
             "ablatable": self.ablatable,
             "initialLayer": cross[-1] if cross else 0,
+            "isSteerable": bool(self.vectors),
         }
 
     def encode(self, text: str) -> list[int]:
@@ -103,7 +110,7 @@ class InspectableModel:
         """Return the token of an answer; raise a ValueError unless it is exactly one token."""
         ids = self.encode(text)
         if len(ids) != 1:
-            raise ValueError(f"--answers: expected answers of one token each, got {len(ids)} tokens for {text!r}")
+            raise ValueError(f"expected answers of one token each, got {len(ids)} tokens for {text!r}")
         return ids[0]
 
     @property
@@ -241,7 +248,15 @@ def _to_float_array(x: Tensor) -> np.ndarray:
 
 # -------------------------------------------------------------------- decoders and encoders
 class InspectableStack(InspectableModel):
-    """A decoder (`GPT`), or an encoder (`TextEncoder`), which has no predictions: one stack of blocks."""
+    """A decoder (`GPT`), or an encoder (`TextEncoder`), which has no predictions: one stack of blocks.
+
+    Attributes:
+        lens: a tuned lens of the model; None without.
+        autoencoder: a sparse autoencoder of the model, and the index of its block; None without.
+    """
+
+    lens: TunedLens | None = None
+    autoencoder: tuple[SparseAutoencoder, int] | None = None
 
     def __init__(self, model: GPT | TextEncoder, tokeniser: Any, title: str) -> None:
         super().__init__(model, tokeniser, title, min(MAX_TOKENS, model.config.context_window))
@@ -251,8 +266,12 @@ class InspectableStack(InspectableModel):
         """Run the model on ids (not checked), return its trace; reuse first blocks or positions of an earlier one."""
         n_blocks, n_tokens = (0, 0) if earlier is None else self._count_reusable(ids, interventions, earlier)
         model = self.model
-        with model.evaluating(), recording(self) as (layers, stream), Probe(model, "") as probe:
-            interventions.apply(probe)
+        with ExitStack() as stack:
+            stack.enter_context(model.evaluating())
+            layers, stream = stack.enter_context(recording(self))
+            interventions.apply(stack.enter_context(Probe(model, "")))
+            if interventions.steering:
+                stack.enter_context(steer(model, self.vectors, interventions.steering))
             self._forward(ids, earlier, n_blocks, n_tokens)
         if earlier is not None and n_blocks:
             stream = {**stream, **dict(list(earlier.stream.items())[: 1 + n_blocks])}

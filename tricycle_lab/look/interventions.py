@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tricycle.softmaxes import SOFTMAXES
 from tricycle_lab.probe import Probe
 
 MAX_ABLATED_HEADS = 10_000
+FIELDS = ("ablatedLayers", "ablatedHeads", "softmax", "temperature", "steering")
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,18 @@ class Interventions:
         ablated_heads: pairs of the name of an attention layer and the index of a head.
         softmax: a name in `softmaxes.SOFTMAXES`; None for the softmax of the model.
         temperature: the divisor of the attention scores; 1 leaves them unchanged.
+        steering: the factor of the model's steering vectors; 0 leaves the residual stream unchanged.
     """
 
     ablated_layers: tuple[str, ...] = ()
     ablated_heads: tuple[tuple[str, int], ...] = ()
     softmax: str | None = None
     temperature: float = 1.0
+    steering: float = 0.0
 
     @classmethod
     def from_json(cls, fields: Any, ablatable: Sequence[str], n_heads: Mapping[str, int]) -> Interventions:
-        """Create from JSON ablatedLayers, ablatedHeads, softmax, temperature (None: none); others raise ValueError.
+        """Create from a JSON object with the fields in `FIELDS`, or None for none; others raise ValueError.
 
         Args:
             fields: the JSON object; None for no interventions.
@@ -39,20 +42,22 @@ class Interventions:
             n_heads: the number of heads of each attention layer, by name.
         """
         fields = {} if fields is None else fields
-        if not isinstance(fields, dict) or set(fields) - {"ablatedLayers", "ablatedHeads", "softmax", "temperature"}:
-            raise ValueError("interventions: expected ablatedLayers, ablatedHeads, softmax and temperature")
+        if not isinstance(fields, dict) or set(fields) - {*FIELDS}:
+            raise ValueError(f"interventions: expected {', '.join(FIELDS)}")
         softmax = fields.get("softmax")
         if softmax is not None and (not isinstance(softmax, str) or softmax not in SOFTMAXES):
             raise ValueError(f"interventions: expected softmax to be one of {', '.join(SOFTMAXES)}")
         temperature = fields.get("temperature", 1.0)
-        is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-        if not is_number or not 1e-3 <= temperature <= 1e3:
+        if type(temperature) not in (int, float) or not 1e-3 <= temperature <= 1e3:
             raise ValueError("interventions: expected a temperature from 0.001 to 1000")
+        steering = fields.get("steering", 0.0)
+        if type(steering) not in (int, float) or not abs(steering) <= 1e3:
+            raise ValueError("interventions: expected a steering strength from -1000 to 1000")
         layers = fields.get("ablatedLayers", [])
         if not isinstance(layers, list) or not all(isinstance(name, str) and name in ablatable for name in layers):
             raise ValueError("interventions: expected ablatedLayers to be a list of layers of the model")
         heads = _check_heads(fields.get("ablatedHeads", []), n_heads)
-        return cls(tuple(dict.fromkeys(layers)), heads, softmax, float(temperature))
+        return cls(tuple(dict.fromkeys(layers)), heads, softmax, float(temperature), float(steering))
 
     def apply(self, probe: Probe) -> None:
         """Ablate layers and heads and change the softmax through a probe, until the context of the probe ends."""
@@ -71,7 +76,7 @@ class Interventions:
 
     def first_changed_block(self, block_names: Sequence[str], other: Interventions) -> int:
         """Return the index of the first block that this and `other` change differently; their number if none."""
-        if (self.softmax, self.temperature) != (other.softmax, other.temperature):
+        if replace(self, ablated_layers=(), ablated_heads=()) != replace(other, ablated_layers=(), ablated_heads=()):
             return 0
         layers = {*self.ablated_layers} ^ {*other.ablated_layers}
         changed = [*layers, *(name for name, _ in {*self.ablated_heads} ^ {*other.ablated_heads})]

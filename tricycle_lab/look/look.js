@@ -39,11 +39,12 @@ class ModelPanel {
   get interventions() {
     const ablatedHeads = [...this.ablatedHeads].map((key) => [key.slice(0, key.lastIndexOf("/")), Number(key.slice(key.lastIndexOf("/") + 1))]);
     const temperature = Number($("temperature").value) || 1;
-    return { ablatedLayers: [...this.ablatedLayers], ablatedHeads, softmax: $("softmax").value || null, temperature };
+    const steering = this.info.isSteerable ? Number($("steering").value) : 0;
+    return { ablatedLayers: [...this.ablatedLayers], ablatedHeads, softmax: $("softmax").value || null, temperature, steering };
   }
   get hasInterventions() {
-    const { ablatedLayers, ablatedHeads, softmax, temperature } = this.interventions;
-    return ablatedLayers.length > 0 || ablatedHeads.length > 0 || softmax !== null || temperature !== 1;
+    const { ablatedLayers, ablatedHeads, softmax, temperature, steering } = this.interventions;
+    return ablatedLayers.length > 0 || ablatedHeads.length > 0 || softmax !== null || temperature !== 1 || steering !== 0;
   }
 
   /** Run the model on a text or on tokens, and show the results. */
@@ -146,6 +147,7 @@ class ModelPanel {
     this.buildMap(part("Attention map"));
     this.buildLens(part("Logit lens"));
     this.buildStream(part("Residual stream", "wide"));
+    if (this.given.measures?.length) this.measureView = new MeasureView(this, part("Measures", "wide"));
   }
 
   /** Return a label that differs between the models of a comparison. */
@@ -479,14 +481,8 @@ class ModelPanel {
 
   /** Show the tokens at the left and at the top of a map if there is room. */
   labelMap(n, m) {
-    for (const [box, texts, count] of [[this.queryLabels, this.queryTexts, n], [this.keyLabels, this.keyTexts, m]]) {
-      box.hidden = count > MAX_LABELS;
-      box.replaceChildren();
-      if (!box.hidden) for (const text of texts) add(box, "span", visible(text).trim() || "␣");
-    }
     this.keyLabels.style.maxWidth = this.canvas.style.maxWidth;
-    const fits = this.canvas.clientWidth / m >= MIN_CELL && this.canvas.clientHeight / n >= MIN_CELL;
-    if (!fits) this.queryLabels.hidden = this.keyLabels.hidden = true;
+    labelCanvas(this.canvas, [[this.queryLabels, this.queryTexts, n], [this.keyLabels, this.keyTexts, m]]);
   }
 
   showTopKeys(map) {
@@ -505,9 +501,7 @@ class ModelPanel {
 
   /** Return row and column of the map at the pointer. */
   findCell(event) {
-    const box = this.canvas.getBoundingClientRect(), map = this.currentMap;
-    const index = (offset, size, count) => Math.min(count - 1, Math.max(0, Math.floor((offset / size) * count)));
-    return [index(event.clientY - box.top, box.height, map?.shape[0] ?? 1), index(event.clientX - box.left, box.width, map?.shape[1] ?? 1)];
+    return findCell(this.canvas, event, ...(this.currentMap?.shape ?? [1, 1]));
   }
 
   describeCell(row, column) {
@@ -596,6 +590,24 @@ function writeTokens(box, texts, role) {
   return texts.map((text) => addToken(box, text, role));
 }
 
+/** Show labels at the left and at the top of a canvas if there is room, from [box, texts, count] of rows and of columns. */
+function labelCanvas(canvas, labels) {
+  for (const [box, texts, count] of labels) {
+    box.hidden = count > MAX_LABELS;
+    box.replaceChildren();
+    if (!box.hidden) for (const text of texts) add(box, "span", visible(text).trim() || "␣");
+  }
+  const [[rows, , n], [columns, , m]] = labels;
+  if (canvas.clientWidth / m < MIN_CELL || canvas.clientHeight / n < MIN_CELL) rows.hidden = columns.hidden = true;
+}
+
+/** Return row and column at the pointer in a canvas with n rows and m columns. */
+function findCell(canvas, event, n, m) {
+  const box = canvas.getBoundingClientRect();
+  const index = (offset, size, count) => Math.min(count - 1, Math.max(0, Math.floor((offset / size) * count)));
+  return [index(event.clientY - box.top, box.height, n), index(event.clientX - box.left, box.width, m)];
+}
+
 const shortName = (name) => name.replace(/blocks\.(\d+)/, (_, i) => "layer " + i).replace(/\./g, " ").replace(/(layer \d+) attention$/, "$1");
 
 // ---------------------------------------------------------------- all models
@@ -612,9 +624,10 @@ async function runText() {
 }
 
 async function rerunAll() {
-  if (!$("temperature").checkValidity()) {
+  for (const [id, text] of [["temperature", "a temperature from 0.001"], ["steering", "a steering strength from -1000"]]) {
+    if ($(id).checkValidity()) continue;
     for (const panel of panels) panel.nRuns++; // discard the results of runs in progress
-    return showMessage("Expected a temperature from 0.001 to 1000.");
+    return showMessage("Expected " + text + " to 1000.");
   }
   for (const panel of panels) if (panel.trace) await panel.rerun();
 }
@@ -639,16 +652,19 @@ async function start() {
   if (panels.some((panel) => panel.info.kind === "encoder-decoder")) $("text-label").textContent = "Source => target (without a target, the model generates one)";
   $("text").value = data.text;
   $("form").onsubmit = (event) => (event.preventDefault(), runText());
-  $("softmax").onchange = $("temperature").onchange = rerunAll;
+  $("softmax").onchange = $("temperature").onchange = $("steering").onchange = rerunAll;
+  $("steering").parentElement.hidden = !panels.some((panel) => panel.info.isSteerable);
   $("reset").onclick = () => {
     $("softmax").value = "";
     $("temperature").value = 1;
+    $("steering").value = 0;
     for (const panel of panels) panel.ablatedLayers.clear(), panel.ablatedHeads.clear(), panel.trace && panel.showAblations();
     rerunAll();
   };
   matchMedia("(prefers-color-scheme: dark)").onchange = () => {
     colors = palette();
-    for (const panel of panels) panel.trace && (panel.drawMap(), panel.streamStatistics && panel.showStream());
+    if (data.hasServer) signedColors = palette(["--less", "--low", "--accent"]);
+    for (const panel of panels) panel.trace && (panel.drawMap(), panel.streamStatistics && panel.showStream(), panel.measureView?.redraw());
   };
   await (data.hasServer ? runText() : showStaticData());
   document.body.dataset.ready = Math.round(performance.now()); // ms since the navigation started

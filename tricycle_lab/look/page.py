@@ -8,6 +8,7 @@ import html
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from tricycle_lab.look.trace import Trace
 FOLDER = Path(__file__).parent
 
 
-def render_page(name: str, title: str, data: Any, has_server: bool = False, has_worker: bool = False) -> str:
+def render_page(
+    name: str, title: str, data: Any, has_server: bool = False, has_worker: bool = False, scripts: Sequence[str] = ()
+) -> str:
     """Return an HTML document of a page's and the common HTML, CSS and JS files, with `data` embedded as JSON.
 
     Args:
@@ -27,9 +30,10 @@ def render_page(name: str, title: str, data: Any, has_server: bool = False, has_
         data: JSON data for the script.
         has_server: the script may send requests to the server of the page.
         has_worker: the script may start workers from Blob URLs.
+        scripts: further JS files of the page, before its own one.
     """
     style = _read_text("common.css") + _read_text(f"{name}.css")
-    script = _read_text("common.js") + _read_text(f"{name}.js")
+    script = "".join(map(_read_text, ("common.js", *scripts, f"{name}.js")))
     json_data = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     values = {
         "__POLICY__": content_security_policy(style, script, has_server, has_worker),

@@ -13,7 +13,7 @@ import json
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,8 +23,10 @@ import numpy as np
 from tricycle.softmaxes import SOFTMAXES
 from tricycle_lab.look.inspectable import InspectableModel
 from tricycle_lab.look.interventions import Interventions
+from tricycle_lab.look.measures import describe_measures, start_measure, table_data
 from tricycle_lab.look.page import render_page
 from tricycle_lab.look.trace import Trace
+from tricycle_lab.measures import Table
 
 HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 2**20
@@ -67,14 +69,15 @@ class ViewerService:
         self.text = text
         self._traces: list[OrderedDict[int, Trace]] = [OrderedDict() for _ in models]
         self._n_traces = 0
+        self._measures: list[tuple[int, Iterator[Table]]] = [(0, iter(())) for _ in models]  # the latest of each model
         self._lock = threading.Lock()
 
     def page(self) -> str:
         """Return the HTML page of the viewer, which requests its data from the server."""
-        models = [{"info": model.describe()} for model in self.models]
+        models = [{"info": model.describe(), "measures": describe_measures(model)} for model in self.models]
         title = " and ".join(model.title for model in self.models)
         data = {"hasServer": True, "text": self.text, "models": models, "softmaxes": list(SOFTMAXES)}
-        return render_page("look", title, data, has_server=True)
+        return render_page("look", title, data, has_server=True, scripts=["measures.js"])
 
     def prepare(self) -> None:
         """Run each model on the text, so that the page's first request finds a trace; ignore invalid texts."""
@@ -86,14 +89,15 @@ class ViewerService:
         """Run a model or read a trace that `fields` names; return JSON data, or ValueError, UnknownRequestError.
 
         Args:
-            request: "run", or a name in `TRACE_REQUESTS`.
+            request: "run", "start_measure", "next_table", or a name in `TRACE_REQUESTS`.
             fields: the decoded JSON body.
 
         Raises:
             UnknownRequestError: another name.
             ValueError: invalid fields.
         """
-        if request not in ("run", *TRACE_REQUESTS):
+        methods = {"run": self._run, "start_measure": self._start_measure, "next_table": self._next_table}
+        if request not in (*methods, *TRACE_REQUESTS):
             raise UnknownRequestError(request)
         if not isinstance(fields, dict):
             raise ValueError("expected a JSON object")
@@ -101,13 +105,15 @@ class ViewerService:
         if type(index) is not int or not 0 <= index < len(self.models):
             raise ValueError(f"expected a model from 0 to {len(self.models) - 1}")
         with self._lock, np.errstate(all="ignore"):  # nan from damaged weights is shown in the results
-            return self._run(index, fields) if request == "run" else self._read_trace(request, index, fields)
+            return methods[request](index, fields) if request in methods else self._read_trace(request, index, fields)
 
     def _run(self, index: int, fields: Fields) -> Fields:
         """Run a model on a text or on tokens, or find an equal trace, and return the summary of the trace."""
         model = self.models[index]
         ids = self._parse_ids(model, fields)
         interventions = Interventions.from_json(fields.get("interventions"), model.ablatable, model.n_heads)
+        if interventions.steering and not model.vectors:
+            raise ValueError("interventions: expected a model with steering vectors (--steer FILE), got one without")
         traces = self._traces[index]
         for key, trace in traces.items():
             if (trace.interventions, trace.ids, trace.source_ids) == (interventions, ids, tuple(model.source_ids)):
@@ -159,14 +165,35 @@ class ViewerService:
 
     def _read_trace(self, request: str, index: int, fields: Fields) -> Any:
         """Call the method `request` of the stored trace that the fields name; ValueError if deleted or badly typed."""
-        key = fields.get("trace")
-        traces = self._traces[index]
-        if type(key) is not int or key not in traces:
-            raise ValueError("this trace was deleted: run the model on the text again")
+        trace = self._find_trace(index, fields)
         for name, kind in TRACE_REQUESTS[request].items():
             if type(fields.get(name)) is not kind:
                 raise ValueError(f"expected {name} to be {'a text' if kind is str else 'an integer'}")
-        return getattr(traces[key], request)(*(fields[name] for name in TRACE_REQUESTS[request]))
+        return getattr(trace, request)(*(fields[name] for name in TRACE_REQUESTS[request]))
+
+    def _find_trace(self, index: int, fields: Fields) -> Trace:
+        """Return the stored trace that the fields name; ValueError if it was deleted."""
+        key = fields.get("trace")
+        if type(key) is not int or key not in self._traces[index]:
+            raise ValueError("this trace was deleted: run the model on the text again")
+        return self._traces[index][key]
+
+    def _start_measure(self, index: int, fields: Fields) -> Fields:
+        """Start a measure of a model in place of its earlier one, and return its number."""
+        tables = start_measure(self.models[index], self._find_trace(index, fields), fields)
+        self._measures[index] = self._measures[index][0] + 1, tables
+        return {"measure": self._measures[index][0]}
+
+    def _next_table(self, index: int, fields: Fields) -> Fields:
+        """Compute the next table of a measure, or a layer of it, and return its JSON data; None after the last one.
+
+        A request for each layer shows the progress, lets other requests of the page in, and ends if the page stops.
+        """
+        key, tables = self._measures[index]
+        if fields.get("measure") != key:
+            raise ValueError("another measure was started: compute this one again")
+        table = next(tables, None)
+        return {"table": None if table is None else table_data(table)}
 
 
 class StaticPage:

@@ -173,12 +173,12 @@ class Trace:
             "deflated": deflate,
             "weights": _encode_base64(weight_bytes, deflate),
             "scores": _encode_base64(score_bytes, deflate),
-            "minScore": _round_significant(low),
-            "maxScore": _round_significant(high),
+            "minScore": round_significant(low),
+            "maxScore": round_significant(high),
             "entropy": _round_decimals(entropy(weights), 2),
             "unassigned": _round_decimals(1 - weights.sum(axis=-1), 2),
-            "scoreKurtosis": _round_significant(_kurtosis(finite)),
-            "weightKurtosis": _round_significant(_kurtosis(weights[visible])),
+            "scoreKurtosis": round_significant(_kurtosis(finite)),
+            "weightKurtosis": round_significant(_kurtosis(weights[visible])),
             "kept": None if layer.decays is None else _round_decimals(np.exp(layer.decays[head])),
         }
 
@@ -192,13 +192,13 @@ class Trace:
             cached = layer.cached_maps
             scores, weights = layer.maps()
             visible = scores > -np.inf
-            kurtosis = [_round_significant(_kurtosis(row[mask])) for row, mask in zip(scores, visible)]
+            kurtosis = [round_significant(_kurtosis(row[mask])) for row, mask in zip(scores, visible)]
             mean = entropy(np.nan_to_num(weights)).mean(axis=-1)
             statistics = {"name": layer.name, "entropy": _round_decimals(mean, 3), "scoreKurtosis": kurtosis}
             if layer.decays is not None:
                 rates = -layer.decays.mean(axis=-1, dtype=np.float64)
                 statistics["halfLife"] = [
-                    _round_significant(math.log(2) / rate if rate else math.inf) for rate in rates
+                    round_significant(math.log(2) / rate if rate else math.inf) for rate in rates
                 ]
             layers.append(statistics)
             layer.cached_maps = cached  # the maps of all layers would need too much memory
@@ -270,7 +270,7 @@ class Trace:
         logsumexp = highest + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
 
         def prob(token: int) -> float | None:
-            return _round_significant(math.exp(float(logits[token]) - logsumexp))
+            return round_significant(math.exp(float(logits[token]) - logsumexp))
 
         result: dict[str, Any] = {
             "top": [{"id": int(token), "text": self.token_text(int(token)), "prob": prob(token)} for token in top]
@@ -323,14 +323,14 @@ def _stream_statistics(name: str, x: np.ndarray) -> dict[str, Any]:
     outliers = []
     for channel in channels:
         position = int(magnitudes[:, channel].argmax())
-        value = _round_significant(float(x[position, channel]))
-        ratio = _round_significant(float(largest[channel]) / median if median else math.nan)
+        value = round_significant(float(x[position, channel]))
+        ratio = round_significant(float(largest[channel]) / median if median else math.nan)
         outliers.append({"channel": int(channel), "position": position, "value": value, "ratio": ratio})
     norms = np.sqrt(np.square(x, dtype=np.float64).sum(axis=-1))
     return {
         "name": name,
-        "norms": [_round_significant(float(norm)) for norm in norms],
-        "kurtosis": _round_significant(excess_kurtosis(x)),
+        "norms": [round_significant(float(norm)) for norm in norms],
+        "kurtosis": round_significant(excess_kurtosis(x)),
         "outliers": outliers,
     }
 
@@ -342,7 +342,7 @@ def _encode_base64(array: np.ndarray, deflate: bool) -> str:
     return base64.b64encode(content).decode("ascii")
 
 
-def _round_significant(value: float) -> float | None:
+def round_significant(value: float) -> float | None:
     """Round to four significant digits; return None for nan and infinity, which JSON does not have."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
