@@ -197,9 +197,7 @@ class Trace:
             statistics = {"name": layer.name, "entropy": _round_decimals(mean, 3), "scoreKurtosis": kurtosis}
             if layer.decays is not None:
                 rates = -layer.decays.mean(axis=-1, dtype=np.float64)
-                statistics["halfLife"] = [
-                    round_significant(math.log(2) / rate if rate else math.inf) for rate in rates
-                ]
+                statistics["halfLife"] = [round_significant(math.log(2) / rate if rate else math.inf) for rate in rates]
             layers.append(statistics)
             layer.cached_maps = cached  # the maps of all layers would need too much memory
         return {"layers": layers}
