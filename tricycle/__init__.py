@@ -3,6 +3,7 @@
 from tricycle import activations, einsum, experts, extra_ops, losses, softmaxes, state, tensor_methods, transforms  # noqa: F401  (they add methods and names)
 from tricycle.kernels import explanation  # noqa: F401  (it adds a function)
 from tricycle.numpy_protocol import from_dlpack
+from tricycle.state_spaces import mamba  # noqa: F401  (it makes the blocks of a `MambaConfig`)
 from tricycle.tensor import Tensor, no_grad, to_tensor
 
 __version__ = "0.1.0"

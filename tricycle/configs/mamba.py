@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tricycle.attention.rotary import POSITIONS
 from tricycle.configs.model import ModelConfig, Norm
 from tricycle.configs.validated import OneOf
+
+BLOCKS: dict[str, Callable[..., Any]] = {}  # constructors of blocks; `tricycle.state_spaces.mamba` adds its own
 
 # Layers with attention are the usual transformer blocks, so all fields of `ModelConfig` are about them.
 
@@ -80,18 +83,4 @@ class MambaConfig(ModelConfig):
 
     def new_block(self, layer: int, **options: Any) -> Any:
         """Make the block of a layer: a `MambaBlock`, or a `TransformerBlock` for layers with attention."""
-        # Imported here, because these modules import this package.
-        from tricycle.blocks import MLPBlock, TransformerBlock
-        from tricycle.experts import MixtureOfExperts
-        from tricycle.state_spaces.mamba import MambaBlock
-
-        has_attention = layer in self.attention_layers
-        if not has_attention and not self.mamba_mlp:
-            return MambaBlock(self, **options)
-        fields = {name: getattr(self, name) for name in ModelConfig.__dataclass_fields__}
-        mlp: Any
-        if self.n_experts:
-            mlp = MixtureOfExperts(MLPBlock, shared_size=self.shared_size, **fields, **options)
-        else:
-            mlp = MLPBlock(**fields, **options)
-        return TransformerBlock(self, layer, mlp=mlp, **options) if has_attention else MambaBlock(self, mlp, **options)
+        return BLOCKS["mamba"](self, layer, **options)

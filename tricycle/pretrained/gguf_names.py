@@ -182,8 +182,8 @@ _LLAMA = _map_tensors(LLAMA).names | _map_tensors(MIXTRAL).names
 _NO_LAYOUTS: dict[str, Any] = {"layouts": {}}  # all queries, all keys, all values, as in Tricycle
 # The norm before the MLP, which is also that before attention unless attn_norm_2 exists.
 _FALCON_NORMS = {"blk.N.attn_norm": "input_layernorm", "blk.N.attn_norm_2": "ln_attn"}
-_FALCON = {name: hf_names for name, hf_names in _map_tensors(FALCON).names.items() if name != "blk.N.ffn_norm"}
-_FALCON |= {name: (f"transformer.h.N.{hf_name}",) for name, hf_name in _FALCON_NORMS.items()}
+_FALCON_NAMES = {name: hf_names for name, hf_names in _map_tensors(FALCON).names.items() if name != "blk.N.ffn_norm"}
+_FALCON = _FALCON_NAMES | {name: (f"transformer.h.N.{hf_name}",) for name, hf_name in _FALCON_NORMS.items()}
 _PERMUTED = {"blk.N.attn_q": _QUERIES, "blk.N.attn_k": _KEYS}
 _GPT_OSS = {
     "blocks.N.attention.softmax_scales": "blk.N.attn_sinks.weight",

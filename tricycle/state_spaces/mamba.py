@@ -18,9 +18,11 @@ from tricycle import extra_ops
 from tricycle.activation import Swish
 from tricycle.attention.attend import Mask
 from tricycle.attention.cache import KeyValueCache
-from tricycle.blocks import new_norm
-from tricycle.configs.mamba import MambaConfig
+from tricycle.blocks import MLPBlock, TransformerBlock, new_norm
+from tricycle.configs.mamba import BLOCKS, MambaConfig
+from tricycle.configs.model import ModelConfig
 from tricycle.devices import Array, array_module
+from tricycle.experts import MixtureOfExperts
 from tricycle.extra_ops import split_sizes
 from tricycle.functions import add_residual
 from tricycle.initialisers import Initialiser, xavier
@@ -139,3 +141,20 @@ class MambaBlock(Layer):
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
         return add_residual(x, branch if self.scale == 1 else branch * self.scale)
+
+
+def new_block(config: MambaConfig, layer: int, **options: Any) -> Layer:
+    """Make the block of a layer: a `MambaBlock`, or a `TransformerBlock` for layers with attention."""
+    has_attention = layer in config.attention_layers
+    if not has_attention and not config.mamba_mlp:
+        return MambaBlock(config, **options)
+    fields = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
+    mlp: Any
+    if config.n_experts:
+        mlp = MixtureOfExperts(MLPBlock, shared_size=config.shared_size, **fields, **options)
+    else:
+        mlp = MLPBlock(**fields, **options)
+    return TransformerBlock(config, layer, mlp=mlp, **options) if has_attention else MambaBlock(config, mlp, **options)
+
+
+BLOCKS["mamba"] = new_block
