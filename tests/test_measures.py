@@ -13,7 +13,6 @@ from test_look import TEXT, TOKENISER, new_inspectable, new_transformer
 from tricycle.checkpoint import save_checkpoint
 from tricycle_cli import look
 from tricycle_lab.attribution import attribute_logit
-from tricycle_lab.autoencoder import SparseAutoencoder, typical_tokens
 from tricycle_lab.head_scores import score_heads
 from tricycle_lab.lens import TunedLens, lens_log_probabilities
 from tricycle_lab.look.inspectable import InspectableStack
@@ -21,6 +20,7 @@ from tricycle_lab.look.measures import MEASURES, describe_measures
 from tricycle_lab.look.server import ViewerService
 from tricycle_lab.patching import Prompts, estimate_patches, patch_activations
 from tricycle_lab.path_patching import patch_paths
+from tricycle_lab.sparse_autoencoder import SparseAutoencoder, typical_tokens
 
 CORRUPTED = TEXT.replace("cat", "cot", 1)  # as many tokens as TEXT
 ANSWERS = {"answer": " ", "otherAnswer": "b"}

@@ -15,7 +15,9 @@ from tricycle.system.files import atomic_write
 from tricycle_cli.flags import parse
 from tricycle_cli.inspect_flags import InspectFlags
 from tricycle_cli.lens import split_passages
-from tricycle_lab.autoencoder import (
+from tricycle_lab.look.inspectable import InspectableStack
+from tricycle_lab.plot import plot_distributions
+from tricycle_lab.sparse_autoencoder import (
     Occurrence,
     TrainingOptions,
     collect_stream,
@@ -23,8 +25,6 @@ from tricycle_lab.autoencoder import (
     strongest_occurrences,
     train_autoencoder,
 )
-from tricycle_lab.look.inspectable import InspectableStack
-from tricycle_lab.plot import plot_distributions
 
 CONTEXT = 12  # tokens before the strongest one, and a third as many after it
 STYLE = (

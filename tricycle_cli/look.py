@@ -25,12 +25,12 @@ from tricycle_cli import compare
 from tricycle_cli.flags import parse
 from tricycle_cli.models import ModelFlags, load_file, load_model
 from tricycle_lab.attribution import check_decoder
-from tricycle_lab.autoencoder import SparseAutoencoder
 from tricycle_lab.lens import TunedLens
 from tricycle_lab.look.inspectable import InspectableModel, InspectableStack, load_inspectable_translator
 from tricycle_lab.look.interventions import Interventions
 from tricycle_lab.look.page import collect_static_data, render_page, write_page
 from tricycle_lab.look.server import LookServer, StaticPage, ViewerService
+from tricycle_lab.sparse_autoencoder import SparseAutoencoder
 
 EXAMPLE = "The cat sat on the mat, and the dog lay down beside it. When the cat got up, the dog"
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from tricycle_lab.attribution import LogitAttribution
-from tricycle_lab.autoencoder import SparseAutoencoder, typical_tokens
 from tricycle_lab.head_scores import score_heads
 from tricycle_lab.lens import TunedLens, lens_log_probabilities
 from tricycle_lab.look.inspectable import InspectableStack
 from tricycle_lab.patching import Prompts, estimate_patches, iterate_patches
 from tricycle_lab.path_patching import patch_paths
+from tricycle_lab.sparse_autoencoder import SparseAutoencoder, typical_tokens
 
 TITLES = {
     "stream": "residual stream after each layer",

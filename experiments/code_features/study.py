@@ -23,7 +23,8 @@ from tricycle.models import GPT
 from tricycle.training_state import new_state, train_step
 from tricycle_datasets.corpus import Corpus, is_held_out
 from tricycle_datasets.python_code import PythonCode
-from tricycle_lab.autoencoder import (
+from tricycle_lab.recorded_run import record_run
+from tricycle_lab.sparse_autoencoder import (
     SparseAutoencoder,
     TrainingOptions,
     collect_stream,
@@ -31,7 +32,6 @@ from tricycle_lab.autoencoder import (
     train_autoencoder,
     typical_tokens,
 )
-from tricycle_lab.recorded_run import record_run
 
 VOCAB_SIZE = 1024
 LENGTH = 128  # tokens of a text

@@ -25,12 +25,12 @@ from tricycle.sequences.translators import load_translator
 from tricycle.softmaxes import new_softmax
 from tricycle.state_spaces.mamba import MambaMixer
 from tricycle.tensor import Tensor, no_grad
-from tricycle_lab.autoencoder import SparseAutoencoder
 from tricycle_lab.hooks import Substitution, add_hook, attention_of, op_with_heads
 from tricycle_lab.lens import TunedLens
 from tricycle_lab.look.interventions import Interventions
 from tricycle_lab.look.trace import AttentionLayer, Predictions, Trace, summarize_logits
 from tricycle_lab.probe import Probe
+from tricycle_lab.sparse_autoencoder import SparseAutoencoder
 from tricycle_lab.steering import steer
 
 MAX_TOKENS = 1024  # the attention maps of more tokens are too large for the page

@@ -10,7 +10,6 @@ import numpy as np
 
 from tricycle.models import GPT
 from tricycle_lab.attribution import attribute_logit
-from tricycle_lab.autoencoder import SparseAutoencoder
 from tricycle_lab.look.inspectable import InspectableModel, InspectableStack
 from tricycle_lab.look.trace import Trace, round_significant
 from tricycle_lab.measures import (
@@ -24,6 +23,7 @@ from tricycle_lab.measures import (
     score_tables,
 )
 from tricycle_lab.patching import Prompts
+from tricycle_lab.sparse_autoencoder import SparseAutoencoder
 
 MAX_PATCHED_TOKENS = 128  # of a prompt; longer ones take minutes for each layer
 ANSWERS = ("answer", "otherAnswer")

@@ -15,7 +15,8 @@ from tricycle.models import GPT
 from tricycle.pretrained.safetensors_weights import read_tensors, write_tensors
 from tricycle.tensor import Tensor, no_grad
 from tricycle_cli.inspect import main
-from tricycle_lab.autoencoder import (
+from tricycle_lab.probe import Probe
+from tricycle_lab.sparse_autoencoder import (
     SparseAutoencoder,
     TrainingOptions,
     collect_stream,
@@ -24,7 +25,6 @@ from tricycle_lab.autoencoder import (
     train_autoencoder,
     typical_tokens,
 )
-from tricycle_lab.probe import Probe
 
 TEXTS = np.random.default_rng(1).integers(0, 11, (12, 10)).tolist()
 
