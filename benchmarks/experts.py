@@ -62,7 +62,7 @@ def transformers_step(mixture: MixtureOfExperts, inputs: np.ndarray, trains: boo
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     experts: list[Any] = mixture.experts
     hidden, width = experts[0].projection.weights.shape
-    sizes = {"num_local_experts": len(experts), "num_experts_per_tok": mixture.n_active}
+    sizes = {"num_local_experts": len(experts), "num_experts_per_tok": mixture.routing.n_active}
     block = MixtralSparseMoeBlock(MixtralConfig(hidden_size=width, intermediate_size=hidden, **sizes))
     up = [np.roll(expert.up.weights.array.T, hidden, axis=0) for expert in experts]  # with the gate in front
     down = [expert.projection.weights.array.T for expert in experts]
