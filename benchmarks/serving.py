@@ -366,7 +366,8 @@ def main() -> int:
     if options.port:
         results = run_load_test(LoadGenerator(options.port, expected, options.pause, is_other=True), options, None)
     else:
-        with running_server(options.model, "--device", "cpu") as (port, pid):
+        # As `ExpectedAnswers`: the products of quantized blocks round the activations to 8 bits.
+        with running_server(options.model, "--device", "cpu", "--weights", "float32") as (port, pid):
             results = run_load_test(LoadGenerator(port, expected, options.pause), options, pid)
     return int(not all(result.correct for result in results))
 
