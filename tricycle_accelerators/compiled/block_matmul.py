@@ -14,7 +14,7 @@ from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.compiled.vector_matmul import spin_team
 from tricycle_accelerators.providers import decline_when
 
-MOST_ROWS = 8  # with more, dequantizing the blocks takes less time than multiplying each row with them
+MOST_ROWS = 24  # with more, dequantizing the blocks takes less time than multiplying each row with them
 
 
 def _matmul_decline_reason(

@@ -31,7 +31,7 @@ HAS_VNNI = bool(FEATURES.get("avxvnni") or (FEATURES.get("avx512vnni") and FEATU
 HAS_DOTPROD = bool(IS_ARM64 and FEATURES.get("dotprod"))
 HAS_AVX2 = bool(FEATURES.get("avx2") and FEATURES.get("f16c"))
 HAS_BLOCKS = HAS_AVX2 or HAS_DOTPROD
-AHEAD = 4096  # bytes that are asked for before they are needed: about the time that memory takes to answer
+AHEAD = 8192  # bytes that are asked for before they are needed: about the time that memory takes to answer
 
 
 class Block(NamedTuple):
@@ -278,7 +278,7 @@ def _emit_dot(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> Any:
 
     def add_block(step: Any, totals: list[Any]) -> list[Any]:
         at = lambda array, size: builder.add(array, builder.mul(step, INDEX(n_parts * size)))
-        ahead = builder.add(rows[0], builder.mul(step, INDEX(ROWS * form.n_bytes)))
+        ahead = builder.add(rows[-1], builder.mul(step, INDEX(ROWS * form.n_bytes)))
         for line in range(0, ROWS * form.n_bytes, 64):
             prefetch(builder, builder.add(ahead, INDEX(AHEAD + line)))
         x_scales, x_sums = (_load(builder, at(array, 4), 0, by_part) for array in (scales, sums))
