@@ -139,7 +139,7 @@ class InstrumentedGroup(ProcessGroup):
         return DelayedReduce(pending, self._link_free_time)
 
     def answer_pings(self) -> None:
-        """Answer the pings of other ranks."""
+        """Answer the pings of other ranks by the inner group, without measuring it."""
         self.inner.answer_pings()
 
 

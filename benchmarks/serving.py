@@ -310,7 +310,7 @@ def result_table(results: list[RequestResult], seconds: float) -> str:
 
 
 def first_text_times(results: list[RequestResult]) -> tuple[float, float]:
-    """Return the median and the 95% quantile of the seconds until the first text of streamed responses."""
+    """Return median and 95% quantile of the seconds to the first text of streamed responses; zeros without one."""
     times = sorted(result.first_seconds for result in results if result.first_seconds) or [0.0]
     return times[len(times) // 2], times[int(0.95 * (len(times) - 1))]
 

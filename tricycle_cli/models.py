@@ -196,7 +196,7 @@ def load_model(
 
 
 def load_file(source: str, weights: str = "float32", device: str = "cpu") -> Pretrained:
-    """Load a decoder or encoder by path (pickle, file, folder) or name; tokenizer may be None; error for no model.
+    """Load a model by path or name into host memory, even for a GPU; the tokenizer may be None; error for no model.
 
     The weights are in host memory. On a GPU, which `use_gpu(device, weights)` decides, "auto" is float32.
 

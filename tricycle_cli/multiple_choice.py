@@ -93,7 +93,7 @@ def _parse_item(value: Any) -> Item:
 def score_items(
     model: GPT, items: list[Item], pairs: list[list[Pair]], batch_size: int | None = None
 ) -> list[ItemScore]:
-    """Return an ItemScore per item: its choices' log-likelihoods after the prompt, and the two answers they choose.
+    """Return each item's log-likelihoods of choices and two answers; ValueError if a choice exceeds the window.
 
     Args:
         pairs: for each item the ids of its prompt with each of its choices, as of `encode_items`.

@@ -122,7 +122,7 @@ def trainings(settings: Settings) -> list[tuple[Task, str, int]]:
 
 # -------------------------------------------------------------------- training
 def finetune_and_measure(task: Task, method: str, seed: int, settings: Settings, own: list[Any]) -> dict[str, Any]:
-    """Fine-tune with one method and seed, return costs and measures; delete the weights unless `keep` is set."""
+    """Fine-tune into a run folder, return costs and measures; unless `keep`, delete all its weights but the adapter."""
     folder = settings.output / "runs" / f"{task.name}-{method}-{seed}"
     about = run_finetuning(task, method, seed, settings, folder)
     if method != "all":

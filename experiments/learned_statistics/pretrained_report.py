@@ -262,7 +262,7 @@ def plot_grains(results: Results, path: Path) -> None:
 
 
 def losses(results: Results) -> Panels:
-    """Return {initial value: {scales: (updates, training losses in nats)}} for `plot_curves`."""
+    """Return {initial value: {scales or blocks: (updates, training losses in nats)}} of jobs, for `plot_curves`."""
     settings, panels = results.settings, Panels()
     for start in STARTS:
         jobs = {grain: learned_job(settings, grain=grain, start=start) for grain in GRAINS}

@@ -36,7 +36,7 @@ def main_table(runs: Runs) -> str:
 
 
 def language_table(classes: tuple[str, ...] | list[str], matrices: Matrices) -> str:
-    """Return a Markdown table of recall in % over all folds, a row per language, the most frequent first."""
+    """Return a Markdown table by language, most frequent first: names, recall in % by model, plain and even."""
     counts = np.array(next(iter(matrices.values()))["plain"]).sum(axis=1)
     titles = ["", "names", *(f"{name}{end}" for end in ("", ", even") for name in matrices)]
     rows = []

@@ -46,7 +46,7 @@ def log_probabilities(model: Speller, hidden: Any, sounds: Sequence[int]) -> np.
 
 
 def leave_one_out(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
-    """Return (T, S): the KL divergence in bits of each sound's distribution if one letter is left out.
+    """Return the KL divergence (sounds, letters) in bits of each sound's distribution if one letter is left out.
 
     KL(with all letters || without this one), both given the same sounds before it.
     """

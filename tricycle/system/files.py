@@ -216,7 +216,7 @@ def _sync(handle: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk; Windows has no folder handles and does not need this."""
+    """Sync the names in a folder to the disk; do nothing on Windows and where the file system cannot do it."""
     if os.name != "posix":
         return
     try:

@@ -331,7 +331,7 @@ def _copy_converted(rows: np.ndarray, out: np.ndarray) -> None:
 
 @numba.njit(**OPTIONS)
 def _allocate_for_keys(n_keys, size, scratch, like):  # type: ignore[no-untyped-def]
-    """Allocate the transposed right operands of keys or values, and the sums of their gradients."""
+    """Return zeros for the transposed operands of keys or values, in blocks, and float32 zeros for their gradients."""
     n_blocks = n_key_blocks(n_keys)
     return aligned_zeros(n_blocks * scratch.shape[1], KEYS, like), np.zeros(
         (n_blocks * KEYS, round_up_to_lanes(size)), np.float32
