@@ -172,7 +172,7 @@ def test_longrope_text_is_processed_again_when_it_becomes_long():
 def test_every_config_field_has_a_case():
     usual = ModelConfig()
     changed = {
-        name for config in CONFIGS.values() for name in vars(config) if getattr(config, name) != getattr(usual, name)
+        name for config in CONFIGS.values() for name in vars(usual) if getattr(config, name) != getattr(usual, name)
     }
     assert set(vars(usual)) - changed == NOT_OF_THE_COMPUTATION
     assert len(PAIRS) > 300

@@ -504,7 +504,6 @@ FIELDS = {
     "another activation in llama": (LLAMA, {"activation": "relu"}, "llama.* activation='relu'"),
     "another activation in gpt2": (GPT2, {"activation": "gelu_exact"}, "gpt2.* activation='gelu_exact'"),
     "scores without a scale": (GPT2, {"score_scale": 1.0}, "gpt2.* score_scale=1.0"),
-    "partial rotary": (LLAMA, {"rotary_fraction": 0.5}, "llama.* rotary_fraction=0.5"),
     "parallel blocks": (GPT2, {"parallel": True}, "gpt2.* parallel=True"),
 }
 

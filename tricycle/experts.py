@@ -149,7 +149,8 @@ def select_experts(logits: Tensor, routing: Routing, correction: Tensor | None =
     xp, statistics, normalized = logits.xp, _statistics.get(), routing.normalized
     array = upcast(as_floating(logits.array))
     scores = kernels.sigmoid(array) if routing.sigmoid else kernels.softmax(array)
-    selected = routing.select(scores if correction is None else scores + correction.array)
+    added = None if correction is None else correction.array
+    selected = routing.select(scores if added is None else scores + added)
     if statistics is not None:
         statistics.add(scores, selected)
     places = xp.arange(len(selected))[:, None], selected
@@ -165,7 +166,7 @@ def select_experts(logits: Tensor, routing: Routing, correction: Tensor | None =
         if statistics is not None:
             slope += statistics.gradient()
         slope = slope * scores * (1 - scores) if routing.sigmoid else kernels.softmax_backward(slope, scores)
-        return (slope,) if correction is None else (slope, xp.zeros_like(correction.array))
+        return (slope,) if added is None else (slope, xp.zeros_like(added))
 
     args = (logits,) if correction is None else (logits, correction)
     return record(weights, args, backward, "select_experts"), selected

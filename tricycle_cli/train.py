@@ -351,7 +351,8 @@ class TrainTask(TextTask):
     def format_metrics(self, metrics: Mapping[str, float]) -> str:
         """Format the metrics of held-out text, accuracies such as ", induction 25%", and the best induction score."""
         others = [f", {name} {100 * metrics[f'{name}_accuracy']:.0f}%" for name in self.tasks]
-        others += [f", best induction head {metrics['induction_score']:.2f}"] * self.arguments.score_heads
+        if self.arguments.score_heads:
+            others.append(f", best induction head {metrics['induction_score']:.2f}")
         return super().format_metrics(metrics) + "".join(others)
 
     def needed_memory(self, config: GPTConfig) -> int:
