@@ -55,6 +55,7 @@ TABLES: dict[str, Callable[[str, Results], Iterator[str]]] = {
     "finetuning": lambda name, results: report_of(name).tables(results).values(),
     "learned_statistics": learned_statistics,
     "max_retrieval": max_retrieval,
+    "model_kinds": lambda name, results: report_of(name).tables(results).values(),
     "names": all_tables("runs", "classes", "confusion"),
     "second_derivatives": lambda name, results: report_of(name).tables(results).values(),
     "sentiment": all_tables("runs", "words"),
