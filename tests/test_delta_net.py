@@ -8,18 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from recurrent_models import check_batches, check_learning
 from transformers_families import difference, hf_logits, randomize_weights
 
 from tricycle.activation_checkpointing import checkpoint_activations
-from tricycle.decoding.batch import generate_batch
-from tricycle.decoding.beam_search import generate_beam_search
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimisers import AdamW
 from tricycle.pretrained import load
 from tricycle.pretrained.adapters import load_adapter, new_adapter, save_adapter
 from tricycle.pretrained.export import export_folder
@@ -78,25 +76,14 @@ def test_states_give_the_logits_of_whole_texts(fields: dict[str, Any]) -> None:
 def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
     model = small(**fields)
     prompts = [PROMPT, [4], [5, 6, 7, 8]]
-    greedy = [list(generate(model, prompt, 9, temperature=0)) for prompt in prompts]
-    assert generate_batch(model, prompts, 9, [SamplingParams(0)] * 3) == greedy
-    assert generate_beam_search(model, prompts, 9, 1) == greedy
-    assert generate_beam_search(model, prompts, 9, 3) == [generate_beam_search(model, [p], 9, 3)[0] for p in prompts]
+    check_batches(model, prompts)
 
 
 @pytest.mark.slow_except(2)
 @each_model
 def test_it_learns(fields: dict[str, Any]) -> None:
     model = GPT(DeltaNetConfig(**{**SMALL, **fields}))
-    tokens = np.arange(2 * 30).reshape(2, 30) * 7 % 61
-    losses = []
-    optimiser = AdamW(learning_rate=3e-3)
-    for _ in range(60):
-        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
-        losses.append(loss.item())
-        loss.backward()
-        model.update(optimiser)
-    assert losses[0] == pytest.approx(np.log(61), rel=0.05) and losses[-1] < 0.5 * losses[0]
+    check_learning(model)
 
 
 def test_generation_with_drafts_of_the_prompt_is_the_same() -> None:

@@ -38,7 +38,7 @@ from tricycle.tensor import Operand, Tensor
 class DeltaNetConfig(ModelConfig):
     """The architecture of a Gated DeltaNet, in which some layers have attention; other fields are about the latter.
 
-    The defaults of its own fields are those of Qwen3-Next with 80B parameters.
+    The defaults of the fields that it adds are those of Qwen3-Next with 80B parameters.
     """
 
     norm: Norm = "rms_norm"
