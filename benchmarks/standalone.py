@@ -54,6 +54,7 @@ def tokens_per_second(status: str) -> int:
 def measure(driver: Any, address: str, n_tokens: int, times: int) -> list[int]:
     """Return the tokens per second of each of `times` generated texts of a page."""
     driver.get(address)
+    wait_until(driver, "return !document.getElementById('generate').disabled", 60)  # it is enabled with the model
     speeds = []
     for seed in range(times):
         driver.execute_script(GENERATE, n_tokens, seed)
