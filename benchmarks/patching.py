@@ -83,7 +83,7 @@ def report(folder: Path, options: argparse.Namespace) -> str:
     versions += [f"{name} {metadata.version(name)}" for name in ("torch", "transformers")]
     return (
         f"{date.today()}, {processor()}, {options.threads} threads, {options.note}; {', '.join(versions)}.\n"
-        f"{n_cells:,} cells, {len(prompts.clean)} tokens; medians of {options.rounds} interleaved rounds. The loops "
+        f"{n_cells:,} cells, {len(prompts.clean)} tokens; medians of interleaved rounds ({options.rounds}). The loops "
         f"computed {n_sampled:,} cells, and their\ntime is scaled. The effects of these cells differ by at most "
         f"{difference:.1e}.\n\n{table(seconds, n_cells / n_sampled, options.batch)}"
     )
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--note", default="no other work", help="what else the machine did, for the line of the table")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="replace the table of a page of results")
     Schedule.add_flags(parser)
-    parser.set_defaults(seconds=0.0, warmup=0.0)
+    parser.set_defaults(rounds=1, seconds=0.0, warmup=0.0)  # a round takes about 5 minutes with two threads
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = options.folder or Path(place) / "hf"
