@@ -66,6 +66,15 @@ def test_integers_of_x_are_multiplied_exactly(name):
 
 
 @each_format
+@pytest.mark.parametrize("n_rows", [6, 19])
+def test_products_of_many_rows_equal_those_of_each_row(name, n_rows):
+    matrix = matrix_of(name, 2304, 21)  # more values than are unpacked at once, and groups of rows that are not full
+    x = np.random.default_rng(0).standard_normal((n_rows, 2304)).astype(np.float32)
+    expected = np.concatenate([quantized_matmul(x[i : i + 1], matrix) for i in range(n_rows)])
+    np.testing.assert_allclose(quantized_matmul(x, matrix), expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+@each_format
 def test_rows_of_zeros_give_zeros(name):
     product = quantized_matmul(np.zeros((2, 256), np.float32), matrix_of(name, 256, 5))
     np.testing.assert_array_equal(product, 0)

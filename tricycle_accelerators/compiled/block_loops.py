@@ -1,6 +1,7 @@
 """Products with quantized blocks of GGUF files, and their dequantization. The import compiles or loads it.
 
-The rows of a product are shared by the threads that serve a mailbox (`vector_loops`).
+The rows of a product are shared by the threads that serve a mailbox (`vector_loops`), in groups of LANES rows. Of few
+vectors, each is multiplied with the blocks (`block_rows`); for more, the blocks are unpacked first (`block_tiles`).
 
 A matrix consists of one or several parts, of different formats or at different places in memory.
 
@@ -14,9 +15,13 @@ from typing import Any
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.block_rows import FORMATS, dot_blocks, write_dequantized
+from tricycle_accelerators.compiled.block_rows import FORMATS, PART, dot_blocks, quantize_vector, write_dequantized
 from tricycle_accelerators.compiled.block_rows import ROWS as BLOCK_ROWS
-from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compile_loop, max_abs_if_finite, maximum
+from tricycle_accelerators.compiled.block_tiles import KIND_OF_FORMAT as KIND_OF_FORMAT
+from tricycle_accelerators.compiled.block_tiles import TILE_VECTORS, multiply_tile, unpack_blocks
+from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compile_loop
+from tricycle_accelerators.compiled.registers import LANES
+from tricycle_accelerators.compiled.tiles import aligned_zeros, round_up, transpose_tile
 from tricycle_accelerators.compiled.vector_loops import run_job
 from tricycle_accelerators.compiled.vector_rows import (
     FUNCTION,
@@ -38,27 +43,30 @@ from tricycle_accelerators.compiled.vector_rows import (
 # the address of the table of parts, and its rows.
 STARTS, N_X, OUT_STRIDE, TABLE, N_TABLE = range(FUNCTION + 1, FUNCTION + 6)
 # Columns of the table of a matrix's parts: the number of the format, the constant that its integers are too large by,
-# the first row of the part, the row after its last, the address of its blocks, bytes from row to row, blocks in a row.
-FORMAT, OFFSET, FIRST, END, BLOCKS, ROW_BYTES, N_BLOCKS = range(7)
-PART = 32  # numbers of x with one scale
+# the first group of the part, the group after its last, its first row, its rows, the address of its blocks, bytes from
+# row to row, blocks in a row, bytes and values of a block, the kind of its format (`block_tiles.KINDS`), and how many
+# scales 32 values have.
+FORMAT, OFFSET, FIRST, END, FIRST_ROW, PART_ROWS, BLOCKS, ROW_BYTES, N_BLOCKS, BLOCK_BYTES, BLOCK_VALUES = range(11)
+FORMAT_KIND, SHARES, N_FIELDS = range(11, 14)
+DEPTH = 1024  # values of each of LANES rows that are unpacked at once: they fit into a processor's first cache
+# A row of unpacked values: integers, four in a word; scales, of which 32 values have one or two; minima.
+SCALES_AT, MINIMA_AT, WORDS = DEPTH // 4, DEPTH // 4 + DEPTH // 16, DEPTH // 4 + DEPTH // 8
 NOT_FINITE = -2  # what `multiply_blocks` returns for infinity or NaN
 NUMBERS = {name: number for number, name in enumerate(FORMATS)}
-MOST_INT8 = np.float32(127)
-TINY = np.float32(1e-30)  # the smallest largest number of a part
 
 
 def _multiply_block_rows(place: int, start: int, stop: int) -> None:
-    """Compute some rows of a job's product for all rows of x; `place` is the address of its mailbox."""
+    """Compute some groups of a job's product, vector by vector; `place` is the address of its mailbox."""
     box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 6,))
     size, n_x = box[SIZE], box[N_X]
-    table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_TABLE], N_BLOCKS + 1))
+    table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_TABLE], N_FIELDS))
     for p in range(len(table)):
         part = table[p]
-        last = min(stop, part[END])
-        for i in range(max(start, part[FIRST]), last, BLOCK_ROWS):
-            row, n = part[BLOCKS] + (i - part[FIRST]) * part[ROW_BYTES], min(BLOCK_ROWS, last - i)
+        last = min((stop - part[FIRST]) * LANES, part[PART_ROWS])
+        for i in range(max(start - part[FIRST], 0) * LANES, last, BLOCK_ROWS):
+            row, n = part[BLOCKS] + i * part[ROW_BYTES], min(BLOCK_ROWS, last - i)
             for r in range(n_x):
-                out = numba.carray(pointer_to(box[OUT] + r * box[OUT_STRIDE], ZERO), (box[N_ROWS],))
+                out = numba.carray(pointer_to(box[OUT] + r * box[OUT_STRIDE], ZERO), (part[FIRST_ROW] + last,))
                 numbers = r * (size // PART) * 4
                 starts, scales, sums = box[STARTS] + (p * n_x + r) * size, box[SCALES] + numbers, box[SUMS] + numbers
                 vector = box[X] + r * size
@@ -66,62 +74,127 @@ def _multiply_block_rows(place: int, start: int, stop: int) -> None:
                     part[FORMAT], vector, starts, scales, sums, part[N_BLOCKS], row, part[ROW_BYTES], n
                 )
                 for j in range(n):
-                    out[i + j] = products[j]
+                    out[part[FIRST_ROW] + i + j] = products[j]
 
 
 multiply_block_rows: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_multiply_block_rows)
 
 
 @numba.njit(**OPTIONS)
-def _quantize(x: Any, integers: Any, fours: Any, scales: Any, sums: Any) -> None:
-    """Write a finite row's int8 values, their sums by four, and the scale and scaled sum of each PART numbers."""
-    for part in range(len(x) // PART):
-        first = part * PART
-        largest = TINY
-        for j in range(first, first + PART):
-            largest = maximum(abs(x[j]), largest)
-        factor = MOST_INT8 / largest
-        total = np.int32(0)
-        for j in range(first, first + PART):
-            integers[j] = np.int8(np.rint(x[j] * factor))
-        for j in range(first // 4, (first + PART) // 4):
-            four = np.int32(0)
-            for k in range(4 * j, 4 * j + 4):
-                four += np.int32(integers[k])
-            total += four
-            fours[j] = four
-        scales[part] = largest / MOST_INT8
-        sums[part] = scales[part] * np.float32(total)
+def _unpack_group(part: Any, row: int, start: int, n: int, rows: Any, columns: Any) -> None:
+    """Unpack LANES rows of n blocks of a part from block `start` on into `columns`, by way of `rows`, its transpose."""
+    for j in range(LANES):
+        last = min(row + j, part[PART_ROWS] - 1)  # of a group that is not full, the last row is repeated
+        blocks = part[BLOCKS] + last * part[ROW_BYTES] + start * part[BLOCK_BYTES]
+        place = rows[j].ctypes.data
+        unpack_blocks(part[FORMAT], blocks, place, place + 4 * SCALES_AT, place + 4 * MINIMA_AT, n)
+    n_parts = n * part[BLOCK_VALUES] // PART
+    for first, n_words in ((0, n_parts * (PART // 4)), (SCALES_AT, n_parts * part[SHARES]), (MINIMA_AT, n_parts)):
+        for i in range(first, first + n_words, LANES):
+            transpose_tile(rows.ctypes.data + 4 * i, rows.strides[0], columns[i].ctypes.data, columns.strides[0])
 
 
-@compile_loop("i8(f4[:, ::1], i8[:, ::1], f4[:, ::1], i8, i8[::1], i8)")
+@numba.njit(**OPTIONS)
+def _multiply_group(box: Any, part: Any, starts: int, row: int, buffers: Any, sums: Any) -> None:
+    """Write the products of all vectors with LANES rows of a part, from `row` on, to `sums` (vectors, LANES)."""
+    rows, columns = buffers
+    size, step = box[SIZE], DEPTH // part[BLOCK_VALUES]
+    sums[:] = ZERO
+    for start in range(0, part[N_BLOCKS], step):
+        n = min(step, part[N_BLOCKS] - start)
+        _unpack_group(part, row, start, n, rows, columns)
+        first, n_parts = start * part[BLOCK_VALUES], n * part[BLOCK_VALUES] // PART
+        weights, scales, minima = columns[0].ctypes.data, columns[SCALES_AT].ctypes.data, columns[MINIMA_AT].ctypes.data
+        for i in range(0, len(sums), TILE_VECTORS):
+            numbers = (i * size + first) // PART * 4
+            place = starts + i * size + first // PART * 4 * part[SHARES]
+            multiply_tile(
+                part[FORMAT_KIND],
+                size,
+                box[X] + i * size + first,
+                place,
+                box[SCALES] + numbers,
+                box[SUMS] + numbers,
+                weights,
+                scales,
+                minima,
+                sums[i].ctypes.data,
+                n_parts,
+            )
+
+
+def _multiply_block_tiles(place: int, start: int, stop: int) -> None:
+    """Compute some groups of a job's product for all vectors at once; `place` is the address of its mailbox."""
+    box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 6,))
+    table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_TABLE], N_FIELDS))
+    n_vectors = round_up(box[N_X], TILE_VECTORS)
+    sums = aligned_zeros(n_vectors, LANES, np.zeros(1, np.float32))
+    rows = aligned_zeros(LANES, WORDS, np.zeros(1, np.uint32))
+    columns = aligned_zeros(WORDS, LANES, rows)
+    for p in range(len(table)):
+        part = table[p]
+        for group in range(max(start, part[FIRST]), min(stop, part[END])):
+            row = (group - part[FIRST]) * LANES
+            n, starts = min(LANES, part[PART_ROWS] - row), box[STARTS] + p * n_vectors * box[SIZE]
+            _multiply_group(box, part, starts, row, (rows, columns), sums)
+            for r in range(box[N_X]):
+                out = numba.carray(pointer_to(box[OUT] + r * box[OUT_STRIDE], ZERO), (part[FIRST_ROW] + row + n,))
+                for j in range(n):
+                    out[part[FIRST_ROW] + row + j] = sums[r, j]
+
+
+multiply_block_tiles: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_multiply_block_tiles)
+
+
+@numba.njit(**OPTIONS)
+def _write_starts(fours: Any, factor: Any, n: int, starts: Any) -> None:
+    """Write the sums of each n numbers of `fours` (R, K / 4), times a factor, to the first places of rows `starts`."""
+    for r in range(len(fours)):
+        for i in range(fours.shape[1] // n):
+            total = np.int32(0)
+            for j in range(i * n, (i + 1) * n):
+                total += fours[r, j]
+            starts[r, i] = total * factor
+
+
+@compile_loop("i8(f4[:, ::1], i8[:, ::1], f4[:, ::1], i8, b1, i8[::1], i8)")
 def multiply_blocks(
-    x: np.ndarray, table: np.ndarray, out: np.ndarray, function: int, box: np.ndarray, n_threads: int
+    x: np.ndarray, table: np.ndarray, out: np.ndarray, function: int, by_tiles: bool, box: np.ndarray, n_threads: int
 ) -> int:
     """Write x (R, K) times M block rows to `out` (R, M), by the threads of `box`; return NOT_FINITE if x is not.
 
     Args:
-        table: describes the parts of the rows by the columns FORMAT to N_BLOCKS.
-        function: the address of `multiply_block_rows`.
+        table: describes the parts of the rows by the columns FORMAT to SHARES.
+        function: the address of `multiply_block_rows`, or of `multiply_block_tiles` if `by_tiles`.
 
     Returns:
         As `vector_loops.multiply_vector`; NOT_FINITE, without a product, if x has infinity or NaN.
     """
     n_x, size = x.shape
-    integers = np.empty((n_x, size), np.int8)
-    fours = np.empty((n_x, size // 4), np.int32)
-    starts = np.empty((len(table), n_x, size // 4), np.int32)
-    scales = np.empty((2, n_x, size // PART), np.float32)
+    n_vectors = round_up(n_x, TILE_VECTORS) if by_tiles else n_x
+    integers = np.empty((n_vectors, size), np.int8)
+    fours = np.empty((n_vectors, size // 4), np.int32)
+    starts = np.empty((len(table), n_vectors, size // 4), np.int32)
+    scales = np.empty((2, n_vectors, size // PART), np.float32)
     for r in range(n_x):
-        if max_abs_if_finite(x[r]) == ZERO:
+        is_finite = quantize_vector(
+            x[r].ctypes.data,
+            integers[r].ctypes.data,
+            fours[r].ctypes.data,
+            scales[0, r].ctypes.data,
+            scales[1, r].ctypes.data,
+            size // PART,
+        )
+        if not is_finite:
             return NOT_FINITE
-        _quantize(x[r], integers[r], fours[r], scales[0, r], scales[1, r])
     for p in range(len(table)):
-        starts[p] = fours * -np.int32(table[p, OFFSET])
+        _write_starts(
+            fours[:n_x], -np.int32(table[p, OFFSET]), PART // 4 // table[p, SHARES] if by_tiles else 1, starts[p]
+        )
     box[KIND], box[FUNCTION], box[N_PARTS] = OTHER, function, n_threads
     box[X], box[STARTS], box[N_X], box[SIZE] = integers.ctypes.data, starts.ctypes.data, n_x, size
     box[SCALES], box[SUMS] = scales.ctypes.data, scales[1].ctypes.data
-    box[ROWS], box[STRIDE], box[N_ROWS] = table[0, BLOCKS], table[0, ROW_BYTES], out.shape[1]
+    box[ROWS], box[STRIDE], box[N_ROWS] = table[0, BLOCKS], table[0, ROW_BYTES] * LANES, table[-1, END]
     box[TABLE], box[N_TABLE] = table.ctypes.data, len(table)
     box[OUT], box[OUT_STRIDE] = out.ctypes.data, out.strides[0]
     waited = run_job(box)

@@ -1,4 +1,4 @@
-"""Products of a few rows and a matrix in the quantized blocks of a GGUF file, and the dequantization of blocks."""
+"""Products of rows and a matrix in the quantized blocks of a GGUF file, and the dequantization of blocks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, BlockMatrix, count_blocks
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.compiled.vector_matmul import spin_team
+from tricycle_accelerators.cpu.quantized import multiplies_bfloat16
+from tricycle_accelerators.matmul_plan import this_machine
 from tricycle_accelerators.providers import decline_when
 
-MOST_ROWS = 24  # with more, dequantizing the blocks takes less time than multiplying each row with them
+TILE_ROWS = 6  # from this number of rows on, unpacking the blocks once takes less time than multiplying each row
+AMX_ROWS = 24  # with more, AMX multiplies dequantized blocks; at which number it begins to be faster was not measured
 
 
 def _matmul_decline_reason(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
-    """Return why the loops cannot run: no blocks, exact, no AVX2, not 1 to MOST_ROWS float32 rows; else None."""
+    """Return why the loops cannot run: no blocks, exact, no AVX2, no float32 rows, many and AMX; else None."""
     if not isinstance(matrix, BlockMatrix):
         return "a matrix in the blocks of a GGUF file"
     if matrix.exact or not matrix.transposed:
         return "a transposed matrix whose products may round x to 8 bits"
     if not load_loops("block_rows").HAS_BLOCKS:
         return "a processor with AVX2 or ARM's dot products"
-    if not 0 < len(x) <= MOST_ROWS:
-        return f"1 to {MOST_ROWS} rows, got {len(x)}"
-    if x.dtype != np.float32 or not x.flags.carray or not matrix.size:
-        return f"rows of float32 in one piece, aligned and not read-only, got {x.dtype}"
+    if len(x) > AMX_ROWS and "amx_bf16" in this_machine().features and multiplies_bfloat16():
+        return f"at most {AMX_ROWS} rows on a processor with AMX, got {len(x)}"
+    if x.dtype != np.float32 or not x.flags.carray or not x.size or not matrix.size:
+        return f"rows of float32 in one piece, aligned and not read-only, got {x.dtype} {x.shape}"
     return None
 
 
@@ -45,7 +48,9 @@ def quantized_matmul(
     if table is None:
         table = matrix.prepared["table"] = _describe_parts(matrix)
     product = np.empty((len(x), matrix.shape[1]), np.float32)
-    job = partial(loops.multiply_blocks, x, table, product, loops.multiply_block_rows.address)
+    by_tiles = len(x) >= TILE_ROWS
+    function = loops.multiply_block_tiles if by_tiles else loops.multiply_block_rows
+    job = partial(loops.multiply_blocks, x, table, product, function.address, by_tiles)
     if spin_team().run(job) == loops.NOT_FINITE:
         return NotImplemented
     if bias is not None:
@@ -56,13 +61,14 @@ def quantized_matmul(
 def _describe_parts(matrix: BlockMatrix) -> np.ndarray:
     """Return the table of a matrix's parts for `block_loops.multiply_blocks`."""
     loops = load_loops("block_loops")
-    rows, start = [], 0
+    rows, group, start = [], 0, 0
     for packed, name, _ in matrix.parts:
-        form, stop = loops.FORMATS[name], start + len(packed)
-        address, row_bytes = packed.ctypes.data, packed.strides[0]
-        n_blocks = packed.shape[1] // form.n_bytes
-        rows.append((loops.NUMBERS[name], form.offset, start, stop, address, row_bytes, n_blocks))
-        start = stop
+        form, number = loops.FORMATS[name], loops.NUMBERS[name]
+        end, n_blocks = group - len(packed) // -loops.LANES, packed.shape[1] // form.n_bytes
+        place = group, end, start, len(packed), packed.ctypes.data, packed.strides[0]
+        kind = loops.KIND_OF_FORMAT[number], form.n_scales
+        rows.append((number, form.offset, *place, n_blocks, form.n_bytes, form.n_values, *kind))
+        group, start = end, start + len(packed)
     return np.array(rows, np.int64)
 
 

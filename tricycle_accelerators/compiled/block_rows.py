@@ -12,6 +12,7 @@ the vector. Registers are 256 bits wide, on every processor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -19,9 +20,9 @@ from numba import types
 from numba.core import cgutils
 
 from tricycle_accelerators.compiled.jit import FEATURES, IS_ARM64, intrinsic
-from tricycle_accelerators.compiled.registers import CONTRACT, FLOAT, INDEX, PAIR, build_loop, prefetch
+from tricycle_accelerators.compiled.registers import CONTRACT, FLOAT, INDEX, LANES, PAIR, build_loop, prefetch, store
 
-PART = 32  # values that are multiplied at once
+PART = 32  # numbers that are multiplied at once, and have one scale in a vector
 ROWS = 4  # rows of blocks that are multiplied at once
 BYTE, HALF = ir.IntType(8), ir.HalfType()
 BYTES, WORDS, FLOATS = ir.VectorType(BYTE, PART), ir.VectorType(PAIR, 8), ir.VectorType(FLOAT, 8)
@@ -31,6 +32,9 @@ HAS_VNNI = bool(FEATURES.get("avxvnni") or (FEATURES.get("avx512vnni") and FEATU
 HAS_DOTPROD = bool(IS_ARM64 and FEATURES.get("dotprod"))
 HAS_AVX2 = bool(FEATURES.get("avx2") and FEATURES.get("f16c"))
 HAS_BLOCKS = HAS_AVX2 or HAS_DOTPROD
+WIDEST = 4 if IS_ARM64 else 16 if HAS_VNNI and LANES == 16 else 8  # int32 in a register of sums of products of bytes
+MOST_INT8 = 127.0
+SMALLEST_BITS, INFINITY_BITS = PAIR(0x0DA24260), PAIR(0x7F800000)  # of float32: 1e-30, as part's maximum; infinity
 AHEAD = 8192  # bytes that are asked for before they are needed: about the time that memory takes to answer
 
 
@@ -48,7 +52,8 @@ class Block(NamedTuple):
 class BlockFormat(NamedTuple):
     """How to read a block: its numbers of values and bytes, the constant to subtract, and the function that emits it.
 
-    `read(builder, address)` emits the code that reads a block. The integers of a `signed` format are int8.
+    `read(builder, address)` emits the code that reads a block. The integers of a `signed` format are int8. A part has
+    one scale or (`n_scales`) two, each for an equal share of its values.
     """
 
     n_values: int
@@ -56,10 +61,12 @@ class BlockFormat(NamedTuple):
     offset: int
     read: Callable[[Any, Any], Block]
     signed: bool = False
+    has_minima: bool = False
+    n_scales: int = 1
 
 
 # -------------------------------------------------------------------- pieces of code
-def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+def load_unaligned(builder: Any, address: Any, offset: int, kind: Any) -> Any:
     """Emit an unaligned load of a type from an address plus `offset` bytes."""
     place = builder.add(address, INDEX(offset)) if offset else address
     return builder.load(builder.inttoptr(place, kind.as_pointer()), align=1)
@@ -70,7 +77,7 @@ def _constant(kind: Any, value: float) -> Any:
     return ir.Constant(kind, [value] * kind.count)
 
 
-def _splat(builder: Any, number: Any, count: int = 8) -> Any:
+def splat(builder: Any, number: Any, count: int = 8) -> Any:
     """Emit a vector filled with `count` copies of a number."""
     kind = ir.VectorType(number.type, count)
     alone = builder.insert_element(ir.Constant(kind, ir.Undefined), number, PAIR(0))
@@ -84,7 +91,7 @@ def _shuffle(builder: Any, a: Any, b: Any, places: Sequence[int]) -> Any:
 
 def _half(builder: Any, address: Any, offset: int) -> Any:
     """Load a float16 as a <1 x float>, through an integer register, so that it depends on no other vector."""
-    bits = builder.zext(_load(builder, address, offset, ir.IntType(16)), PAIR)
+    bits = builder.zext(load_unaligned(builder, address, offset, ir.IntType(16)), PAIR)
     words = builder.insert_element(ir.Constant(ir.VectorType(PAIR, 4), None), bits, PAIR(0))
     halves = builder.bitcast(words, ir.VectorType(HALF, 8))
     floats = builder.fpext(_shuffle(builder, halves, halves, range(4)), ir.VectorType(FLOAT, 4))
@@ -96,7 +103,7 @@ def _spread(builder: Any, vector: Any, count: int) -> Any:
     return _shuffle(builder, vector, vector, [i * vector.type.count // count for i in range(count)])
 
 
-def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     """Emit a call of an LLVM function or intrinsic, declared by its result and the arguments' types."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
@@ -104,7 +111,7 @@ def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
 
 def _nibbles(builder: Any, address: Any, offset: int) -> Any:
     """Load 16 bytes as 32 integers: the lower 4 bits of each byte, then the upper ones."""
-    packed = _load(builder, address, offset, ir.VectorType(BYTE, 16))
+    packed = load_unaligned(builder, address, offset, ir.VectorType(BYTE, 16))
     words = builder.bitcast(_shuffle(builder, packed, packed, [*range(16)] * 2), WORDS)
     shifted = builder.lshr(words, ir.Constant(WORDS, [0] * 4 + [4] * 4))  # bits from other bytes are cleared next
     return builder.and_(builder.bitcast(shifted, BYTES), _constant(BYTES, 15))
@@ -112,14 +119,14 @@ def _nibbles(builder: Any, address: Any, offset: int) -> Any:
 
 def _fifth_bits(builder: Any, address: Any, offset: int) -> Any:
     """Load 32 bits as 32 integers of 0 or 16."""
-    bits = builder.bitcast(_load(builder, address, offset, PAIR), ir.VectorType(ir.IntType(1), PART))
+    bits = builder.bitcast(load_unaligned(builder, address, offset, PAIR), ir.VectorType(ir.IntType(1), PART))
     return builder.select(bits, _constant(BYTES, 16), _constant(BYTES, 0))
 
 
 # -------------------------------------------------------------------- formats with blocks of 32
 def _q8_0(builder: Any, address: Any) -> Block:
     """Emit code that reads a Q8_0 block of one part: 32 signed integers, or unsigned for VNNI."""
-    integers = _load(builder, address, 2, BYTES)
+    integers = load_unaligned(builder, address, 2, BYTES)
     if HAS_VNNI:
         integers = builder.xor(integers, _constant(BYTES, 128))
     return Block([integers], _half(builder, address, 0))
@@ -152,12 +159,12 @@ MXFP4_TABLE = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0]  # twi
 
 def _mxfp4(builder: Any, address: Any) -> Block:
     """Emit code that reads an MXFP4 block of one part: 32 integers from a table, with a power of two as the scale."""
-    exponent = builder.zext(_load(builder, address, 0, BYTE), PAIR)
+    exponent = builder.zext(load_unaligned(builder, address, 0, BYTE), PAIR)
     subnormal = builder.shl(PAIR(0x00200000), exponent)
     normal = builder.shl(builder.sub(exponent, PAIR(1)), PAIR(23))
     scale = builder.select(builder.icmp_unsigned("<", exponent, PAIR(2)), subnormal, normal)
     integers = _look_up(builder, _nibbles(builder, address, 1))
-    return Block([integers], _splat(builder, builder.bitcast(scale, FLOAT), 1))
+    return Block([integers], splat(builder, builder.bitcast(scale, FLOAT), 1))
 
 
 def _look_up(builder: Any, places: Any) -> Any:
@@ -166,9 +173,9 @@ def _look_up(builder: Any, places: Any) -> Any:
     table = ir.Constant(kind, MXFP4_TABLE)
     if not IS_ARM64:
         doubled = ir.Constant(BYTES, MXFP4_TABLE * 2)
-        return _call(builder, "llvm.x86.avx2.pshuf.b", BYTES, doubled, places)
+        return call(builder, "llvm.x86.avx2.pshuf.b", BYTES, doubled, places)
     halves = [_shuffle(builder, places, places, range(start, start + 16)) for start in (0, 16)]
-    first, second = (_call(builder, "llvm.aarch64.neon.tbl1.v16i8", kind, table, half) for half in halves)
+    first, second = (call(builder, "llvm.aarch64.neon.tbl1.v16i8", kind, table, half) for half in halves)
     return _shuffle(builder, first, second, range(PART))
 
 
@@ -180,7 +187,7 @@ def _q4_k(builder: Any, address: Any) -> Block:
 
 def _q5_k(builder: Any, address: Any) -> Block:
     """Emit code that reads a Q5_K block of 8 parts with a scale and a minimum each."""
-    fifth = _load(builder, address, 16, BYTES)
+    fifth = load_unaligned(builder, address, 16, BYTES)
     parts = []
     for number, integers in enumerate(_four_bits(builder, address, 48)):
         bit = builder.and_(builder.lshr(fifth, _constant(BYTES, number)), _constant(BYTES, 1))
@@ -192,14 +199,14 @@ def _four_bits(builder: Any, address: Any, offset: int) -> list[Any]:
     """Load 128 bytes as 8 parts: of each 32 bytes, first the lower 4 bits, then the upper ones."""
     parts = []
     for start in range(offset, offset + 128, PART):
-        packed = _load(builder, address, start, BYTES)
+        packed = load_unaligned(builder, address, start, BYTES)
         parts += [builder.and_(packed, _constant(BYTES, 15)), builder.lshr(packed, _constant(BYTES, 4))]
     return parts
 
 
 def _k_block(builder: Any, address: Any, parts: list[Any]) -> Block:
     """Return a block with the scales and minima of Q4_K and Q5_K: 8 of 6 bits each in 12 bytes, times two float16."""
-    first, second, third = (_load(builder, address, offset, PAIR) for offset in (4, 8, 12))
+    first, second, third = (load_unaligned(builder, address, offset, PAIR) for offset in (4, 8, 12))
     bits = lambda word, shift, mask: builder.and_(builder.lshr(word, PAIR(shift)), PAIR(mask * 0x01010101))
     upper = lambda word: builder.shl(bits(word, 6, 3), PAIR(4))
     scales = [bits(first, 0, 63), builder.or_(bits(third, 0, 15), upper(first))]
@@ -219,14 +226,14 @@ def _k_block(builder: Any, address: Any, parts: list[Any]) -> Block:
 def _q6_k(builder: Any, address: Any) -> Block:
     """Emit code that reads a Q6_K block of 8 parts with a scale for each 16 integers."""
     scales = builder.sitofp(
-        builder.sext(_load(builder, address, 192, ir.VectorType(BYTE, 16)), ir.VectorType(PAIR, 16)),
+        builder.sext(load_unaligned(builder, address, 192, ir.VectorType(BYTE, 16)), ir.VectorType(PAIR, 16)),
         ir.VectorType(FLOAT, 16),
     )
     scales = builder.fmul(scales, _spread(builder, _half(builder, address, 208), 16))
     parts = []
     for half in range(2):
-        lower = [_load(builder, address, 64 * half + PART * i, BYTES) for i in range(2)]
-        upper = _load(builder, address, 128 + PART * half, BYTES)
+        lower = [load_unaligned(builder, address, 64 * half + PART * i, BYTES) for i in range(2)]
+        upper = load_unaligned(builder, address, 128 + PART * half, BYTES)
         for number in range(4):
             low = builder.lshr(lower[number % 2], _constant(BYTES, 4 * (number // 2)))
             two = builder.and_(builder.lshr(upper, _constant(BYTES, 2 * number)), _constant(BYTES, 3))
@@ -238,36 +245,65 @@ def _q6_k(builder: Any, address: Any) -> Block:
 FORMATS = {
     "Q8_0": BlockFormat(32, 34, 128 if HAS_VNNI else 0, _q8_0, signed=not HAS_VNNI),
     "Q4_0": BlockFormat(32, 18, 8, _q4_0),
-    "Q4_1": BlockFormat(32, 20, 0, _q4_1),
+    "Q4_1": BlockFormat(32, 20, 0, _q4_1, has_minima=True),
     "Q5_0": BlockFormat(32, 22, 16, _q5_0),
-    "Q5_1": BlockFormat(32, 24, 0, _q5_1),
-    "Q4_K": BlockFormat(256, 144, 0, _q4_k),
-    "Q5_K": BlockFormat(256, 176, 0, _q5_k),
-    "Q6_K": BlockFormat(256, 210, 32, _q6_k),
+    "Q5_1": BlockFormat(32, 24, 0, _q5_1, has_minima=True),
+    "Q4_K": BlockFormat(256, 144, 0, _q4_k, has_minima=True),
+    "Q5_K": BlockFormat(256, 176, 0, _q5_k, has_minima=True),
+    "Q6_K": BlockFormat(256, 210, 32, _q6_k, n_scales=2),
     "MXFP4": BlockFormat(32, 17, 12, _mxfp4),
 }
 
 
 # -------------------------------------------------------------------- products
-def _add_products_of_four(builder: Any, sums: Any, integers: Any, x: Any, signed: bool) -> Any:
-    """Add to 8 int32 the products of four integers (unsigned, or `signed`) and four int8 of x each."""
-    if HAS_VNNI:
-        words = [builder.bitcast(each, WORDS) for each in (integers, x)]
-        return _call(builder, "llvm.x86.avx512.vpdpbusd.256", WORDS, sums, *words)
+def add_products_of_four(builder: Any, sums: Any, integers: Any, x: Any, signed: bool) -> Any:
+    """Add to each int32 of `sums` the products of four integers (unsigned, or `signed`) and four int8 of x."""
+    count = sums.type.count
+    if count > WIDEST:
+        halves = lambda vector, n: [_shuffle(builder, vector, vector, range(start, start + n)) for start in (0, n)]
+        groups = zip(halves(sums, count // 2), halves(integers, 2 * count), halves(x, 2 * count))
+        first, second = (add_products_of_four(builder, *group, signed) for group in groups)
+        return _shuffle(builder, first, second, range(count))
     if IS_ARM64:
-        quarter, narrow = ir.VectorType(PAIR, 4), []
-        for start in (0, 16):
-            places, lanes = range(start, start + 16), range(start // 4, start // 4 + 4)
-            halves = [_shuffle(builder, each, each, places) for each in (integers, x)]
-            four = _shuffle(builder, sums, sums, lanes)
-            narrow.append(_call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", quarter, four, *halves))
-        return _shuffle(builder, narrow[0], narrow[1], range(8))
+        return call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", sums.type, sums, integers, x)
+    if HAS_VNNI:
+        words = [builder.bitcast(each, sums.type) for each in (integers, x)]
+        return call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * count}", sums.type, sums, *words)
     if signed:  # the instruction takes bytes without a sign on its left
-        x = _call(builder, "llvm.x86.avx2.psign.b", BYTES, x, integers)
+        x = call(builder, "llvm.x86.avx2.psign.b", BYTES, x, integers)
         below = builder.icmp_signed("<", integers, _constant(BYTES, 0))
         integers = builder.select(below, builder.sub(_constant(BYTES, 0), integers), integers)
-    pairs = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS, integers, x)
-    return builder.add(sums, _call(builder, "llvm.x86.avx2.pmadd.wd", WORDS, pairs, _constant(SHORTS, 1)))
+    pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", SHORTS, integers, x)
+    return builder.add(sums, call(builder, "llvm.x86.avx2.pmadd.wd", WORDS, pairs, _constant(SHORTS, 1)))
+
+
+def _emit_quantize(builder: Any, arguments: Sequence[Any]) -> Any:
+    """Emit the quantization of n_parts parts of a vector; see `quantize_vector` for the arguments and the result."""
+    x, integers, fours, scales, sums, n_parts = arguments
+    numbers, words = ir.VectorType(FLOAT, PART), ir.VectorType(PAIR, PART)
+
+    def quantize_part(step: Any, registers: list[Any]) -> list[Any]:
+        values = load_unaligned(builder, builder.add(x, builder.mul(step, INDEX(4 * PART))), 0, numbers)
+        absolute = builder.and_(builder.bitcast(values, words), _constant(words, 0x7FFFFFFF))
+        largest_bits = call(builder, "llvm.vector.reduce.umax.v32i32", PAIR, absolute)
+        above = builder.icmp_unsigned(">", largest_bits, SMALLEST_BITS)
+        largest = builder.bitcast(builder.select(above, largest_bits, SMALLEST_BITS), FLOAT)
+        factor = splat(builder, builder.fdiv(ir.Constant(FLOAT, MOST_INT8), largest), PART)
+        rounded = call(builder, "llvm.rint.v32f32", numbers, builder.fmul(values, factor))
+        part = builder.trunc(builder.fptosi(rounded, words), BYTES)
+        fours_of_part = add_products_of_four(builder, _constant(WORDS, 0), _constant(BYTES, 1), part, False)
+        total = builder.sitofp(call(builder, "llvm.vector.reduce.add.v8i32", PAIR, fours_of_part), FLOAT)
+        scale = builder.fmul(largest, ir.Constant(FLOAT, 1 / MOST_INT8))
+        bytes_before, part_before = builder.mul(step, INDEX(PART)), builder.mul(step, INDEX(4))
+        store(builder, part, builder.add(integers, bytes_before))
+        store(builder, fours_of_part, builder.add(fours, bytes_before))
+        store(builder, scale, builder.add(scales, part_before))
+        store(builder, builder.fmul(scale, total), builder.add(sums, part_before))
+        more = builder.icmp_unsigned(">", largest_bits, registers[0])
+        return [builder.select(more, largest_bits, registers[0])]
+
+    (largest_bits,) = build_loop(builder, n_parts, [PAIR(0)], quantize_part)
+    return builder.icmp_unsigned("<", largest_bits, INFINITY_BITS)
 
 
 def _emit_dot(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> Any:
@@ -281,15 +317,15 @@ def _emit_dot(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> Any:
         ahead = builder.add(rows[-1], builder.mul(step, INDEX(ROWS * form.n_bytes)))
         for line in range(0, ROWS * form.n_bytes, 64):
             prefetch(builder, builder.add(ahead, INDEX(AHEAD + line)))
-        x_scales, x_sums = (_load(builder, at(array, 4), 0, by_part) for array in (scales, sums))
+        x_scales, x_sums = (load_unaligned(builder, at(array, 4), 0, by_part) for array in (scales, sums))
         blocks = [form.read(builder, builder.add(row, builder.mul(step, INDEX(form.n_bytes)))) for row in rows]
         factors = [builder.fmul(each.scales, _spread(builder, x_scales, each.scales.type.count)) for each in blocks]
         totals = list(totals)
         for part in range(n_parts):
-            start = _load(builder, at(starts, PART), PART * part, WORDS)
-            numbers = _load(builder, at(x, PART), PART * part, BYTES)
+            start = load_unaligned(builder, at(starts, PART), PART * part, WORDS)
+            numbers = load_unaligned(builder, at(x, PART), PART * part, BYTES)
             for row, block in enumerate(blocks):
-                products = _add_products_of_four(builder, start, block.parts[part], numbers, form.signed)
+                products = add_products_of_four(builder, start, block.parts[part], numbers, form.signed)
                 factor = _of_part(builder, factors[row], part, n_parts, 8)
                 product = builder.fmul(builder.sitofp(products, FLOATS), factor, flags=CONTRACT)
                 totals[row] = builder.fadd(totals[row], product, flags=CONTRACT)
@@ -341,16 +377,16 @@ def _emit_dequantize(builder: Any, form: BlockFormat, arguments: Sequence[Any]) 
     build_loop(builder, n_blocks, [], write_block)
 
 
-def _by_format(builder: Any, number: Any, emit: Callable[[BlockFormat], Any]) -> Any:
-    """Emit a switch over the formats, numbered in the order of FORMATS; return the result of the chosen code."""
+def build_switch(builder: Any, number: Any, emits: Sequence[Callable[[], Any]]) -> Any:
+    """Emit a switch with the code of `emits[number]`; return the chosen code's result, or None if it has none."""
     done = builder.append_basic_block("done")
     switch = builder.switch(number, done)
     default, results = builder.block, []
-    for i, form in enumerate(FORMATS.values()):
-        case = builder.append_basic_block("format")
+    for i, emit in enumerate(emits):
+        case = builder.append_basic_block("case")
         switch.add_case(INDEX(i), case)
         builder.position_at_end(case)
-        results.append((emit(form), builder.block))
+        results.append((emit(), builder.block))
         builder.branch(done)
     builder.position_at_end(done)
     if results[0][0] is None:
@@ -360,6 +396,26 @@ def _by_format(builder: Any, number: Any, emit: Callable[[BlockFormat], Any]) ->
     for value, block in [(ir.Constant(kind, None), default), *results]:
         result.add_incoming(value, block)
     return result
+
+
+def by_format(builder: Any, number: Any, emit: Callable[[BlockFormat], Any]) -> Any:
+    """Emit a switch over the formats, numbered in the order of FORMATS; return the result of the chosen code."""
+    return build_switch(builder, number, [partial(emit, form) for form in FORMATS.values()])
+
+
+@intrinsic
+def quantize_vector(context: Any, x: Any, integers: Any, fours: Any, scales: Any, sums: Any, n_parts: Any) -> Any:
+    """Quantize each part of a float32 vector to int8; return whether all numbers are finite (Numba intrinsic).
+
+    Args:
+        x: address of the numbers; next are the addresses where the integers, their sums by four (int32), and each
+            part's scale and sum times the scale (float32) are written.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _emit_quantize(builder, arguments)
+
+    return types.boolean(*[types.intp] * 6), code
 
 
 @intrinsic
@@ -383,7 +439,7 @@ def dot_blocks(
             is_there = builder.icmp_signed("<=", INDEX(number), last)
             place = builder.select(is_there, INDEX(number), last)
             rows.append(builder.add(row, builder.mul(place, stride)))
-        return _by_format(builder, form, lambda chosen: _emit_dot(builder, chosen, [*vectors, *rows]))
+        return by_format(builder, form, lambda chosen: _emit_dot(builder, chosen, [*vectors, *rows]))
 
     return types.UniTuple(types.float32, ROWS)(*[types.intp] * 9), code
 
@@ -393,7 +449,7 @@ def write_dequantized(context: Any, form: Any, row: Any, out: Any, n_blocks: Any
     """Write the values of blocks from an address as float32 to another (Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _by_format(builder, arguments[0], lambda form: _emit_dequantize(builder, form, arguments[1:]))
+        by_format(builder, arguments[0], lambda form: _emit_dequantize(builder, form, arguments[1:]))
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4), code

@@ -181,9 +181,15 @@ def aligned_zeros(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
 
 
 @numba.njit(inline="always")
+def round_up(n: int, step: int) -> int:
+    """Round n up to a multiple of `step`."""
+    return (n + step - 1) // step * step
+
+
+@numba.njit(inline="always")
 def round_up_to_lanes(n: int) -> int:
     """Round n up to a multiple of the vector register's lanes."""
-    return (n + LANES - 1) // LANES * LANES
+    return round_up(n, LANES)
 
 
 @overload_by_types
@@ -254,7 +260,7 @@ def pack_right(x: Any, out: Any) -> Any:
 
 
 @intrinsic
-def _transpose_tile(context: Any, source: Any, down: Any, result: Any, result_down: Any) -> Any:
+def transpose_tile(context: Any, source: Any, down: Any, result: Any, result_down: Any) -> Any:
     """Write the transpose of a square of LANES x LANES numbers of 4 bytes (addresses, and bytes between rows)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -285,7 +291,7 @@ def pack_right_transposed(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -
         pack_left(x[start : start + LANES], scratch)
         for column in range(0, scratch.shape[1], LANES):
             place = out.ctypes.data + column * out.strides[0] + 4 * start
-            _transpose_tile(scratch.ctypes.data + 4 * column, scratch.strides[0], place, out.strides[0])
+            transpose_tile(scratch.ctypes.data + 4 * column, scratch.strides[0], place, out.strides[0])
 
 
 @overload_by_types

@@ -37,7 +37,7 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = Non
     """
     product = buffers.empty((len(x), matrix.shape[1]), x.dtype)
     may_round = x.dtype == np.float32 and isinstance(matrix, BlockMatrix) and not matrix.exact
-    precision = "bfloat16" if may_round and _multiplies_bfloat16() else "float32"
+    precision = "bfloat16" if may_round and multiplies_bfloat16() else "float32"
     rows = kernels.matmul_operand(x, precision)
 
     def dequantize(piece: slice) -> Array:
@@ -62,7 +62,7 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = Non
 
 # Cache: valid for the life of the process: depends on the processor and on the installed providers.
 @cache
-def _multiplies_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
     """Return whether the processor multiplies bfloat16 in less time than float32, and a provider does so."""
     report = explain(kernels.matmul_operand, np.ones((1, 1), np.float32), "bfloat16")
     return report.provider in ("onednn", "mkl") and not {"avx512_bf16", "amx_bf16"}.isdisjoint(this_machine().features)
