@@ -46,6 +46,7 @@ class EndlessDataset:
         return -(-self.n_items // self._step)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Return self: iteration goes on from the current position through all epochs, without end."""
         return self
 
     def __next__(self) -> tuple[Any, Any]:

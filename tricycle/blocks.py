@@ -182,10 +182,7 @@ class MultiHeadSelfAttention(MultiHead):
 
 
 class MLPBlock(Layer):
-    """The MLP of a block: one wider hidden layer with an activation, applied to each token separately.
-
-    All arguments but `initialiser` and `generator` are fields of `ModelConfig`, such as `gated` and `dropout`.
-    """
+    """The MLP of a block: a wider hidden layer with an activation, for each token; `fields` are of `ModelConfig`."""
 
     def __init__(
         self,

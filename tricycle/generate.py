@@ -92,6 +92,7 @@ class Generation:
         self.start = 0  # index of the first token of the context
 
     def __iter__(self) -> Iterator[int]:
+        """Yield each sampled token, after the logits of the current context, until `done`."""
         while not self.done:
             yield self.append(self.state.logits(self.context()))
 

@@ -32,6 +32,7 @@ class SamplingParams:
     n_vocab: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields, ValueError if invalid; make `stop_tokens` a tuple of ints."""
         is_count = isinstance(self.top_k, (int, np.integer)) and self.top_k >= 0
         self._expect("top_k", is_count, "a whole number, 0 or more")
         self._expect("temperature", 0 <= self.temperature < np.inf, "0 or more")

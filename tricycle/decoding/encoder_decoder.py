@@ -117,7 +117,7 @@ class TargetSettings(ValidatedConfig):
         return cls(**values, suppress_tokens=tuple(suppressed))
 
     def sampling(self, params: PenalizedSamplingParams, n_tokens: int) -> PenalizedSamplingParams:
-        """Return a copy of sampling parameters with these exclusions and this constraint, for `n_tokens` at most."""
+        """Return a copy of sampling parameters with these suppressed tokens, constraint and (if unset) n-gram size."""
         size = params.no_repeat_ngram_size or self.no_repeat_ngram_size
         constraint = TargetConstraint(self, n_tokens)
         return replace(params, no_repeat_ngram_size=size, suppress_tokens=self.suppress_tokens, constraint=constraint)

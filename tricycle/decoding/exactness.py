@@ -69,7 +69,7 @@ def is_certain(sampling: SamplingParams, logits: np.ndarray, token: int, number:
 
 
 def _largest_share(weight: float, other: float, log_ratio: float) -> float:
-    """Return weight / (weight + other) if the ratio of the two is e^log_ratio times as large."""
+    """Return weight / (weight + other), with the ratio weight / other taken e^log_ratio times as large."""
     return weight / (weight + other * np.exp(-log_ratio))
 
 

@@ -168,7 +168,7 @@ ARRAY_MODULES[BlockMatrix] = np  # as of QuantizedMatrix
 
 # -------------------------------------------------------------------- conversion by the package gguf
 def block_format(format_name: str) -> BlockFormat:
-    """Return the sizes of a block; ValueError if the format is unknown."""
+    """Return a format's `BlockFormat`, the sizes of its blocks; ValueError if the format is unknown."""
     if format_name not in BLOCK_FORMATS:
         raise ValueError(f"quantized blocks: expected one of {', '.join(BLOCK_FORMATS)}, got {format_name}")
     return BLOCK_FORMATS[format_name]

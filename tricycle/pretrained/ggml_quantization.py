@@ -108,7 +108,7 @@ def _weight_by(importance: np.ndarray, x: np.ndarray, format_name: str) -> np.nd
 
 # -------------------------------------------------------------------- blocks of 32
 def _quantize_signed(n_bits: int) -> Quantizer:
-    """Return f(x, weights, unit) for Q4_0 or Q5_0: a scale, and integers of n_bits minus half of their range."""
+    """Return f(x, weights, unit) -> Q4_0 or Q5_0 blocks (N, bytes) of x (N, 32) times unit: scale, signed integers."""
 
     def quantize(x: np.ndarray, weights: np.ndarray, unit: float) -> np.ndarray:
         half = 2 ** (n_bits - 1)
@@ -120,7 +120,7 @@ def _quantize_signed(n_bits: int) -> Quantizer:
 
 
 def _quantize_unsigned(n_bits: int) -> Quantizer:
-    """Return f(x, weights, unit) for Q4_1 or Q5_1: a scale, a minimum, and integers of n_bits."""
+    """Return f(x, weights, unit) -> Q4_1, Q5_1 blocks (N, bytes) of x (N, 32) times unit: scale, minimum, integers."""
 
     def quantize(x: np.ndarray, weights: np.ndarray, unit: float) -> np.ndarray:
         largest = 2**n_bits - 1
@@ -140,7 +140,7 @@ def _pack_32(q: np.ndarray, n_bits: int) -> list[np.ndarray]:
 
 # -------------------------------------------------------------------- blocks of 256
 def _quantize_8_parts(n_bits: int) -> Quantizer:
-    """Return f(x, weights, unit) for Q4_K or Q5_K: 8 parts of 32 values, with scales and minima of 6 bits."""
+    """Return f(x, weights, unit) -> Q4_K or Q5_K blocks (N, bytes) of x (N, 256) times unit: 8 parts, 6-bit scales."""
 
     def quantize(x: np.ndarray, weights: np.ndarray, unit: float) -> np.ndarray:
         largest = 2**n_bits - 1

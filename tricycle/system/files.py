@@ -192,7 +192,7 @@ def add_path_to_errors(path: str | os.PathLike[str], instead_of: Path | None = N
 
 
 def _with_path(error: OSError, path: str) -> OSError:
-    """Return a new OSError with the same number and message, and this path."""
+    """Return a new OSError with the number and the message of `error`, and this path as its file name."""
     return OSError(error.errno, error.strerror, path)
 
 

@@ -357,7 +357,7 @@ def _check_tensors(expected: dict[str, list[HFTensor]], tensors: dict[str, Store
 
 
 def abbreviate_names(names: list[str]) -> str:
-    """Return the first names of a list and the number of the others, for an error message."""
+    """Return the first names of a list, joined by commas, and "and N more" for any others, for an error message."""
     more = len(names) - MAX_LISTED_NAMES
     return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
