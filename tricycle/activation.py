@@ -24,10 +24,7 @@ class ReLU(Op):
 
 
 class GeLU(Op):
-    """The Gaussian error linear unit, x times the normal distribution function of x (Hendrycks and Gimpel 2016).
-
-    `approximate` selects the tanh form of GPT-2; the exact form is the activation "gelu_exact".
-    """
+    """The Gaussian error linear unit (Hendrycks and Gimpel 2016), in GPT-2's tanh form, or exact ("gelu_exact")."""
 
     computes_in_float32 = property(lambda self: self.approximate)  # whether 16-bit inputs are computed in float32
 
@@ -35,7 +32,7 @@ class GeLU(Op):
         self.approximate = approximate
 
     def forward(self, x: Operand) -> Tensor:
-        """Compute GELU(x), x times the normal distribution function of x: by tanh if `approximate`, or exactly."""
+        """Compute GELU(x), x times the normal CDF of x: by tanh if `approximate`, or exactly; float32 for integers."""
         x = as_tensor(x)
         if not self.approximate:
             return ACTIVATIONS["gelu_exact"]()(x)
@@ -79,6 +76,7 @@ class Gated(Op):
         return y
 
     def _gate(self, x: Tensor, half: int) -> Tensor:
+        """Return a f(b) of x = [a, b], in which b begins at channel `half`; in `forward`, it is the middle."""
         return x[..., :half] * self.activation(x[..., half:])
 
 
@@ -97,6 +95,7 @@ class SwiGLU(GLU):
     name, computes_in_float32 = "swiglu", True
 
     def _gate(self, x: Tensor, half: int) -> Tensor:
+        """Return a swish(b) of x = [a, b] by one kernel, without storing swish(b)."""
         array = as_floating(x.array)
         return record(kernels.swiglu(array), (x,), lambda grad, _: (kernels.swiglu_backward(grad, array),), self.name)
 
@@ -106,7 +105,7 @@ ACTIVATIONS: dict[str, Callable[[], Activation]] = {"gelu": GeLU, "relu": ReLU, 
 
 
 def new_activation(name: str, gated: bool = False) -> Activation:
-    """Make an activation from its name in ACTIVATIONS, else ValueError; with `gated`, wrap it unless it is gated."""
+    """Make an activation by its name in ACTIVATIONS, else ValueError; with `gated`, its gated form (swish: swiglu)."""
     if name not in ACTIVATIONS:
         raise ValueError(f"new_activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
     activation = ACTIVATIONS["swiglu" if gated and name == "swish" else name]()

@@ -78,20 +78,21 @@ def recompute_derivatives(function: Callable[..., Tensor], *args: Tensor) -> Ten
 def _call_with_graph(
     function: Callable[..., Tensor], args: Sequence[Tensor], needs_grad: NeedsGrad
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the result of a function, and the Tensors with the arrays of `args` for which it was called."""
+    """Call a function on new leaf Tensors with the arrays of `args`, recording a graph; return (result, leaves)."""
     inputs = [Tensor(x.array, needs, x.is_batched) for x, needs in zip(args, needs_grad)]
     with enable_grad():
         return function(*inputs), inputs
 
 
 def _recomputed_gradients(grad: Array, needs_grad: NeedsGrad, function: Any, args: Sequence[Tensor]) -> Sequence[Any]:
+    """Call `function` again with a graph; return the gradient of each arg for `grad`, None where none is needed."""
     result, inputs = _call_with_graph(function, args, needs_grad)
     return leaf_gradients(result, grad, inputs)
 
 
 @rule("tricycle.activation_checkpointing._recomputed_gradients")
 def _gradients_in_one_vector(node: Tensor, grad: Tensor, variables: Any) -> list[Tensor | None]:
-    """Compute the gradients of all args that need one as one function, whose derivatives are recomputed, too."""
+    """Compute gradients of all args that need one (None for others) as one function that recomputes its derivatives."""
     function, places = node._saved[0], [i for i, x in enumerate(node.args) if x.requires_grad]
 
     def pull_back(*args: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ AnyNode = TypeVar("AnyNode", bound=Node)
 def walk_backward(
     root: AnyNode, root_grad: Array, sums: GradientSums, retain_graph: bool = False, inputs: Iterable[AnyNode] = ()
 ) -> Iterator[tuple[AnyNode, Array]]:
-    """Run the backward pass from `root` lazily, freeing the graph; yield each leaf (input, parameter) and its gradient.
+    """Run the backward pass from `root` lazily, freeing the graph unless `retain_graph`; yield leaves and gradients.
 
     `root_grad` is that of `root`; `sums` must be empty, and keeps those of `inputs`, at which the pass ends. Arrays may
     share memory.
@@ -185,6 +185,7 @@ def sum_slices(slices: list[SlicedGradient], like: Array) -> Array:
 
 
 def _add_slices(total: Array, slices: list[SlicedGradient]) -> None:
+    """Add each slice's gradient to `total` in place, repeatedly for elements that its index selects repeatedly."""
     for array, index, unique in slices:
         parts = index if isinstance(index, tuple) else (index,)
         if unique or all(isinstance(part, (int, np.integer, slice, type(None), EllipsisType)) for part in parts):

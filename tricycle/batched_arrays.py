@@ -28,6 +28,8 @@ class NotVectorizedError(Exception):
 
 
 def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a NumPy reduction as a function of a BatchedArray that reduces axes of each item, by default all."""
+
     def reduce(x: BatchedArray, axis: Any = None, **options: Any) -> BatchedArray:
         return BatchedArray(function(x.items, axis=_item_axes(axis, x.ndim), **options), x.level)
 
@@ -59,6 +61,7 @@ class BatchedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     # ---------------------------------------------------------------- protocols
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
+        """Apply a ufunc (or its `at`) to each item of the highest level; NotVectorizedError if it has no such form."""
         level = max(map(level_of, (*inputs, *(out or ()))))
         if method == "at" and level_of(inputs[0]) == level:
             total, index, values = inputs
@@ -80,17 +83,19 @@ class BatchedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return out[0]
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Call the function in FUNCTIONS that replaces a NumPy function; NotVectorizedError if there is none."""
         if function not in FUNCTIONS:
             raise NotVectorizedError(f"numpy.{function.__name__}")
         return FUNCTIONS[function](*args, **kwargs)
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        """Raise a NotVectorizedError: the items must not become one NumPy array."""
         raise NotVectorizedError("conversion to an array")
 
     def linear(
         self, x: Tensor, weights: Tensor, bias: Tensor | None, name: str, precision: str, dtype: Any = None
     ) -> Tensor:
-        """Compute x W + b of an x that is the same for all items, with this matrix as W."""
+        """Return x W + b with this matrix as W of each item; x, the same for all items, is repeated, differentiably."""
         repeat = lambda a: BatchedArray(items_of(a, self.level, len(self.items)), self.level)
         x = create_graph.linear_map(x, repeat, lambda grad: grad, "repeat")
         return linear(x, weights, bias, name, precision, dtype, self is not weights.array)
@@ -104,29 +109,36 @@ class BatchedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return first.reshape(()).item()
 
     def __bool__(self) -> bool:
+        """Return the items' one number as a bool; NotVectorizedError if it differs between items."""
         return bool(self.item())
 
     def __int__(self) -> int:
+        """Return the items' one number as an int; NotVectorizedError if it differs between items."""
         return int(self.item())
 
     def __index__(self) -> int:
+        """Return the items' one number as an int; NotVectorizedError if it differs between items."""
         return int(self.item())
 
     def __float__(self) -> float:
+        """Return the items' one number as a float; NotVectorizedError if it differs between items."""
         return float(self.item())
 
     def __len__(self) -> int:
+        """Return the length of each item's first axis, not the number of items."""
         return self.shape[0]
 
     # ---------------------------------------------------------------- indices
     def __getitem__(self, index: Any) -> BatchedArray:
+        """Return the part of each item at an index, which may differ between items."""
         return BatchedArray(self.items[self._index(index)], self.level)
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        """Set the part of each item at an index, in place, to one value for all items or to one for each."""
         self.items[self._index(index)] = aligned(value, self.level, self[index].ndim)
 
     def _index(self, index: Any) -> tuple[Any, ...]:
-        """Return the index of `items` for one of an item: of slices and numbers, or with arrays side by side."""
+        """Return the index of `items` for an index of an item; NotVectorizedError for masks by item or arrays apart."""
         parts = index if isinstance(index, tuple) else (index,)
         if not any(isinstance(part, (np.ndarray, BatchedArray, list)) for part in parts):
             return (slice(None), *parts)
@@ -172,11 +184,11 @@ class BatchedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.reshape(self.size)
 
     def astype(self, dtype: Any, copy: bool = True) -> BatchedArray:
-        """Return the items in another dtype."""
+        """Return the items in another dtype, as a new BatchedArray."""
         return BatchedArray(self.items.astype(dtype, copy=copy), self.level)
 
     def copy(self) -> BatchedArray:
-        """Return a copy."""
+        """Return a BatchedArray with a copy of the items."""
         return BatchedArray(self.items.copy(), self.level)
 
 
@@ -199,12 +211,13 @@ def aligned(x: Any, level: int, ndim: int) -> Any:
 
 
 def _item_axes(axis: Any, ndim: int) -> tuple[int, ...]:
+    """Return the axes of `items` for axes (one, several, or None for all) of an item with `ndim` axes."""
     axes = range(ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
     return tuple(1 + a % ndim for a in axes)
 
 
 def _matmul(level: int, a: Any, b: Any) -> Array:
-    """Return the items of a matrix product, whose operands may be vectors."""
+    """Return the array of a @ b for each item; a and b may be vectors, and one may be the same for all items."""
     if np.ndim(a) == 1:
         product = BatchedArray(_matmul(level, a.reshape(1, -1), b), level)
         return product[..., 0, :].items if np.ndim(b) > 1 else product[..., 0].items
@@ -219,6 +232,8 @@ def _matmul(level: int, a: Any, b: Any) -> Array:
 
 # -------------------------------------------------------------------- functions of NumPy
 def _joining(function: Callable[..., Any], n_new: int) -> Callable[..., BatchedArray]:
+    """Return concatenate or stack (`n_new` is 1) as a function of arrays of items and arrays that all items share."""
+
     def join(arrays: Sequence[Any], axis: int = 0) -> BatchedArray:
         top = max(arrays, key=level_of)
         items = [items_of(x, top.level, len(top.items)) for x in arrays]
@@ -228,6 +243,8 @@ def _joining(function: Callable[..., Any], n_new: int) -> Callable[..., BatchedA
 
 
 def _filled_like(function: Callable[..., Any]) -> Callable[..., BatchedArray]:
+    """Return a function such as `np.zeros_like` as one of a BatchedArray; its `shape` is that of an item."""
+
     def fill(x: BatchedArray, *args: Any, shape: tuple[int, ...] | None = None, **options: Any) -> BatchedArray:
         full = (len(x.items), *(x.shape if shape is None else shape))
         return BatchedArray(function(x.items, *args, shape=full, **options), x.level)
@@ -236,15 +253,18 @@ def _filled_like(function: Callable[..., Any]) -> Callable[..., BatchedArray]:
 
 
 def _where(condition: Any, x: Any, y: Any) -> BatchedArray:
+    """Return x where a condition holds, else y, for each item; any of the three may be the same for all items."""
     level, ndim = max(map(level_of, (condition, x, y))), max(map(np.ndim, (condition, x, y)))
     return BatchedArray(np.where(*(aligned(part, level, ndim) for part in (condition, x, y))), level)
 
 
 def _broadcast_to(x: BatchedArray, shape: Sequence[int]) -> BatchedArray:
+    """Broadcast each item to a shape, as a view."""
     return BatchedArray(np.broadcast_to(aligned(x, x.level, len(shape)), (len(x.items), *shape)), x.level)
 
 
 def _moveaxis(x: BatchedArray, source: int, destination: int) -> BatchedArray:
+    """Move one axis of each item to another place, as a view."""
     return BatchedArray(np.moveaxis(x.items, 1 + source % x.ndim, 1 + destination % x.ndim), x.level)
 
 
@@ -267,4 +287,5 @@ ARRAY_MODULES[BatchedArray] = np  # whose functions call those above
 
 @kernels.dropout_mask.register(BatchedArray)
 def _dropout_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np.random.Generator) -> Array:
+    """Raise a NotVectorizedError: dropout would need other random numbers for each item."""
     raise NotVectorizedError("random numbers, which differ between items")

@@ -17,13 +17,14 @@ class EndlessDataset:
     _items: Callable[[list[int]], tuple[np.ndarray, np.ndarray]]  # defined by subclasses: inputs and outputs of indices
 
     def _initialize(self, n_items: int, batch_size: int, seed: int) -> None:
+        """Set sizes, seed and position 0; items come singly, in order and as arrays until methods change this."""
         self.n_items, self.batch_size, self.seed = n_items, batch_size, seed
         self.position = 0  # number of items returned so far, in all epochs
         self._step, self._is_batched, self._is_shuffled, self._as_tensors = 1, False, False, False
         self._latest_order: tuple[int, Sequence[int]] = (-1, ())
 
     def batch(self, batch_size: int | None = None) -> Self:
-        """Return batches of `batch_size` items (by default, the size set before) from now on; return self."""
+        """Return batches of `batch_size` items (default: as set before; ValueError if < 1) from now on; return self."""
         size = self.batch_size if batch_size is None else batch_size
         check_positive(type(self).__name__, batch_size=size)
         self.batch_size, self._step, self._is_batched = size, size, True
@@ -45,19 +46,23 @@ class EndlessDataset:
         return -(-self.n_items // self._step)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Return self: iteration goes on from the current position through all epochs, without end."""
         return self
 
     def __next__(self) -> tuple[Any, Any]:
+        """Return (inputs, outputs) of the next batch, or item, of the endless epochs, and advance the position."""
         batch = self._item_or_batch(self.position, self.position + self._step)
         self.position += self._step
         return batch
 
     def _item_or_batch(self, start: int, stop: int) -> tuple[Any, Any]:
+        """Return (inputs, outputs) at positions start .. stop-1 as arrays or Tensors, a single item unless batched."""
         arrays = self._items(self._indices(start, stop))
         x, y = arrays if self._is_batched else (arrays[0][0], arrays[1][0])
         return (self._tensor(x), self._tensor(y)) if self._as_tensors else (x, y)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
+        """Return an array as a constant Tensor, int64 or float32, batched if `batch` was called."""
         dtype = int if array.dtype.kind in "iu" else None
         return to_tensor(array, dtype=dtype, requires_grad=False, is_batched=self._is_batched)
 
@@ -71,6 +76,7 @@ class EndlessDataset:
         return self._latest_order[1]
 
     def _new_order(self, epoch: int) -> Any:
+        """Return the order of an epoch's items: a permutation by (seed, epoch) if shuffled, else 0 .. n_items-1."""
         if not self._is_shuffled:
             return range(self.n_items)
         return np.random.default_rng((self.seed, epoch)).permutation(self.n_items)
@@ -120,7 +126,7 @@ class CausalLMDataset(EndlessDataset):
         self._initialize(n_windows, batch_size, seed)
 
     def _new_order(self, epoch: int) -> Any:
-        """Return the start of each window of an epoch, in order."""
+        """Return each window's start in an epoch's order; if shuffled, random, with a random offset of all starts."""
         length = self.context_window
         if not self._is_shuffled:
             return range(0, self.n_items * length, length)
@@ -129,6 +135,7 @@ class CausalLMDataset(EndlessDataset):
         return super()._new_order(epoch) * length + start
 
     def _items(self, starts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return int64 inputs and outputs (B, T) of windows that begin at `starts`; ValueError for invalid ids."""
         windows = np.empty((len(starts), self.context_window + 1), np.int64)
         for window, start in zip(windows, starts):
             window[:] = self.tokens[start : start + self.context_window + 1]

@@ -24,10 +24,7 @@ from tricycle.tensor import Operand, Tensor
 
 
 def activation_dtype(x: Tensor, precision: str, *layers: Any) -> Any:
-    """Return the 16-bit dtype for activations between `layers`, or None to keep x's, as for few rows in evaluation.
-
-    It is None if a layer has no `dtype` argument, and for few rows in evaluation, whose products are in float32.
-    """
+    """Return the 16-bit dtype for activations of `layers`; None (as x) for few rows in evaluation, or no `dtype`."""
     are_few = math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating()
     if precision == "float32" or are_few or not all(accepts_argument(layer, "dtype") for layer in layers):
         return None
@@ -175,7 +172,7 @@ class MultiHeadSelfAttention(MultiHead):
         return [q, *gates, k, v]
 
     def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, mask: Mask) -> Tensor:
-        """Append keys and values to the cache; return the attention of the queries to the cached ones of their text."""
+        """Append keys and values to the cache; return each text's attention to its cached ones, computed in float32."""
         results = []
         for rows, text in cache.texts(q.array.shape[1]):
             tensors = [Tensor(x, False) for x in (q.array[:, rows], *text.append(k.array[:, rows], v.array[:, rows]))]
@@ -185,10 +182,7 @@ class MultiHeadSelfAttention(MultiHead):
 
 
 class MLPBlock(Layer):
-    """The MLP of a block: one wider hidden layer with an activation, applied to each token separately.
-
-    All arguments but `initialiser` and `generator` are fields of `ModelConfig`, such as `gated` and `dropout`.
-    """
+    """The MLP of a block: a wider hidden layer with an activation, for each token; `fields` are of `ModelConfig`."""
 
     def __init__(
         self,
@@ -284,6 +278,7 @@ class TransformerBlock(Layer):
         return self._add(x, out if post_norm is None else post_norm(out))
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Return x + branch, the branch times `residual_scale` of the config."""
         scale = getattr(self, "scale", 1)  # models pickled before the option existed have none
         return add_residual(x, branch if scale == 1 else branch * scale)
 

@@ -49,6 +49,7 @@ class ByteLevelBPE:
         self._set_tokens(SINGLE_BYTES)
 
     def _set_tokens(self, tokens: list[bytes]) -> None:
+        """Replace the ordinary tokens, by id, and give the special tokens the ids after them."""
         self._ordinary = tokens
         self.special_tokens = {name: len(tokens) + i for i, name in enumerate(self._special_names)}
         self._tokens = tokens + [name.encode("utf-8") for name in self._special_names]

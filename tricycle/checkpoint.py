@@ -87,7 +87,7 @@ def save_checkpoint(
 
 
 def _write(path: PathLike, tensors: dict[str, np.ndarray], about: str) -> None:
-    """Write all tensors without a second copy in memory; raise a ValueError for unsupported dtypes."""
+    """Write tensors, metadata and a checksum to a safetensors file, atomically; ValueError for unsupported dtypes."""
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each tensor is aligned
     layout = {}
     for name in names:
@@ -103,7 +103,7 @@ def _write(path: PathLike, tensors: dict[str, np.ndarray], about: str) -> None:
 
 
 def _read(path: Path, infos: dict[str, TensorInfo], start: int) -> dict[str, np.ndarray]:
-    """Read the tensors of a file; raise a ValueError for a wrong size, unsupported dtypes and truncated data."""
+    """Return the tensors in a file from byte `start`, by name; ValueError for wrong sizes and unsupported dtypes."""
     size = path.stat().st_size - start
     n_bytes = sum(info.n_bytes for info in infos.values())
     if n_bytes != size:

@@ -89,7 +89,7 @@ def _cast_to(node: Tensor, change: Tensor) -> Tensor:
 
 
 def rule_of(node: Tensor) -> tuple[str, SimpleNamespace]:
-    """Return the name of a node's rule in RULES, and the variables of its backward function."""
+    """Return the name of a node's rule and its backward function's variables; NotImplementedError without a rule."""
     backward: Any = node._backward
     name = f"{backward.__module__}.{backward.__qualname__.partition('.<locals>')[0]}"
     if name not in RULES:
@@ -143,7 +143,7 @@ def unfused(*names: str, closure: bool = False) -> Callable[[Unfused], Unfused]:
 
 
 def gradients_through(result: Tensor, node: Tensor, grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients of a node's args by differentiating `result`, the same value computed from the same args."""
+    """Return gradients of a node's args (or None) by differentiating `result`, the same value computed from them."""
     args = list(dict.fromkeys(node.args))  # an arg that occurs twice gets its gradient once
     found = dict(zip(args, gradients([result], [grad], args)))
     return [found.pop(arg, None) for arg in node.args]
@@ -153,7 +153,7 @@ def gradients_through(result: Tensor, node: Tensor, grad: Tensor) -> list[Tensor
 def tangents(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor | None], constant: bool = False
 ) -> list[Tensor | None]:
-    """Return the derivative of each output in the direction of the inputs' tangents; None for 0.
+    """Return each output's derivative in the direction of the inputs' tangents, detached if `constant`; None for 0.
 
     The tangents of all nodes are computed in the order of the nodes. Raises the errors of `gradients`.
 
@@ -174,7 +174,7 @@ def tangents(
 
 
 def _tangent(node: Tensor, directions: Sequence[Tensor | None], constant: bool) -> Tensor | None:
-    """Return the tangent of a node from those of its args: by its own rule, or the transpose of the gradient's."""
+    """Return a node's tangent from its args', None for 0: by its own rule, or the transpose of the gradient's rule."""
     name, variables = rule_of(node)
     if name in TANGENTS and (found := TANGENTS[name](node, directions, variables)) is not NotImplemented:
         return found
@@ -214,7 +214,7 @@ def copy(x: Tensor) -> Tensor:
 
 
 def scatter(x: Tensor, index: Any, like: Array, unique: bool = False) -> Tensor:
-    """Return y like an array, 0 except for y[index] = x; the sum where an element is selected twice."""
+    """Return y like an array, 0 except y[index] = x; sum elements that are selected twice, unless all are `unique`."""
     empty = array_module(like).empty_like(like, shape=())
     shaped = array_module(like).broadcast_to(empty, like.shape)  # needs no memory
     place = lambda a: sum_slices([SlicedGradient(a, index, unique)], shaped)
@@ -222,14 +222,14 @@ def scatter(x: Tensor, index: Any, like: Array, unique: bool = False) -> Tensor:
 
 
 def broadcast(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Broadcast x to a shape."""
+    """Broadcast x to a shape, differentiably."""
     before = x.shape
     spread = lambda a: array_module(a).broadcast_to(a, shape)
     return linear_map(x, spread, lambda a: ops.unbroadcast(a, before), "broadcast")
 
 
 def unbroadcast(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Sum x to a shape that broadcasts to that of x."""
+    """Sum x over the axes that broadcasting `shape` to the shape of x adds or lengthens; return x for equal shapes."""
     before = x.shape
     spread = lambda a: array_module(a).broadcast_to(a, before)
     return x if before == shape else linear_map(x, lambda a: ops.unbroadcast(a, shape), spread, "unbroadcast")

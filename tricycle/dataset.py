@@ -65,6 +65,7 @@ class InfiniteBatchDataset(Dataset):
         self.batch(batch_size)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Return self: iteration goes on from the current position through all epochs, without end."""
         return self
 
 
@@ -114,6 +115,7 @@ class Buckets:
         return [batches[i] for i in generator.permutation(len(batches))]
 
     def __iter__(self) -> Self:
+        """Return self: iteration goes on from the current position through all epochs, without end."""
         return self
 
     def __next__(self) -> np.ndarray:

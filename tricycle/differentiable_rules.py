@@ -50,7 +50,7 @@ def _same_code(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor]:
     "tricycle.finetuning.lora.AdaptedDense.forward",
 )
 def _conversion(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
-    """Return the gradient in the dtype of the first arg."""
+    """Return the gradient of a conversion: `grad` cast to the dtype of the first arg."""
     return [cast(grad, node.args[0].dtype)]
 
 
@@ -62,7 +62,7 @@ def _getitem(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 
 @rule("tricycle.extra_ops._sliced_gradient")
 def _split_sizes(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
-    """Return the gradient of x, with `grad` at the part's slice and 0 elsewhere."""
+    """Return the gradient of x from that of one of its parts: `grad` at the part's slice, 0 elsewhere."""
     return [scatter(grad, node._saved[0], node.args[0].array, unique=True)]
 
 
@@ -134,13 +134,13 @@ TENSOR_MODULE = SimpleNamespace(sin=extra_ops.sin, cos=extra_ops.cos, exp=extra_
 
 @rule("tricycle.ops.unary_op", elementwise=True)
 def _unary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
-    """Return the gradient by the elementwise operation's own function, applied to Tensors."""
+    """Return the gradient of an elementwise operation by its own gradient function, applied to Tensors."""
     return [_on_tensors(v.gradient)(TENSOR_MODULE, grad, node.args[0], node)]
 
 
 @rule("tricycle.ops.binary_op")
 def _binary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
-    """Return the gradients by the operation's own functions, in the args' shapes; one if the other is a number."""
+    """Return each arg's gradient, None if not needed, by the operation's own functions; only one beside a number."""
     left, right = (_on_tensors(getattr(v, side, None)) for side in ("left", "right"))
     if len(node.args) == 1:  # the other operand is a number
         (x,), (a, b, _, *_) = node.args, node._saved
@@ -152,7 +152,7 @@ def _binary(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
 
 
 def _on_tensors(gradient: Any) -> Any:
-    """Return a function of `unary_op` or `binary_op` that computes a gradient, in a form for Tensors."""
+    """Return a gradient function in a form for Tensors, by TENSOR_FORMS, or itself; NotImplementedError if foreign."""
     if gradient in TENSOR_FORMS:
         return TENSOR_FORMS[gradient]
     # the code of the library's other gradients works on Tensors, too; that of others might silently make arrays
@@ -217,17 +217,19 @@ def _gelu(node: Tensor, v: Any) -> Tensor:
 
 
 def normal_cdf(x: Tensor) -> Tensor:
-    """Compute the normal distribution function, elementwise."""
+    """Compute the distribution function of the standard normal distribution, elementwise and differentiably."""
     density = lambda grad, needs_grad: (grad * _normal_density(array_module(grad), x.array),)
     return record(0.5 * (1 + erf(x.array * math.sqrt(0.5))), (x,), density, "normal_cdf")
 
 
 def _normal_density(xp: Any, x: Any) -> Any:
+    """Return the standard normal density of x, an array or Tensor of the module `xp`, elementwise."""
     return xp.exp(-0.5 * (x * x)) * (1 / math.sqrt(2 * math.pi))
 
 
 @rule("tricycle.differentiable_rules.normal_cdf", elementwise=True)
 def _normal_cdf(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
+    """Return the gradient of x: `grad` times the standard normal density of x."""
     return [grad * _normal_density(TENSOR_MODULE, node.args[0])]
 
 
@@ -260,7 +262,7 @@ def _swiglu(node: Tensor, v: Any) -> Tensor:
 
 @unfused("tricycle.state_spaces.scan.StateSpaceScan.forward")
 def _state_space_scan(node: Tensor, v: Any) -> Tensor:
-    """Compute the scan by operations on Tensors as attention to all earlier tokens."""
+    """Recompute the scan on Tensors as attention: q k^T times the decay from each earlier token, times values."""
     values, decays, k, q = node.args
     keys, queries, v_by_head = _by_head(k, values.shape[2]), _by_head(q, values.shape[2]), _by_head(values)
     scores = matmul(queries, extra_ops.transpose(keys, 0, 1, 3, 2)) * _decay_weights(decays)
@@ -269,7 +271,7 @@ def _state_space_scan(node: Tensor, v: Any) -> Tensor:
 
 @unfused("tricycle.state_spaces.delta_rule.GatedDeltaRule.forward")
 def _gated_delta_rule(node: Tensor, v: Any) -> Tensor:
-    """Compute the updates of all tokens by one system of equations, then the scan of the updates, on Tensors."""
+    """Recompute the gated delta rule on Tensors: solve a system for all tokens' updates, then attend to those."""
     values, decays, k, q, strengths = node.args
     keys, queries, by_head = _by_head(k, values.shape[2]), _by_head(q, values.shape[2]), _by_head(values)
     transposed, weights = extra_ops.transpose(keys, 0, 1, 3, 2), _decay_weights(decays)
@@ -320,7 +322,7 @@ def _extreme(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
 # -------------------------------------------------------------------- softmax, norms, losses
 @rule("tricycle.functions.RowSoftmax.forward")
 def _row_softmax(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor | None]:
-    """Return the gradient of a softmax's scores; for variants by their `row_softmax_of_tensor`, else an error."""
+    """Return the gradient of a softmax's scores; a variant needs `row_softmax_of_tensor`, else NotImplementedError."""
     if isinstance(v.self, functions.Softmax):
         return [node * (grad - (grad * node).sum(axis=-1, keepdims=True))]
     if hasattr(v.self, "row_softmax_of_tensor"):
@@ -375,7 +377,7 @@ MAX_SCORES = 2**20  # the number of attention scores from which on they are comp
 
 @unfused("tricycle.attention.attend.Attention.forward")
 def _attention(node: Tensor, v: Any) -> Tensor:
-    """Compute attention by operations on Tensors, of which many scores are not stored, but recomputed in each order."""
+    """Recompute attention on Tensors; if it has many scores, by blocks of queries whose scores are not stored."""
     q, k, values, *scales = node.args
     (op, mask), n_queries, n_keys = node._saved, q.shape[1], k.shape[1]
     n_rows = max(1, MAX_SCORES // max(1, len(q) * q.shape[2] * n_keys))

@@ -39,6 +39,7 @@ class Einsum(Op):
         _parse(subscripts)  # raises an error here
 
     def __repr__(self) -> str:
+        """Return "Einsum('SUBSCRIPTS')"."""
         return f"Einsum({self.subscripts!r})"
 
     def forward(self, *tensors: Operand) -> Tensor:
@@ -52,7 +53,7 @@ class Einsum(Op):
 
 @register
 def matmul(x: Operand, y: Operand) -> Tensor:
-    """Compute the matrix product over the last two axes, with broadcasting and vectors as in `numpy.matmul`."""
+    """Compute the matrix product over the last two axes, broadcast as by `numpy.matmul`; ValueError for a misfit."""
     x, y = as_tensors(x, y)
     if x.ndim == 0 or y.ndim == 0:
         raise ValueError(f"matmul: expected at least one axis on both sides, got shapes {x.shape} and {y.shape}")
@@ -69,7 +70,7 @@ def matmul(x: Operand, y: Operand) -> Tensor:
 def contraction(
     inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int], name: str
 ) -> Tensor:
-    """Compute `contract` of Tensors as an operation named `name`."""
+    """Compute `contract` of Tensors, integers promoted, as a differentiable operation named `name`."""
     check_device(name, *(t.array for t in inputs))
     arrays = promote_integers(*(t.array for t in inputs))
 
@@ -124,7 +125,7 @@ def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
 def _resolve(
     subscripts: str, shapes: tuple[tuple[int, ...], ...], batched: tuple[bool, ...]
 ) -> tuple[tuple[str, ...], str, dict[str, int]]:
-    """Return the inputs' labels and the output's, a letter per axis (also batch, "..."), and each letter's length."""
+    """Return a letter per axis for the inputs and the output, and each letter's length; ValueError for a misfit."""
     inputs, out = _parse(subscripts)
     title = f"Einsum({subscripts!r})"
     if len(inputs) != len(shapes):

@@ -28,7 +28,7 @@ def evaluate(
     n_context: int = 1,
     processes: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[float, int]:
-    """Return (mean loss in nats per token, number of tokens) over windows, or over `n_batches` evenly spaced batches.
+    """Return (mean loss in nats, count) of all tokens after `n_context`, each once, or in `n_batches` spaced batches.
 
     Args:
         tokens: at least two ids; the first `n_context` are not predicted, each other once.
@@ -69,7 +69,7 @@ def evaluate(
 
 
 def _windows(n_pairs: int, length: int, stride: int, n_skipped: int) -> Iterator[tuple[int, int]]:
-    """Yield the start of each window, and the number of its labels that are not skipped and no earlier window has."""
+    """Yield (start, number of new labels) of windows: labels are new if not skipped and in no earlier window."""
     covered = n_skipped
     while covered < n_pairs:
         end = min(n_pairs, length if covered == n_skipped else covered + stride)

@@ -174,7 +174,7 @@ def select_experts(logits: Tensor, routing: Routing, correction: Tensor | None =
 
 @unfused("tricycle.experts.select_experts")
 def _select_experts(node: Tensor, variables: Any) -> Tensor:
-    """Compute the weights by other operations; the selection and the router loss are constants."""
+    """Recompute the experts' weights on Tensors; the selection is constant, the router loss gives no gradient."""
     scores = Sigmoid() if variables.routing.sigmoid else Softmax()
     top: Tensor = scores(cast(node.args[0], node.dtype))[variables.places]
     return top / top.sum(axis=-1, keepdims=True) if variables.normalized else top
@@ -229,6 +229,7 @@ def gather_rows(x: Tensor, assignment: Assignment) -> Tensor:
 
 @unfused("tricycle.experts.gather_rows")
 def _gather_rows(node: Tensor, variables: Any) -> Tensor:
+    """Recompute the rows of x for each pair of token and expert, in expert order, by indexing a Tensor."""
     return node.args[0][variables.assignment.tokens]
 
 
@@ -250,6 +251,7 @@ def combine_rows(rows: Tensor, weights: Tensor, assignment: Assignment) -> Tenso
 
 @unfused("tricycle.experts.combine_rows")
 def _combine_rows(node: Tensor, variables: Any) -> Tensor:
+    """Recompute each token's weighted sum of its experts' rows by operations on Tensors."""
     (rows, weights), assignment = node.args, variables.assignment
     by_token = rows[assignment.inverse].reshape(len(weights), assignment.n_active, rows.shape[-1])
     return (by_token * weights.reshape(*weights.shape, 1)).sum(axis=1)
@@ -323,7 +325,7 @@ class MixtureOfExperts(Layer):
         self.dropout = Dropout(dropout, generator)
 
     def forward(self, x: Operand) -> Tensor:
-        """Apply the selected experts to each token of x (..., C); return their weighted sum plus the shared MLP.
+        """Apply each token's selected experts to x (..., C); return the weighted sum plus any shared MLP's result.
 
         If a graph is built, experts without tokens take part with no rows, so that their gradients are 0, not None.
         """

@@ -127,7 +127,7 @@ def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
 
 
 def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tuple[Array, ...], Any]:
-    """Return the inputs of a joining operation as Tensors and as arrays of one dtype, and their array module."""
+    """Return (Tensors, arrays of one dtype, array module) to join; ValueError for none, or arrays on two devices."""
     tensors = as_tensors(*tensors)
     if not tensors:
         raise ValueError(f"{op}: expected at least one Tensor, got none")
@@ -241,7 +241,7 @@ def min(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 # -------------------------------------------------------------------- shapes
 @register
 def transpose(x: Operand, *axes: int | Sequence[int]) -> Tensor:
-    """Return a view of x with its axes in this order (integers or one sequence), by default reversed."""
+    """Return a view of x with its axes in this order, by default reversed; ValueError unless all axes occur once."""
     x = as_tensor(x)
     order = _axes("transpose", x, unpack_arguments(axes)) or tuple(reversed(range(x.ndim)))
     if len(order) != x.ndim:
@@ -277,6 +277,7 @@ def split_sizes(x: Tensor, sizes: Sequence[int], axis: int = -1) -> list[Tensor]
 
 
 def _sliced_gradient(grad: Array, needs_grad: NeedsGrad, index: Any) -> tuple[SlicedGradient]:
+    """Return the gradient of a part of x, as a SlicedGradient at `index` of x."""
     return (SlicedGradient(grad, index, unique=True),)
 
 

@@ -95,7 +95,7 @@ SOFTMAXES: dict[str, Callable[..., RowSoftmax]] = {"softmax": Softmax, "softmax1
 
 
 def new_softmax(softmax: str | RowSoftmax, config: Any = None) -> RowSoftmax:
-    """Return a RowSoftmax unchanged, or make one by its name in SOFTMAXES from `config`; ValueError if unknown."""
+    """Return a RowSoftmax unchanged, or make one by name from `config`; ValueError if unknown, TypeError if neither."""
     if isinstance(softmax, RowSoftmax):
         return softmax
     if not isinstance(softmax, str):

@@ -28,7 +28,7 @@ class DecodingState:
         self.caches = self.model.new_caches(self.dtype)
 
     def truncate(self, length: int) -> None:
-        """Truncate the caches to the first `length` tokens, or clear them if they cannot be truncated there."""
+        """Truncate caches and `tokens` to the first `length` tokens; clear them if they cannot be truncated there."""
         if length == 0 or self._crosses(length) or not all(cache.can_truncate(length) for cache in self.caches):
             return self.reset()
         for cache in self.caches:
@@ -92,11 +92,12 @@ class Generation:
         self.start = 0  # index of the first token of the context
 
     def __iter__(self) -> Iterator[int]:
+        """Yield each sampled token, after the logits of the current context, until `done`."""
         while not self.done:
             yield self.append(self.state.logits(self.context()))
 
     def context(self) -> list[int]:
-        """Return the last tokens, at most the context window; on overflow its later half, or raise a ValueError."""
+        """Return the context's tokens; if they exceed the window, keep the last half window, or raise a ValueError."""
         if len(self.tokens) - self.start > self.window:
             if self.overflow == "error":
                 raise ValueError(f"generate: the context window of {self.window} tokens is full")

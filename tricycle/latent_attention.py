@@ -95,6 +95,7 @@ class LatentConfig(ModelConfig):
     n_active_groups: int = 1  # groups from which the experts of a token are selected
 
     def __post_init__(self) -> None:
+        """Check the fields as `ModelConfig`, and those of latent attention; ValueError for the first invalid one."""
         super().__post_init__()
         reachable = self.n_experts * self.n_active_groups // self.n_groups if self.n_groups > 0 else 0
         for name, holds, rule in (
@@ -128,7 +129,7 @@ class LatentConfig(ModelConfig):
 
     @property
     def n_mixture_layers(self) -> int:
-        """The number of layers with experts."""
+        """The number of layers with experts: all after the dense ones, or 0 without experts."""
         return max(0, self.n_layers - self.n_dense_layers) if self.n_experts else 0
 
     @property
@@ -139,7 +140,7 @@ class LatentConfig(ModelConfig):
         return attention + (3 if self.is_gated else 2) * width * min(self.mlp_width, self.expert_size)
 
     def new_block(self, layer: int, **options: Any) -> TransformerBlock:
-        """Make the block of a layer: latent attention, and an MLP or a mixture of experts."""
+        """Make the block of a layer: latent attention, and an MLP, or after the dense layers a mixture of experts."""
         attention, mlp = LatentAttention(self, layer, **options), None
         if self.n_experts and layer >= self.n_dense_layers:
             fields = {name: getattr(self, name) for name in ModelConfig.__dataclass_fields__} | options
@@ -220,7 +221,7 @@ class LatentAttention(MultiHeadSelfAttention):
         return concatenate([content, shared], axis=-1), values
 
     def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, mask: Mask) -> Tensor:
-        """Append latents `k` and rotated keys `v` to the cache; return the attention to cached tokens, (B, T, H, E).
+        """Append latents `k`, rotated keys `v` to the cache; return (B, T, H, E), float32 attention to cached tokens.
 
         Few queries absorb the expansion, if it is a matrix of floats; others, and adapted or quantized layers, expand.
         """
@@ -237,10 +238,11 @@ class LatentAttention(MultiHeadSelfAttention):
         return concatenate_texts(results)
 
     def _attend_expanded(self, q: Tensor, latents: Tensor, rotated: Tensor, mask: Mask) -> Tensor:
+        """Return attention (B, T, H, E), in float32, to the keys and values that latents and rotated keys expand to."""
         return self.attention(q, *self._expand(latents, rotated), mask, self.softmax_scales, "float32")
 
     def _attend_absorbed(self, q: Tensor, latents: Tensor, rotated: Tensor, mask: Mask) -> Tensor:
-        """Return the attention of queries (B, T, H, D + R) to latents, as to the keys and values of one shared head."""
+        """Return attention (B, T, H, E) to latents as one shared head, without expanding them to keys and values."""
         weights = Tensor(upcast(self.expansion.weights.array), False)
         expansion = reshape(weights, len(weights), self.n_heads, self.content_size + self.head_size)
         to_keys, to_values = split_sizes(expansion, (self.content_size, self.head_size))
@@ -252,5 +254,5 @@ class LatentAttention(MultiHeadSelfAttention):
 
 
 def _as_floats(cached: Any) -> Array:
-    """Return the content of a cache in at least float32."""
+    """Return an array of a cache, dequantized if it is quantized, as float32 or float64."""
     return cached.dequantize() if hasattr(cached, "dequantize") else upcast(cached)

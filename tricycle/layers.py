@@ -21,7 +21,7 @@ MIXTURES: dict[str, Callable[..., Layer]] = {}  # constructors of mixtures of ML
 
 
 def new_generator(generator: Generator) -> np.random.Generator:
-    """Make a random generator from a seed; return a generator unchanged."""
+    """Make a random generator from a seed, from the system's entropy for None; return a generator unchanged."""
     return np.random.default_rng(generator)
 
 
@@ -60,7 +60,7 @@ class Layer:
         return self.forward(*args, **kwargs)
 
     def _parts(self) -> Iterator[tuple[str, Any]]:
-        """Yield all Tensors and Layers in the attributes, and in containers among them, with their names."""
+        """Yield (name, value) of Tensors and Layers in attributes and nested containers, not inside those Layers."""
         for name, value in vars(self).items():
             if isinstance(value, (Tensor, Layer)):  # a faster special case of the next
                 yield name, value
@@ -68,7 +68,7 @@ class Layer:
                 yield from (part for part in _flatten(name, value) if isinstance(part[1], (Tensor, Layer)))
 
     def _walk(self, kind: type, prefix: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-        """Yield each Tensor or Layer inside, according to `kind`, once, under its first name."""
+        """Yield (name, part) of the Tensors or Layers (`kind`) inside, each once, by first name; add ids to `seen`."""
         for name, part in self._parts():
             if id(part) not in seen:
                 seen.add(id(part))
@@ -83,7 +83,7 @@ class Layer:
         yield from self._walk(Layer, "", {id(self)})
 
     def layers(self) -> Iterator[Layer]:
-        """Iterate over this layer and all layers inside it, each once."""
+        """Return an iterator over this layer and all layers inside it, each once."""
         return iter([layer for _, layer in self.named_layers()])  # a list, because the caller may set attributes
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -138,7 +138,7 @@ class Layer:
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested lists, tuples and dicts with their names, or a value that is none of them."""
+    """Yield (dotted name, leaf) of nested lists, tuples and dicts, or (name, value) for any other value."""
     if isinstance(value, (list, tuple, dict)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _flatten(f"{name}.{key}", item)
@@ -226,7 +226,7 @@ class LayerNorm(Layer):
         self.bias: Parameter | None = Parameter(np.zeros(size, np.float32), "bias") if bias else None
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """Normalize x (..., size) over the last axis, apply gain and bias; `dtype` is by default that of x."""
+        """Normalize x (..., size) over the last axis, apply gain and bias; the result has `dtype`, by default x's."""
         x = x if isinstance(x, Tensor) else as_tensor(x, self.gain)
         array, gain = as_floating(x.array), self._gains(x)
         if array.shape[-1:] != (self.size,):
@@ -244,7 +244,7 @@ class LayerNorm(Layer):
         return record(y, args, backward, self._name)
 
     def _gains(self, x: Tensor) -> Array:
-        """Return the factor of each channel, (C,)."""
+        """Return the factor of each channel, (C,): the gain, or ones."""
         return x.xp.ones(self.size, np.float32) if self.gain is None else self.gain.array
 
 
@@ -263,6 +263,7 @@ class RMSNorm(LayerNorm):
         self.gain = Parameter(initial(size, np.float32), "gain") if gain else None
 
     def _gains(self, x: Tensor) -> Array:
+        """Return the factor of each channel, (C,): gain, 1 + gain with `unit_offset`, or ones without a gain."""
         return 1 + self.gain.array if self.unit_offset and self.gain is not None else super()._gains(x)
 
 

@@ -30,7 +30,7 @@ Gradient: TypeAlias = Callable[..., Sequence[Any]]
 
 # -------------------------------------------------------------------- recording
 def _matrices(op: str, *tensors: Tensor, square: bool = True) -> tuple[Array, ...]:
-    """Return the arrays of Tensors in float32 or float64; raise an error for others, or unless the first is square."""
+    """Return Tensors' arrays, float32 for integers; TypeError for other dtypes, ValueError unless (square) matrices."""
     check_device(op, *(t.array for t in tensors))
     arrays = tuple(as_floating(array) for array in promote_integers(*(t.array for t in tensors)))
     for array in arrays:
@@ -44,7 +44,7 @@ def _matrices(op: str, *tensors: Tensor, square: bool = True) -> tuple[Array, ..
 
 
 def _computed(op: str, rule: str, *arrays: Array, **options: Any) -> Any:
-    """Call a function of `numpy.linalg` or `cupy.linalg`; raise a ValueError with the rule where it fails."""
+    """Return the result of `numpy.linalg` or `cupy.linalg`'s function `op`; ValueError with the rule where it fails."""
     xp = array_module(arrays[0])
     try:
         return getattr(xp.linalg, op)(*arrays, **options)
@@ -68,7 +68,7 @@ def _record(
 
 
 def _backward(grad: Array, needs_grad: NeedsGrad, gradient: Gradient, op: Any, *values: Array) -> Sequence[Any]:
-    """Call a gradient rule on arrays; `op` is ignored here."""
+    """Return the gradients of the args by a gradient rule applied to arrays; `op` is ignored here."""
     return gradient(ON_ARRAYS, needs_grad, grad, *values)
 
 

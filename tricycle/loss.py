@@ -41,7 +41,7 @@ class CrossEntropy(Op):
     def rows_labels_and_weights(
         self, labels: Tensor, x: Tensor, x_name: str, scale: Array | float
     ) -> tuple[Array, Array, Array]:
-        """Return rows of x (N, V), labels (N,), ignored ones as 0, and row weights: scale / n_counted, or 0."""
+        """Return rows of x (N, V), labels (N,), weights (N,), scale / n_counted; both 0 if ignored; else ValueError."""
         if x.ndim == 0 or labels.shape != x.shape[:-1]:
             expected = f"labels of shape {x.shape[:-1]} for {x_name} of shape {x.shape}"
             raise ValueError(f"CrossEntropy: expected {expected}, got {labels.shape}")
@@ -73,7 +73,7 @@ class CrossEntropy(Op):
 
 
 def scale_gradient(array: Array, grad: Array) -> Array:
-    """Return an array times a 0-d gradient; the same array for the object 1 that `Tensor.backward` begins with."""
+    """Return array * grad (0-d); the array itself if grad is the object 1 that `Tensor.backward` begins with."""
     return array if grad is one(array_module(grad), str(grad.device), grad.dtype) else kernels.multiply(array, grad)
 
 

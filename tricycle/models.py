@@ -44,7 +44,7 @@ class BlockStack(Layer):
 
     @property
     def run_block(self) -> Callable[..., Tensor]:
-        """The function that calls each block: `recompute`, else that of an active mode, else a plain call."""
+        """The function that calls each block: the `recompute` attribute, else an active mode's, else a plain call."""
         return self.recompute or next((mode.run_block for mode in current_modes.get() if mode.run_block), operator.call)
 
     def use_precision(self, precision: str) -> Self:
@@ -146,6 +146,7 @@ class GPT(BlockStack):
         return x
 
     def _embed(self, tokens: Tensor, positions: Array) -> Tensor:
+        """Return scaled token embeddings (..., T, C), projected if they are narrower, plus any learned positions."""
         x = self.token_embedding(tokens)
         x = x if self.config.embedding_scale == 1 else x * self.config.embedding_scale
         x = x if self.embedding_projection is None else self.embedding_projection(x)

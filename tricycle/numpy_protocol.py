@@ -24,7 +24,7 @@ from tricycle.tensor import Axis, Operand, Tensor, to_tensor
 
 # -------------------------------------------------------------------- ufuncs
 def _constant_ufunc(ufunc: np.ufunc) -> Callable[..., Tensor]:
-    """Return an operation that calls a ufunc with the arrays of Tensors; its gradient is 0."""
+    """Return an operation that calls a ufunc with the arrays of Tensors; its result requires no gradient."""
 
     def op(*inputs: Operand) -> Tensor:
         tensors = ops.as_tensors(*inputs)
@@ -100,6 +100,7 @@ class UfuncMethod:
 
 
 def _call_ufunc(x: Tensor, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+    """Apply a ufunc as `apply_ufunc` does; NumPy calls this as the method `__array_ufunc__` of x."""
     return apply_ufunc(ufunc, method, *inputs, **options)
 
 
@@ -131,7 +132,7 @@ CONSTANT: set[Callable[..., Any]] = {
 
 
 def function_rule(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds an operation to FUNCTIONS; its arguments have the names of the NumPy function's."""
+    """Return a decorator that adds a Tensor operation to FUNCTIONS for a NumPy function with equal argument names."""
 
     def decorate(operation: Callable[..., Any]) -> Callable[..., Any]:
         FUNCTIONS[function] = operation
@@ -142,21 +143,25 @@ def function_rule(function: Callable[..., Any]) -> Callable[[Callable[..., Any]]
 
 @function_rule(np.reshape)
 def _reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
+    """Return a in another shape."""
     return a.reshape(shape)
 
 
 @function_rule(np.ravel)
 def _ravel(a: Tensor) -> Tensor:
+    """Return a with one axis."""
     return a.reshape(-1)
 
 
 @function_rule(np.transpose)
 def _transpose(a: Tensor, axes: Sequence[int] | None = None) -> Tensor:
+    """Return a with its axes in this order, by default reversed."""
     return a.transpose() if axes is None else a.transpose(tuple(axes))
 
 
 @function_rule(np.swapaxes)
 def _swapaxes(a: Tensor, axis1: int, axis2: int) -> Tensor:
+    """Return a with two axes exchanged."""
     order = list(range(a.ndim))
     order[axis1], order[axis2] = order[axis2], order[axis1]
     return a.transpose(order)
@@ -164,6 +169,7 @@ def _swapaxes(a: Tensor, axis1: int, axis2: int) -> Tensor:
 
 @function_rule(np.expand_dims)
 def _expand_dims(a: Tensor, axis: int) -> Tensor:
+    """Return a with a new axis of length 1 at index `axis` of the result; no tuple of axes."""
     axis = axis % (a.ndim + 1)
     return a.reshape(*a.shape[:axis], 1, *a.shape[axis:])
 
@@ -176,6 +182,7 @@ def _squeeze(a: Tensor, axis: Axis = None) -> Tensor:
 
 @function_rule(np.broadcast_to)
 def _broadcast_to(array: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Broadcast a Tensor to a shape, differentiably."""
     return create_graph.broadcast(array, shape)
 
 
@@ -188,6 +195,7 @@ def _var(a: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 @function_rule(np.std)
 def _std(a: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Return the population standard deviation over axes, without a correction."""
     return _var(a, axis, keepdims).sqrt()
 
 
@@ -209,12 +217,13 @@ def _dot(a: Operand, b: Operand) -> Tensor:
 
 @function_rule(np.einsum)
 def _einsum(subscripts: str, *operands: Operand) -> Tensor:
+    """Compute an einsum of operands by `Einsum`."""
     return Einsum(subscripts)(*operands)
 
 
 @function_rule(np.linalg.svd)
 def _svd(a: Tensor, full_matrices: bool = True) -> tuple[Tensor, ...]:
-    """Compute the reduced SVD; TypeError for `full_matrices` of a matrix that is not square."""
+    """Compute the reduced SVD (U, s, Vh); TypeError for `full_matrices` (default) of a matrix that is not square."""
     if full_matrices and a.ndim > 1 and a.shape[-1] != a.shape[-2]:
         raise TypeError(f"numpy.linalg.svd: expected full_matrices=False for a Tensor of shape {a.shape}")
     return linalg.svd(a)
@@ -223,7 +232,7 @@ def _svd(a: Tensor, full_matrices: bool = True) -> tuple[Tensor, ...]:
 def apply_function(
     x: Tensor, func: Callable[..., Any], types: Any, args: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Apply the operation of a NumPy function to arguments among which is a Tensor; see NEP 18.
+    """Apply the operation for a NumPy function to arguments with a Tensor (NEP 18); TypeError if it is unsupported.
 
     Raises:
         TypeError: the function has no operation, or the operation does not have an argument.
@@ -243,7 +252,7 @@ def apply_function(
 
 
 def _arrays(value: Any) -> Any:
-    """Replace the Tensors in nested tuples and lists by their arrays."""
+    """Return nested tuples and lists with each Tensor replaced by its array; other values unchanged."""
     if type(value) in (tuple, list):
         return type(value)(_arrays(item) for item in value)
     return value.array if isinstance(value, Tensor) else value

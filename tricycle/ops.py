@@ -38,6 +38,7 @@ class Op:
     """
 
     def __init_subclass__(cls, is_base: bool = False, **kwargs: Any) -> None:
+        """Register a subclass in `OPS` by name, unless it is a base, private or of another package."""
         super().__init_subclass__(**kwargs)
         if not is_base and not cls.__name__.startswith("_") and cls.__module__.startswith("tricycle."):
             OPS[cls.__name__] = cls
@@ -268,13 +269,14 @@ def split_heads(x: Tensor, n_heads: Sequence[int], head_size: int) -> list[Tenso
 
 
 def _heads_gradient(grad: Array, needs_grad: NeedsGrad, start: int) -> tuple[SlicedGradient]:
+    """Return a part's gradient, by head, as a SlicedGradient of the channels of x from `start` on."""
     channels = grad.reshape(*grad.shape[:2], grad.shape[2] * grad.shape[3])
     index = (slice(None), slice(None), slice(start, start + channels.shape[2]))
     return (SlicedGradient(channels, index, unique=True),)
 
 
 def swap_operands(op: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-    """Return an operation with its two inputs swapped, for operators such as `__radd__`."""
+    """Return an operation op(y, x) for op(x, y), for operators such as `__radd__`."""
     return lambda x, y: op(y, x)
 
 

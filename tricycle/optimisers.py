@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
     @property
     def decay_factor(self) -> float:
-        """The factor of the weights by decoupled weight decay."""
+        """The factor of the weights by decoupled weight decay: 1 - learning_rate * weight_decay."""
         return 1 - self.learning_rate * self.weight_decay
 
 

@@ -32,6 +32,7 @@ class SamplingParams:
     n_vocab: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields, ValueError if invalid; make `stop_tokens` a tuple of ints."""
         is_count = isinstance(self.top_k, (int, np.integer)) and self.top_k >= 0
         self._expect("top_k", is_count, "a whole number, 0 or more")
         self._expect("temperature", 0 <= self.temperature < np.inf, "0 or more")
@@ -51,11 +52,11 @@ class SamplingParams:
             raise ValueError(f"expected {name} to be {rule}, got {getattr(self, name)!r}") from None
 
     def new_generator(self) -> np.random.Generator:
-        """Make the random generator of one text from the seed."""
+        """Make the random generator of one text from the seed; without a seed, from the system's entropy."""
         return np.random.default_rng(self.seed)
 
     def for_text(self, i: int) -> Self:
-        """Return the parameters for text i of a batch: i is added to an integer seed."""
+        """Return the parameters for text i of a batch: a copy with i added to an integer seed, else self."""
         return replace(self, seed=self.seed + i) if isinstance(self.seed, (int, np.integer)) else self
 
     def is_stop_token(self, token: int) -> bool:

@@ -31,7 +31,7 @@ MAX_BLOCK_SCORES = 2**17  # attention scores of a block of queries, for the same
 # -------------------------------------------------------------------- linear operations
 @tangent_rule("tricycle.functions.linear")
 def _linear(node: Tensor, directions: Tangents, v: Any) -> Tensor:
-    """Return dx W + x dW + db, in at most two products."""
+    """Return dx W + x dW + db, in at most two products; W transposed if the operation was; a None tangent is 0."""
     (x, weights, *_), (dx, dweights, *biases) = node.args, directions
     pairs = [(a, b) for a, b in ((dx, weights), (x, dweights)) if a is not None and b is not None]
     bias, terms = (*biases, None)[0], []
@@ -60,7 +60,7 @@ def _split_heads(node: Tensor, directions: Sequence[Tensor], v: Any) -> Tensor:
 def _fused_tangent(
     node: Tensor, directions: Sequence[Tensor], value: Array, pull_back: Callable[[Array], Sequence[Array | None]]
 ) -> Tensor:
-    """Record the tangent of a fused operation, as a function of its args and their tangents.
+    """Return `value`, the tangent of a fused operation, as a Tensor in a graph of its args and their tangents.
 
     Args:
         value: the tangent.
@@ -92,7 +92,7 @@ def _is_fusible(node: Tensor, directions: Tangents) -> bool:
 
 
 def _run_in_chunks(work: Callable[[slice], None], like: Array) -> None:
-    """Call `work` with slices that cover the rows of an array (N, C), perhaps in threads."""
+    """Call `work` with slices that cover the rows of an array (N, C): one on a GPU, else chunks, perhaps in threads."""
     n_rows, n_channels = like.shape
     step = n_rows if on_gpu(like) else max(1, CHUNK_SIZE // n_channels)
     slices = [slice(start, start + step) for start in range(0, n_rows, step)]
@@ -106,7 +106,7 @@ def _dots(a: Array, b: Array) -> Array:
 
 @tangent_rule("tricycle.activation.GeLU.forward")
 def _gelu(node: Tensor, directions: Sequence[Tensor], v: Any) -> Tensor:
-    """Return dx gelu'(x)."""
+    """Return dx gelu'(x) as one operation; NotImplemented if the arrays are not fusible."""
     (x,), (dx,) = node.args, directions
     if not _is_fusible(node, directions):
         return NotImplemented
@@ -134,7 +134,7 @@ def _times_gelu_curvature(array: Array, x: Array) -> None:
 
 @tangent_rule("tricycle.loss.CrossEntropy._weighted_sum")
 def _cross_entropy(node: Tensor, directions: Sequence[Tensor], v: Any) -> Tensor:
-    """Return the dot product of the loss's gradient and the tangent of the logits."""
+    """Return the dot product of the loss's gradient and the logits' tangent; NotImplemented if not fusible."""
     (logits,), (dlogits,), weights = node.args, directions, node._saved[1]
     if not _is_fusible(node, directions):
         return NotImplemented
@@ -153,7 +153,7 @@ def _cross_entropy(node: Tensor, directions: Sequence[Tensor], v: Any) -> Tensor
 # -------------------------------------------------------------------- norms
 @tangent_rule("tricycle.layers.LayerNorm.forward")
 def _norm(node: Tensor, directions: Tangents, v: Any) -> Tensor:
-    """Return the tangent of a layer or RMS norm: by x, plus the norm of x with dgain and dbias as gain and bias."""
+    """Return a norm's tangent by x, plus that by gain and bias, as a norm of x; NotImplemented if not fusible."""
     if not _is_fusible(node, directions):
         return NotImplemented
     (x, *parameters), (dx, *others) = node.args, directions
@@ -205,7 +205,7 @@ def _second_derivative_of_norm(
 # -------------------------------------------------------------------- attention
 @tangent_rule("tricycle.attention.attend.Attention.forward")
 def _attention(node: Tensor, directions: Sequence[Tensor], v: Any) -> Tensor:
-    """Return the tangent of a softmax's attention without a mask or soft-capping, in memory linear in the tokens."""
+    """Return the tangent of softmax attention in linear memory; NotImplemented with mask, soft-cap, or not fusible."""
     if len(node.args) > 3 or any(x is None for x in directions) or not _is_fusible(node, directions):
         return NotImplemented
     (op, mask), arrays = node._saved, [x.array for x in (*node.args, *directions)]
@@ -283,7 +283,7 @@ class _Operands(NamedTuple):
 
 
 def _blocks(operands: _Operands, options: ScoreOptions, off_by_one: bool) -> Iterator[_Block]:
-    """Yield blocks of queries with their attention weights, and the tangents of these."""
+    """Yield blocks of queries with their visible keys, attention weights, and the tangents of these."""
     q, k, _, dq, dk, _ = operands
     n_queries, n_keys = q.shape[-2], k.shape[-2]
     step = max(1, MAX_BLOCK_SCORES // (q.shape[1] * q.shape[2] * n_keys))
@@ -303,7 +303,7 @@ def _blocks(operands: _Operands, options: ScoreOptions, off_by_one: bool) -> Ite
 
 
 def _add_attention_gradients(totals: _Operands, x: _Operands, block: _Block, grad: Array, scale: float) -> None:
-    """Add the gradients of a block's operands to `totals`, from that of the tangent (..., R, E) of the output."""
+    """Set a block's query gradients in `totals`, add key and value ones, from the tangent's gradient (..., R, E)."""
     _, _, weights, dscores, mean, dweights = block
     to_dweights, to_weights = (grad @ values.swapaxes(-1, -2) for values in (x.v, x.dv))
     grad_mean = _dots(to_dweights, weights)
@@ -322,5 +322,5 @@ def _add_attention_gradients(totals: _Operands, x: _Operands, block: _Block, gra
 
 
 def _add_over_heads(total: Array, change: Array) -> None:
-    """Add gradients (B, K, H / K, S, D) to those of the shared key heads (B, K, 1, S, D)."""
+    """Add gradients (B, K, H / K, S, D), summed over H / K, in place to those of shared key heads (B, K, 1, S, D)."""
     total += change if change.shape[2] == 1 else change.sum(axis=2, keepdims=True)

@@ -28,7 +28,7 @@ def to_string(x: Tensor) -> str:
 
 
 def format_element(x: Tensor, spec: str) -> str:
-    """Format the element of a one-element Tensor by a format specification; without one, return `str(x)`."""
+    """Format a one-element Tensor's element by a specification, ValueError for other sizes; without one, `str(x)`."""
     return format(x.item(), spec) if spec else str(x)
 
 
@@ -54,7 +54,7 @@ def length(x: Tensor) -> int:
 
 
 def to_bool(x: Tensor) -> bool:
-    """Return the truth value of a one-element Tensor; raise a ValueError for another size."""
+    """Return the truth value of a one-element Tensor's element; raise a ValueError for another size."""
     if x.size == 1:
         return bool(x.item())
     instead = ".array.any(), .array.all() or close_to"
@@ -81,7 +81,7 @@ def to_gpu(x: Tensor, device: int = 0) -> Tensor:
 
 
 def from_gpu(x: Tensor) -> Tensor:
-    """Move the array (and gradient) to host memory, in place; return x."""
+    """Move the array and any gradient to host memory, in place, even for results; return x."""
     x.array = devices.to_cpu(x.array)
     if x.grad is not None:
         x.grad.from_gpu()
@@ -141,7 +141,7 @@ def leaf_gradients(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> lis
 
 
 def back_fn_of(x: Tensor, i: int) -> BackFn:
-    """Return a function that maps the gradient of x (a Tensor) to the gradient (an array) of its arg `i`."""
+    """Return a function from the gradient of x, a Tensor, to that of its arg `i`, as the backward function gives it."""
     arg, saved = x.args[i], x._saved
     backward: Any = x._backward  # not None, as x has args
     needs_grad = [place == i for place in range(len(x.args))]

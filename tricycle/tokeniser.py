@@ -144,6 +144,7 @@ class BPETokeniser(ByteLevelBPE):
     # sizes and single tokens
 
     def __len__(self) -> int:
+        """Return the number of ids, `n_vocab`."""
         return self.n_vocab
 
     @property
@@ -167,7 +168,7 @@ class BPETokeniser(ByteLevelBPE):
     # training, encoding and decoding
 
     def train(self, text: str | bytes | Iterable[str | bytes], progress: bool = True) -> Self:
-        """Learn merges from texts (ValueError if none), replacing earlier ones; skip invalid UTF-8; return self."""
+        """Learn merges from texts (ValueError if empty), replacing earlier ones; skip invalid UTF-8; return self."""
         texts = [text] if isinstance(text, (str, bytes, bytearray)) else text
         return super().train((chunk for one in texts for run in _runs(one)[::2] for chunk in _chunks(run)), progress)
 
@@ -296,12 +297,15 @@ class BPETokeniser(ByteLevelBPE):
     # comparison, pickling, printing
 
     def __eq__(self, other: object) -> bool:
+        """Return whether the other is a BPETokeniser with an equal `to_dict()`; NotImplemented for other types."""
         return self.to_dict() == other.to_dict() if isinstance(other, BPETokeniser) else NotImplemented
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for pickling, without the compiled encoder, which is rebuilt on next use."""
         return {**self.__dict__, "_encoding": None}  # rebuilt on next use
 
     def __repr__(self) -> str:
+        """Return "BPETokeniser(vocab_size=..., n_vocab=..., split=...)"."""
         return f"BPETokeniser(vocab_size={self.vocab_size}, n_vocab={self.n_vocab}, split={self._split!r})"
 
 
@@ -316,7 +320,7 @@ class PieceIds(dict[str, list[int]]):
         self.ranks = ranks
 
     def __missing__(self, piece: str) -> list[int]:
-        """Encode a piece to ids, and cache them if the piece is short and the cache is not full."""
+        """Encode a piece to a list of ids, and cache it if the piece is short and the cache is not full."""
         raw = piece.encode("utf-8")
         ids = [self.ranks[raw]] if raw in self.ranks else self._merge(raw)
         if len(piece) <= _LONGEST_KEPT and len(self) < _MOST_KEPT:
@@ -402,7 +406,7 @@ def _expect(ok: bool, what: str, got: object) -> None:
 
 
 def _runs(text: str | bytes) -> list[str]:
-    """Split a text into runs of valid UTF-8 (even indices) and of invalid bytes (odd, surrogate-escaped)."""
+    """Split a text into runs of valid UTF-8 (even indices), invalid bytes (odd, surrogate-escaped); else ValueError."""
     _expect(isinstance(text, (str, bytes, bytearray)), "text as str or bytes", text)
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
     try:
@@ -412,7 +416,7 @@ def _runs(text: str | bytes) -> list[str]:
 
 
 def _chunks(text: str) -> Iterator[str]:
-    """Split a long text between pieces, or anywhere if there is no boundary nearby."""
+    """Yield parts of at most _CHUNK characters of a text, cut between pieces, or anywhere without a boundary nearby."""
     start = 0
     while len(text) - start > _CHUNK:
         cut = _SAFE_CUT.search(text, start + _CHUNK // 2, start + _CHUNK)

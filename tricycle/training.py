@@ -48,7 +48,7 @@ class Session:
         self.step, self.n_steps = 0, n_steps  # updates made, and in total; the total may change during training
 
     def batches(self, source: Any) -> AbstractContextManager[tuple[Sequence[Any], Sequence[Any] | None]]:
-        """Return a context manager that gives the batches of an update, and the label count of each or None."""
+        """Return a context manager giving an update's batches, and label counts or None; here the next batch, None."""
         return nullcontext(([next(source)], None))
 
     def log(self, loss: Any, norm: Any) -> None:
@@ -123,7 +123,7 @@ def compute_gradients(
     reducer: Callable[[Layer], Any] | None = None,
     loss_scale: Any = None,
 ) -> Gradients:
-    """Add gradients of the mean loss over all labels to `grad`; if not finite, clear them, raise NonFiniteError.
+    """Add the mean loss's gradients, over all labels, to `grad`; return loss and count; if not finite, NonFiniteError.
 
     They are added to existing gradients (gradient accumulation); with several processes, to rank 0's, for all.
 
@@ -201,7 +201,7 @@ def _all_finite(tensor: Tensor) -> bool:
 def apply_gradients(
     model: Layer, optimiser: Optimiser, grads: Gradients, max_norm: float = 0.0, loss_scale: Any = None
 ) -> Any:
-    """Clip gradients, update, clear; return the norm; if not finite only clear, and NonFiniteError on a CPU.
+    """Clip gradients, update, clear them; return the norm; if not finite only clear, and on a CPU NonFiniteError.
 
     Returns the norm before clipping: a number, or for a model on a GPU an unread 0-d array, without synchronization.
 
@@ -232,14 +232,14 @@ def apply_gradients(
 def train_on_batch(
     model: Layer, optimiser: Optimiser, batch_loss: BatchLossFn, batch: Any, max_norm: float = 0.0
 ) -> Any:
-    """Make one update from one batch; return the mean loss. Raises like `compute_gradients` and `apply_gradients`."""
+    """Make one update from one batch; return the mean loss; NonFiniteError, without update, if it is not finite."""
     grads = compute_gradients(model, batch_loss, [batch])
     apply_gradients(model, optimiser, grads, max_norm)
     return grads.loss
 
 
 def supervised_loss(model: Layer, loss_fn: CrossEntropy) -> BatchLossFn:
-    """Return a function (batch, factor) -> loss for batches (inputs, integer labels); for a GPT it calls `GPT.loss`."""
+    """Return a function (batch, factor) -> factor * loss of batches (inputs, labels); for a GPT it calls `GPT.loss`."""
 
     def batch_loss(batch: Any, factor: Any) -> Tensor:
         inputs, labels = batch

@@ -64,7 +64,7 @@ class LossScale:
         return self.numbers[2]
 
     def adapt(self, is_finite: Array) -> None:
-        """In place: on overflow halve the scale (minimum 1), count a skip; double it after GROWTH_STEPS without."""
+        """In place: on overflow halve the scale (minimum 1), count a skip; double it after GROWTH_STEPS good steps."""
         xp = array_module(self.numbers)
         scale, n_fine, n_skipped = self.numbers[0], self.numbers[1] + 1, self.numbers[2]
         grown = xp.where(n_fine < GROWTH_STEPS, scale, 2 * scale)
@@ -225,7 +225,7 @@ def training_bytes(config: GPTConfig) -> int:
 
 
 def activation_bytes(config: GPTConfig, n_tokens: int) -> int:
-    """Estimate the bytes for activations and logits of `n_tokens` tokens in a training step, as configured.
+    """Estimate the bytes of activations and logits of `n_tokens` tokens in a training step, as the config sets it.
 
     For each block: its input, the outputs of both norms and of attention, and the residual sum; queries, keys and
     values, before and after RoPE; and the hidden layer of the MLP before and after the activation.
@@ -282,7 +282,7 @@ def new_state(
 
 
 def _load(path: Path, processes: ProcessGroup) -> Checkpoint:
-    """Load a checkpoint on rank 0, and broadcast it."""
+    """Load a checkpoint on rank 0, and broadcast it; all processes must call this."""
     checkpoint: Any = load_checkpoint(path) if processes.is_rank_zero else None
     return processes.broadcast(checkpoint)
 
@@ -320,6 +320,7 @@ class StateSession(Session):
 
     @step.setter
     def step(self, step: int) -> None:
+        """Set the number of updates made."""
         self.state.step = step
 
     @property
@@ -376,6 +377,7 @@ class _OneUpdate(StateSession):
 
     @property
     def n_steps(self) -> float:  # type: ignore[override]
+        """The number of the one update, at which training stops."""
         return self._last
 
     def log(self, loss: Any, norm: Any) -> None:

@@ -29,7 +29,7 @@ Argnums: TypeAlias = int | Sequence[int]
 
 # -------------------------------------------------------------------- trees of Tensors
 def tree_map(function: Function, tree: Tree, *others: Tree) -> Tree:
-    """Apply a function to the leaves of nested tuples, lists and dicts; `others` have the same structure; keep None.
+    """Apply a function to leaves of nested tuples, lists, dicts, and of equal `others` (else ValueError); keep None.
 
     Raises:
         ValueError: the structures differ.
@@ -48,21 +48,21 @@ def tree_map(function: Function, tree: Tree, *others: Tree) -> Tree:
 
 
 def tree_leaves(tree: Tree) -> list[Any]:
-    """Return the leaves of nested tuples, lists and dicts, in order."""
+    """Return the leaves of nested tuples, lists and dicts, in order, without None; the value itself if it is a leaf."""
     leaves: list[Any] = []
     tree_map(leaves.append, tree)
     return leaves
 
 
 def _like(tree: Tree, leaves: Sequence[Any]) -> Tree:
-    """Return a tree of the same structure with other leaves."""
+    """Return a tree of the same structure (None stays) with other leaves, in order."""
     remaining = iter(leaves)
     return tree_map(lambda _: next(remaining), tree)
 
 
 # -------------------------------------------------------------------- inputs and gradients
 def _input(x: Any) -> Tensor:
-    """Return a Tensor that requires a gradient, with the array of x, connected to x if x requires a gradient."""
+    """Return a Tensor with x's array that requires a gradient, connected to x if x does; TypeError for integers."""
     create_graph.check_builds_graph()
     if not isinstance(x, Tensor):
         x = to_tensor(x, dtype=x.dtype if devices.is_array(x) and x.dtype.kind == "f" else None, requires_grad=False)
@@ -74,11 +74,13 @@ def _input(x: Any) -> Tensor:
 
 
 def _pass_gradient(grad: Array, needs_grad: Sequence[bool]) -> tuple[Array]:
+    """Return (grad,): the backward function of a copy that shares the array."""
     return (grad,)
 
 
 @create_graph.rule("tricycle.transforms._pass_gradient")
 def _pass_tensor(node: Tensor, grad: Tensor, variables: Any) -> list[Tensor]:
+    """Return [grad]: the differentiable form of `_pass_gradient`."""
     return [grad]
 
 
@@ -146,7 +148,7 @@ Tensor.backward_with_graph = backward_with_graph
 
 # -------------------------------------------------------------------- transforms
 def value_and_grad(f: Function, argnums: Argnums = 0, has_aux: bool = False) -> Function:
-    """Return a function that computes `f(*args, **kwargs)`, of one element, and its gradient.
+    """Return a function giving (f's value of one element, gradient); with `has_aux`, ((value, aux), gradient).
 
     Args:
         argnums: the place of the argument, or a tuple of places; the gradient has the structure of that argument, or is
@@ -189,7 +191,7 @@ def grad(f: Function, argnums: Argnums = 0, has_aux: bool = False) -> Function:
 
 
 def _inputs_at(f: Function, args: Sequence[Any], argnums: Argnums) -> tuple[tuple[Tree, ...], Function]:
-    """Return the arguments at these places as inputs that require gradients, and f as a function of them."""
+    """Return arguments `argnums` as inputs with gradients, and f as a function (inputs, kwargs); else ValueError."""
     places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     for place in places:
         if not -len(args) <= place < len(args):
@@ -262,7 +264,7 @@ def hvp(f: Function, primals: Sequence[Tree], tangents: Sequence[Tree]) -> Tree:
 
 
 def jacobian(f: Function, argnums: Argnums = 0) -> Function:
-    """Return a function that computes the Jacobian of f by a backward pass for each element of its result.
+    """Return a function that computes f's Jacobian (*y.shape, *x.shape), by a backward pass for each element of y.
 
     For each Tensor y of the result there is a tree like the argument at `argnums`, of Tensors y.shape + x.shape.
     """
@@ -283,7 +285,7 @@ def jacobian(f: Function, argnums: Argnums = 0) -> Function:
 
 
 def hessian(f: Function, argnums: Argnums = 0) -> Function:
-    """Return a function that computes the second derivatives of f, whose result has one element: see `jacobian`."""
+    """Return a function that computes the Hessian of f, whose result has one element, as `jacobian` of `grad`."""
     return jacobian(grad(f, argnums), argnums)
 
 
@@ -320,6 +322,7 @@ def vmap(f: Function, in_axes: int | Sequence[int | None] | None = 0) -> Functio
 
 
 def _item(tree: Tree, axis: int | None, i: int) -> Tree:
+    """Return a tree with item i of each leaf along `axis`; the tree itself if `axis` is None."""
     if axis is None:
         return tree
     return tree_map(lambda x: x[(slice(None),) * (axis % np.ndim(x)) + (i,)], tree)
@@ -373,7 +376,7 @@ def _map_at_once(f: Function, pairs: Sequence[tuple[Tree, int | None]], n_items:
 
 
 def _check_backward(outputs: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Run the backward pass from outputs to inputs with and without a graph; after `vmap`, errors would be too late."""
+    """Run the backward pass from outputs to inputs with and without a graph, only to raise the errors of either now."""
     root = Tensor(np.zeros(()), args=tuple(outputs), backward=lambda grad, needs_grad: [w.array for w in weights])
     sums = autograd.GradientSums()
     list(autograd.walk_backward(root, root.array, sums, True, inputs))
@@ -384,7 +387,7 @@ def _check_backward(outputs: Sequence[Tensor], weights: Sequence[Tensor], inputs
 
 # -------------------------------------------------------------------- layers as functions of their parameters
 def functional_call(model: Any, parameters: Mapping[str, Operand], *args: Any, **kwargs: Any) -> Any:
-    """Return `model(*args, **kwargs)` computed with these parameters; those of the model do not change.
+    """Return `model(*args, **kwargs)` computed by a copy with these parameters; ValueError for a wrong name or shape.
 
     Args:
         model: a Layer, of which the call uses a copy with the same arrays and random generators.
@@ -403,7 +406,7 @@ def functional_call(model: Any, parameters: Mapping[str, Operand], *args: Any, *
 
 
 def _replaced(part: Any, twins: dict[int, Any]) -> Any:
-    """Return a Tensor, layer or container with the Tensors in `twins` (by id) replaced; copies of layers are added."""
+    """Return a tree or layer, copied, with the Tensors in `twins` (by id) replaced; add copies of layers to `twins`."""
     if id(part) in twins:
         return twins[id(part)]
     if isinstance(part, (tuple, list, dict)):

@@ -24,7 +24,7 @@ class ExactGeLU(Op):
     """The exact GELU, x times the normal distribution function of x: `GeLU(approximate=False)`."""
 
     def forward(self, x: Operand) -> Tensor:
-        """Compute the exact GELU, x (1 + erf(x / sqrt(2))) / 2."""
+        """Compute the exact GELU, x (1 + erf(x / sqrt(2))) / 2, elementwise; float32 for integers."""
         x = as_tensor(x)
         array, xp = as_floating(x.array), x.xp
         below = 0.5 * (1 + erf(array * math.sqrt(0.5)))
@@ -40,7 +40,7 @@ class ReLUSquared(Op):
     """The squared ReLU, max(x, 0)^2 (So et al. 2021, "Primer")."""
 
     def forward(self, x: Operand) -> Tensor:
-        """Compute max(x, 0)^2."""
+        """Compute max(x, 0)^2 elementwise; float32 for integers."""
         x = as_tensor(x)
         y, slope = relu_squared(as_floating(x.array))
         return record(y, (x,), lambda grad, needs_grad: (kernels.multiply(grad, slope),), "relu_squared")
@@ -55,6 +55,7 @@ class ClampedSwiGLU(Gated):
         """Initialize without options."""
 
     def _gate(self, x: Tensor, half: int) -> Tensor:
+        """Return (a + 1) b sigmoid(1.702 b) of x = [a, b], with a limited to [-7, 7] and b to at most 7."""
         up, gate = maximum(minimum(x[..., :half], 7.0), -7.0), minimum(x[..., half:], 7.0)
         return (up + 1.0) * (gate * sigmoid(gate * 1.702))
 

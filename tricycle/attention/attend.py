@@ -96,7 +96,7 @@ class Attention(Op):
         return record(out, args, backward, "attention", None, (self, hidden))
 
     def score_options(self, q: Array, k: Array) -> ScoreOptions:
-        """Return the options of the attention kernels for queries q (B, T, H, D) and keys k (B, S, K, D)."""
+        """Return the kernels' options: scale (default 1 / sqrt(D)), causal offset S - T or None, window, soft-cap."""
         scale = 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
         offset = k.shape[1] - q.shape[1] if self.causal else None
         return ScoreOptions(scale, offset, self.window, self.softcap)
@@ -114,9 +114,7 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
 def additive_mask(op: str, mask: Mask, like: Array, n_queries: int, n_keys: int, n_heads: int = 1) -> Array | None:
     """Convert a boolean mask (B, S), (B, T, S) or (B, H, T, S) to 0 where True, else -inf; None to None.
 
-    Args:
-        like: an array with the batch size, dtype and device of the scores.
-        mask: True where a query may attend to a key: (B, S), (B, T, S) or (B, H, T, S); all axes but S may be 1.
+    `like` has the batch size, dtype and device of the scores. All axes of the mask but S may be 1.
     """
     if mask is None:
         return None
@@ -149,7 +147,7 @@ def _operands(arrays: Sequence[Array], precision: str) -> list[Array]:
 
 
 def adjacent_like(arrays: Sequence[Array]) -> Callable[[], list[Array]]:
-    """Return a function that allocates arrays of these shapes and dtypes, adjacent if these are."""
+    """Return a function that allocates uninitialized arrays of these shapes and dtypes, adjacent if these are."""
     xp = array_module(arrays[0])
     shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
     if joined_view([_merge_heads(array) for array in arrays]) is None:
@@ -159,7 +157,7 @@ def adjacent_like(arrays: Sequence[Array]) -> Callable[[], list[Array]]:
 
 
 def _parts(whole: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Split (B, T, C) along the last axis into arrays of these shapes (B, T, H, D)."""
+    """Split (B, T, C) along the last axis into views of these shapes (B, T, H, D)."""
     parts = []
     start = 0
     for shape in shapes:

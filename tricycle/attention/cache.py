@@ -104,7 +104,7 @@ class KeyValueCache:
         self._first = first
 
     def pin(self, position: int | None) -> None:
-        """Keep the tokens needed to truncate the cache to this position, until another or None is pinned."""
+        """Keep, from now on, what truncating to this position needs, until another position or None is pinned."""
         self._pinned = position
 
     def can_truncate(self, length: int) -> bool:

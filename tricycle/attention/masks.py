@@ -12,7 +12,7 @@ from tricycle.devices import Array
 def length_mask(
     lengths: Sequence[int] | Array, n_keys: int, n_items: int | None = None, least: int = 0, title: str = "length_mask"
 ) -> np.ndarray:
-    """Return the boolean mask (B, S), True for the first `lengths[b]` keys of item b; check `least` <= lengths <= S.
+    """Return the mask (B, S), True for the first `lengths[b]` keys; ValueError unless `least` <= lengths <= S.
 
     Args:
         n_items: B, if known. least: the minimum length. title: the beginning of error messages.

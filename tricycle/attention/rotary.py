@@ -30,7 +30,7 @@ class Rotary(Op):
         self.base, self.fraction, self.scaling = base, fraction, scaling
 
     def forward(self, x: Operand, offset: int | Segments = 0) -> Tensor:
-        """Apply RoPE from position `offset` to pairs i, i + R/2 of x (B, T, H, D); R = int(fraction * D) channels."""
+        """Apply RoPE from `offset`, or segments, to pairs i, i + R/2 of x (B, T, H, D); R = int(fraction * D)."""
         x = as_tensor(x)
         array = as_floating(x.array)
         if array.ndim != 4:

@@ -36,7 +36,7 @@ class RotaryScaling:
     attention_factor: float = 1.0
 
     def scale_frequencies(self, frequencies: np.ndarray) -> np.ndarray:
-        """Return frequencies in radians per token divided by the factor: all if "linear", else only the low ones."""
+        """Return frequencies in radians per token divided by the factor: all if "linear", else low ones, blended."""
         if self.kind == "linear":
             return frequencies / self.factor
         rotations = self.original_window * frequencies / (2 * math.pi)
@@ -47,7 +47,7 @@ class RotaryScaling:
         return frequencies * ((1 - kept) / self.factor + kept)
 
     def _kept_by_pair(self, rotations: np.ndarray) -> np.ndarray:
-        """Return the share of each frequency that "yarn" keeps, from the rotations in the original window."""
+        """Return the share (0 to 1) of each frequency that "yarn" keeps, from the rotations in the original window."""
         n_pairs = len(rotations)
         if n_pairs < 2:
             return np.ones(n_pairs)
@@ -85,7 +85,7 @@ class LongRotaryScaling:
     attention_factor: float = 1.0
 
     def scale_frequencies(self, frequencies: np.ndarray) -> np.ndarray:
-        """Return the frequencies of short texts in radians per token."""
+        """Return frequencies in radians per token, each divided by its entry in `divisors`."""
         return frequencies / np.array(self.divisors)
 
     def new_rotary(self, base: float, fraction: float, scaling: LongRotaryScaling) -> LongRotary:
@@ -109,7 +109,7 @@ class LongRotary:
         self.long = Rotary(base, fraction, replace(scaling, divisors=scaling.long_divisors))
 
     def __call__(self, x: Operand, segments: Segments) -> Tensor:
-        """Apply RoPE to x (B, T, H, D); `segments`: the first position and the number of tokens of each text."""
+        """Apply RoPE to x (B, T, H, D), with each text's long or short divisors; `segments`: (start, new tokens)."""
         for first, n_tokens in segments:
             if 0 < first <= self.window < first + n_tokens:
                 rule = f"a cached text to stay within {self.window} tokens, or to be processed again from its first"

@@ -32,6 +32,7 @@ class EncoderConfig(ModelConfig):
     first_norm: bool = True  # whether the first block has a norm before attention
 
     def __post_init__(self) -> None:
+        """Check the fields; raise a ValueError for an invalid one, or a decoder's field that is not at its default."""
         super().__post_init__()
         with_first_norm = self.first_norm or self.norm_placement == "before"
         self._require("first_norm", with_first_norm, "True unless norm_placement is before")

@@ -31,6 +31,7 @@ class EncoderDecoderConfig(ModelConfig):
     start_token: int = 0  # the decoder's first input
 
     def __post_init__(self) -> None:
+        """Check the fields; raise a ValueError for an invalid one, or an unsupported one that is not at its default."""
         super().__post_init__()
         for name in UNSUPPORTED_FIELDS:
             usual = ModelConfig.__dataclass_fields__[name].default
@@ -45,5 +46,5 @@ class EncoderDecoderConfig(ModelConfig):
 
     @property
     def source_tokens(self) -> int:
-        """The number of tokens at the start of a window of text that are the source; the following are the target."""
+        """The number of tokens at the start of a window of text that are the source: half the window, at least 1."""
         return max(1, self.context_window // 2)

@@ -43,6 +43,7 @@ class MambaConfig(ModelConfig):
     shared_size: int = 0  # hidden width of an MLP that processes all tokens beside the experts; 0 for none
 
     def __post_init__(self) -> None:
+        """Check the fields as `ModelConfig`, and those of Mamba layers; ValueError for the first invalid one."""
         super().__post_init__()
         for name in ("state_size", "n_groups", "conv_width", "chunk_size"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
@@ -58,12 +59,12 @@ class MambaConfig(ModelConfig):
 
     @property
     def mamba_heads(self) -> int:
-        """The number of heads of a Mamba layer."""
+        """The number of heads of a Mamba layer: `n_mamba_heads`, or `n_heads` if it is 0."""
         return self.n_mamba_heads or self.n_heads
 
     @property
     def channels_per_mamba_head(self) -> int:
-        """The number of channels of a head of a Mamba layer."""
+        """The number of channels of a head of a Mamba layer; if `mamba_head_size` is 0, those of an attention head."""
         return self.mamba_head_size or self.channels_per_head
 
     @property
@@ -73,7 +74,7 @@ class MambaConfig(ModelConfig):
 
     @property
     def conv_size(self) -> int:
-        """The number of channels of the convolution: values, keys and queries."""
+        """The number of channels of the convolution: values, and each group's keys and queries."""
         return self.inner_size + 2 * self.n_groups * self.state_size
 
     @property
@@ -82,5 +83,5 @@ class MambaConfig(ModelConfig):
         return self.embedding_dim * (2 * self.inner_size + self.conv_size + self.mamba_heads)
 
     def new_block(self, layer: int, **options: Any) -> Any:
-        """Make the block of a layer: a `MambaBlock`, or a `TransformerBlock` for layers with attention."""
+        """Make the block of a layer: a `TransformerBlock` if it has attention, else a `MambaBlock`."""
         return BLOCKS["mamba"](self, layer, **options)

@@ -123,12 +123,12 @@ class ModelConfig(ValidatedConfig):
 
     @property
     def key_heads(self) -> int:
-        """The number of key and value heads per layer."""
+        """The number of key and value heads per layer: `n_key_heads`, or `n_heads` if it is 0."""
         return self.n_key_heads or self.n_heads
 
     @property
     def channels_per_head(self) -> int:
-        """The head size D of queries, keys and values."""
+        """The head size D of queries, keys and values: `head_size`, or embedding_dim / n_heads if it is 0."""
         return self.head_size or self.embedding_dim // self.n_heads
 
     @property
@@ -138,5 +138,5 @@ class ModelConfig(ValidatedConfig):
         return self.hidden_size or (math.ceil(2 * width / 3 / 8) * 8 if self.is_gated else width)
 
     def window_size(self, layer: int) -> int | None:
-        """Return the sliding-window size of a layer, or None for full attention."""
+        """Return the sliding-window size of a layer; None without a window, or for a layer in `full_layers`."""
         return None if not self.window or layer in self.full_layers else self.window

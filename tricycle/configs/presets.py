@@ -21,12 +21,13 @@ class GPTConfig(TrainingConfig, ModelConfig):
     """The architecture and the training of a GPT. The defaults are GPT-2's (124M parameters)."""
 
     def __post_init__(self) -> None:
+        """Check the fields of the model and of training; raise a ValueError for the first invalid one."""
         ModelConfig.__post_init__(self)
         TrainingConfig.__post_init__(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Make a config from the dict of `to_dict`, of the subclass whose fields it has, such as a Mamba-2 model's.
+        """Make a config from the dict of `to_dict`, of this class or the first subclass that has all its fields.
 
         Raises:
             ValueError: a field that is unknown, or has an invalid value.
@@ -40,6 +41,7 @@ class MambaTrainingConfig(GPTConfig, MambaConfig):
     """The architecture and the training of a Mamba-2 model, or of a hybrid with attention in some layers."""
 
     def __post_init__(self) -> None:
+        """Check the fields of the model and of training; raise a ValueError for the first invalid one."""
         MambaConfig.__post_init__(self)
         TrainingConfig.__post_init__(self)
 
@@ -49,12 +51,13 @@ class EncoderDecoderTrainingConfig(GPTConfig, EncoderDecoderConfig):
     """The architecture and the training of an encoder-decoder, which continues texts: see `source_tokens`."""
 
     def __post_init__(self) -> None:
+        """Check the fields of model and training, `recompute` to be False; raise a ValueError for an invalid one."""
         EncoderDecoderConfig.__post_init__(self)
         TrainingConfig.__post_init__(self)
         self._require("recompute", not self.recompute, "False in an encoder-decoder")
 
     def new_model(self, draw_weights: bool = True) -> Any:
-        """Make the `EncoderDecoderTransformer`, whose weights are drawn as those of a `GPT`."""
+        """Make the `EncoderDecoderTransformer`; draw its weights as a `GPT`'s, or leave matrices at 0."""
         from tricycle.models import initialize_weights  # imported here, because both modules import this package
         from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 

@@ -42,10 +42,11 @@ class TrainingConfig(ValidatedConfig):
 
     @property
     def betas(self) -> tuple[float, float]:
-        """The pair (beta1, beta2)."""
+        """The pair (beta1, beta2) of AdamW's and other optimizers' moving averages."""
         return self.beta1, self.beta2
 
     def __post_init__(self) -> None:
+        """Check the fields of training; raise a ValueError for the first invalid one."""
         self._check(RULES)
         most = self.max_learning_rate
         self._require("min_learning_rate", self.min_learning_rate <= most, f"at most max_learning_rate {most}")

@@ -18,6 +18,7 @@ else:
         """`OneOf[str, TABLE]`: a Literal of the names in a table, evaluated whenever a field is validated."""
 
         def __class_getitem__(cls, parameters: tuple[type, Any]) -> Any:
+            """Return typing.Literal of the names in OneOf[str, names]."""
             return Literal[*parameters[1]]
 
 
@@ -28,6 +29,7 @@ class ValidatedConfig:
     """The base of configs: an invalid value raises a ValueError with the field and the rule."""
 
     def _check(self, rules: list[Rule]) -> None:
+        """Raise a ValueError if a field has another type than its annotation, or breaks one of the rules."""
         hints = get_type_hints(type(self))
         for field in fields(self):  # type: ignore[arg-type]
             expected = _expected(getattr(self, field.name), hints[field.name])
@@ -55,7 +57,7 @@ class ValidatedConfig:
 
 
 def _expected(value: Any, kind: Any) -> str:
-    """Return a description of the valid values of a type, or "" if `value` is valid."""
+    """Return a description of the valid values of a type annotation, or "" if `value` is one."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):  # a type or None
         return "" if value is None else _expected(value, args[0])

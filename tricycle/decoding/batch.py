@@ -133,7 +133,7 @@ class GenerationBatch:
         return sorted(generated, key=lambda pair: pair[0])
 
     def _drafts(self) -> dict[int, list[int]]:
-        """Return the draft tokens of each text, at most FEW_ROWS rows in all, so that reading weights is the limit."""
+        """Return {text number: draft tokens}, each cut to an equal share of the FEW_ROWS rows that texts leave."""
         drafts = {number: text.draft(self.n_draft_tokens) for number, text in self._texts.items()}
         n_drafting = sum(map(bool, drafts.values()))
         room = max(0, FEW_ROWS - len(drafts)) // max(1, n_drafting)

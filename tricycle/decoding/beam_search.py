@@ -72,7 +72,7 @@ class BeamTexts:
         return next_logits(self.model, tokens[:, None].tolist(), self.caches)[:, : self.n_vocab]
 
     def select(self, rows: np.ndarray) -> None:
-        """Keep the caches of the texts with these indices, in this order; copy those that are selected repeatedly."""
+        """Replace `caches` by those of texts `rows`, in this order; copy those that are selected repeatedly."""
         chosen: list[list[KeyValueCache]] = []
         moved: set[int] = set()
         for row in rows.tolist():

@@ -95,11 +95,12 @@ class TargetSettings(ValidatedConfig):
     suppress_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        """Check the fields by TARGET_RULES; raise a ValueError for the first invalid one."""
         self._check(TARGET_RULES)
 
     @classmethod
     def from_fields(cls, generation: dict[str, Any], config: dict[str, Any]) -> Self:
-        """Read the settings from generation_config.json, or without that file from config.json, as older models do.
+        """Read the settings from generation_config.json's fields, if empty from config.json's; ValueError if invalid.
 
         Raises:
             ValueError: a setting has another type or is not supported.
@@ -116,7 +117,7 @@ class TargetSettings(ValidatedConfig):
         return cls(**values, suppress_tokens=tuple(suppressed))
 
     def sampling(self, params: PenalizedSamplingParams, n_tokens: int) -> PenalizedSamplingParams:
-        """Return sampling parameters with these settings, for targets of at most `n_tokens`."""
+        """Return a copy of sampling parameters with these suppressed tokens, constraint and (if unset) n-gram size."""
         size = params.no_repeat_ngram_size or self.no_repeat_ngram_size
         constraint = TargetConstraint(self, n_tokens)
         return replace(params, no_repeat_ngram_size=size, suppress_tokens=self.suppress_tokens, constraint=constraint)
@@ -133,7 +134,7 @@ class TargetConstraint(Constraint):
         return self
 
     def allowed_tokens(self, generated: Sequence[int], stop_tokens: Sequence[int], n_vocab: int) -> np.ndarray:
-        """Return a mask (n_vocab,) of the tokens that may follow, see `Constraint`."""
+        """Return a mask (n_vocab,) of allowed tokens: a forced one, or all, but no stop token below min_length."""
         n, forced = len(generated), -1
         if n == 0:
             forced = self.settings.first_token
@@ -184,7 +185,7 @@ class Hypothesis(NamedTuple):
 def search_target(
     decoder: Any, start: int, n_tokens: int, sampling: PenalizedSamplingParams, settings: TargetSettings
 ) -> list[int]:
-    """Return the best target by beam search as in transformers, without the start token.
+    """Return the best target's tokens by transformers' beam search, without the start token, with any end token.
 
     Unlike in `sequences.beam_search`, finished hypotheses do not take the place of unfinished ones, and the search ends
     when the best unfinished one, at its present length, is worse than the worst of `num_beams` finished ones.

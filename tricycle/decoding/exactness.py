@@ -69,14 +69,14 @@ def is_certain(sampling: SamplingParams, logits: np.ndarray, token: int, number:
 
 
 def _largest_share(weight: float, other: float, log_ratio: float) -> float:
-    """Return weight / (weight + other) if the ratio of the two is e^log_ratio times as large."""
+    """Return weight / (weight + other), with the ratio weight / other taken e^log_ratio times as large."""
     return weight / (weight + other * np.exp(-log_ratio))
 
 
 def _candidate_bounds(
     logits: np.ndarray, sampling: SamplingParams, tolerance: float, log_ratio: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return masks (V,) of the tokens that are candidates for all, and for some, logits within the tolerance."""
+    """Return masks (V,) of tokens that are candidates for all, and for some, logits within the tolerance."""
     top_p, min_p = sampling.top_p, sampling.min_p
     if not sampling.top_k and top_p == 1 and not min_p:
         return np.isfinite(logits), np.isfinite(logits)

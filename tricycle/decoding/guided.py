@@ -66,7 +66,7 @@ class Constraint:
         return Constraint(self._initial, self._end_tokens)
 
     def allowed_tokens(self, generated: Sequence[int], stop_tokens: Sequence[int], n_vocab: int) -> np.ndarray:
-        """Return a mask (n_vocab,) of the tokens that may follow; stop tokens are allowed once the text is complete.
+        """Return a mask (n_vocab,) of the tokens that may follow; stop tokens if the text is complete or on an error.
 
         Args:
             generated: the ids after the prompt. Tokens that were passed before are not parsed again.
@@ -122,7 +122,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, Constraint] = OrderedDict()
 
     def from_json_schema(self, schema: dict[str, Any]) -> Constraint:
-        """Return the constraint to JSON text that is valid under a schema; ValueError if unsupported."""
+        """Return a constraint to JSON text that is valid under a schema; ValueError if unsupported or too large."""
         text = json.dumps(schema)
         _check_size(text)
         try:
@@ -132,12 +132,12 @@ class GrammarCompiler:
         return self._compile(grammar)
 
     def from_regex(self, regex: str) -> Constraint:
-        """Return the constraint to texts that a regular expression (in Rust's syntax) matches as a whole."""
+        """Return a constraint to texts that a regular expression (as in Rust) fully matches; ValueError if invalid."""
         _check_size(regex)
         return self._compile(self._llguidance.LLMatcher.grammar_from_regex(regex))
 
     def from_lark(self, grammar: str) -> Constraint:
-        """Return the constraint to texts of a context-free grammar, in llguidance's variant of Lark."""
+        """Return a constraint to texts of a context-free grammar in llguidance's Lark syntax; ValueError if invalid."""
         _check_size(grammar)
         return self._compile(self._llguidance.LLMatcher.grammar_from_lark(grammar))
 

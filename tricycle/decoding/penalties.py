@@ -41,6 +41,7 @@ class PenalizedSamplingParams(SamplingParams):
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields; raise a ValueError for an invalid one, or a constraint without stop tokens."""
         super().__post_init__()
         self._expect("no_repeat_ngram_size", _is_count(self.no_repeat_ngram_size), "a whole number, 0 or more")
         self._expect("repetition_penalty", 0 < self.repetition_penalty < np.inf, "above 0")
@@ -52,7 +53,7 @@ class PenalizedSamplingParams(SamplingParams):
         self._expect("stop_tokens", self.constraint is None or bool(self.stop_tokens), "given for a constraint")
 
     def for_text(self, i: int) -> Self:
-        """Return the parameters for text i of a batch: i is added to an integer seed; the constraint is new."""
+        """Return the parameters for text i of a batch: i is added to an integer seed; any constraint starts anew."""
         params = super().for_text(i)
         return params if self.constraint is None else replace(params, constraint=self.constraint.new_text())
 
@@ -68,7 +69,7 @@ class PenalizedSamplingParams(SamplingParams):
         return adjusted
 
     def _penalized_logits(self, logits: np.ndarray, seen: Sequence[int], n_prompt: int) -> np.ndarray:
-        """Apply penalties, biases and exclusions to `logits` in place, and return them."""
+        """Apply penalties, biases, and exclusions (unless of all tokens) to `logits` in place, and return them."""
         if self.repetition_penalty != 1 and len(seen):
             known = np.unique(np.asarray(seen, np.int64))
             known = known[known < len(logits)]
@@ -89,7 +90,7 @@ class PenalizedSamplingParams(SamplingParams):
 
 
 def ngram_completions(tokens: Sequence[int], size: int) -> list[int]:
-    """Return the tokens that would complete an n-gram that the text already contains; none for size 0."""
+    """Return the tokens that would complete an n-gram of `size` that the text already contains; none for size 0."""
     tail = tokens[len(tokens) - size + 1 :]
     starts = range(len(tokens) - size + 1) if size else ()
     return [tokens[i + size - 1] for i in starts if tokens[i : i + size - 1] == tail]

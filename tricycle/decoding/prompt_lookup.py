@@ -41,6 +41,7 @@ class PromptLookupGeneration(Generation):
     listener: Listener | None = None
 
     def __iter__(self) -> Iterator[int]:
+        """Yield the text's further tokens, decoding with draft tokens, until it is done."""
         while not self.done:
             draft = self.draft(self.n_draft_tokens)
             (logits,) = decode_batch([self.state], [self.context() + draft], [len(draft)])

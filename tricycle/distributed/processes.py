@@ -68,7 +68,7 @@ class ProcessGroup:
         return self.rank == 0
 
     def shard(self, n_items: int) -> range:
-        """Return the indices of the items that this process handles: consecutive, of equal number on all ranks +- 1."""
+        """Return the range of items that this process handles: consecutive, of equal number on all ranks +- 1."""
         return range(self.rank * n_items // self.size, (self.rank + 1) * n_items // self.size)
 
     def any(self, flag: bool) -> bool:
@@ -192,7 +192,7 @@ class GradientReducer:
             self._start_buckets()
 
     def _start_buckets(self, incomplete: bool = False) -> None:
-        """Start the all-reduce of full (or all) buckets, in the same order in every process."""
+        """Start all-reducing the next full (or all) buckets, missing gradients as 0; let started ones make progress."""
         while self._n_started < len(self.buckets):
             bucket = self.buckets[self._n_started]
             if bucket.missing and not incomplete:
@@ -230,7 +230,7 @@ class GradientReducer:
         return loss, "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
 
     def _reduce_loss(self, loss: Any, flags: list[float]) -> list[Any]:
-        """Return the sum of the loss over processes, and the number of processes with each flag."""
+        """Return [sum of the loss over processes, number of processes with each flag]; all processes must call this."""
         on_gpu = devices.is_array(loss) and devices.on_gpu(loss)
         total, *others = self.processes.all_reduce([0.0 if on_gpu else float(loss), *flags])
         if not on_gpu:

@@ -110,7 +110,7 @@ class ShardedOptimiser(Optimiser):
         return self.states.get(parameter, (0, {}))
 
     def set_state(self, parameter: Tensor, n_updates: int, state: State) -> None:
-        """Set the number of updates of a parameter, and its optimizer state if this process owns it."""
+        """Set a parameter's number of updates, and its optimizer state if this process owns it, else an empty one."""
         super().set_state(parameter, n_updates, state)
         if not self.shards.owns(parameter):
             self.states[parameter] = n_updates, {}

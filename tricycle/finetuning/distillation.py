@@ -73,6 +73,6 @@ def _soft_loss(logits: Tensor, target: Array, temperature: float, factor: Any) -
 
 @unfused("tricycle.finetuning.distillation._soft_loss")
 def _soft_cross_entropy(node: Tensor, v: Any) -> Tensor:
-    """Compute the loss plus the teacher's entropy, a constant."""
+    """Recompute the loss on Tensors, up to a constant (the teacher's entropy), with the same gradients."""
     log_q = LogSoftmax()(node.args[0] / v.temperature)
     return (log_q * -v.p).sum() * (v.temperature**2 * v.factor / v.n_tokens)

@@ -72,6 +72,7 @@ class LoRAConfig(ValidatedConfig):
     dora: bool = False
 
     def __post_init__(self) -> None:
+        """Check the fields by RULES; raise a ValueError for the first invalid one."""
         self._check(RULES)
 
 
@@ -132,7 +133,7 @@ class LowRankUpdate(Layer):
             start += target.rank
 
     def init_dora_magnitudes(self, base: Dense) -> None:
-        """Create the DoRA magnitudes, initialized to the column norms of a layer's weights."""
+        """Set `magnitudes`, DoRA's, to parameters with the column norms of a layer's weights, one for each target."""
         norms = np.sqrt(to_cpu(squared_column_norms(base.weights)))
         self.magnitudes = [Parameter(norms[t.start : t.stop].copy(), "gain") for t in self.targets]
 
@@ -239,6 +240,7 @@ class AdaptedDense(Dense):
 
 @unfused("tricycle.finetuning.lora.AdaptedDense._apply_magnitudes")
 def _apply_magnitudes(node: Tensor, v: Any) -> Tensor:
+    """Recompute the scaling by DoRA's magnitudes and the bias on Tensors, with the norms as constants."""
     y, *magnitudes = node.args
     factor = v.factor.copy()
     for columns in v.ranges:
@@ -302,7 +304,7 @@ def adapted_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRankUpdate
 
 @unfused("tricycle.finetuning.lora.adapted_linear")
 def _adapted_linear(node: Tensor, v: Any) -> Tensor:
-    """Compute x W + s (x A) B by a product for each matrix; the bias has no gradient, and is left out."""
+    """Recompute x W + s (x A) B on Tensors, by a product for each matrix; the bias has no gradient, and is left out."""
     x, down, *ups = node.args
     hidden = linear(x, down, precision=v.precision)
     parts = [] if v.base is None else [linear(x, v.base.weights, precision=v.precision)]
@@ -318,7 +320,7 @@ def _matmul(a: Array, b: Array, precision: str) -> Array:
 
 
 def _scale_hidden(hidden: Array, factors: Sequence[tuple[LoRATarget, slice, Array]]) -> Array:
-    """Multiply the columns of each target in (N, R) by its scale, in place."""
+    """Multiply the columns of each target in (N, R) by its scale, in place; return the array."""
     for target, ranks, _ in factors:
         hidden[:, ranks] *= target.scale
     return hidden
@@ -409,7 +411,7 @@ class Adapter(Layer):
         return self
 
     def detach(self) -> Adapter:
-        """Make the model compute without the adapter, and return self; the model's parameters remain frozen."""
+        """Make the model compute without the adapter, by Dense layers; return self; all parameters remain frozen."""
         layers = dict(self.model.named_layers())
         for name in self.low_ranks if self.is_attached else ():
             _replace_layer(layers, name, _share_weights(layers[name], Dense.__new__(Dense)))
@@ -417,7 +419,7 @@ class Adapter(Layer):
         return self
 
     def merge(self) -> Any:
-        """Add the updates to the weights in place (quantized ones become float32), detach, return the model; only once.
+        """Add updates to the weights in place (quantized: as float32); detach; return the model; ValueError if done.
 
         Quantized and 16-bit weights become float32, because rounding would remove small updates.
 

@@ -73,7 +73,7 @@ def supports_packing(model: GPT) -> bool:
 
 
 def packed_forward_kwargs(model: GPT, tokens: Any, documents: Array | None) -> dict[str, Any]:
-    """Return `mask` (B, T, T) and `positions` (B, T) that separate the texts of a row; {} without `documents`.
+    """Return `mask`, `positions` that separate texts in rows; {} without `documents`; ValueError if unsupported.
 
     Args:
         tokens: (B, T).
@@ -168,6 +168,7 @@ class PackedDataset(EndlessDataset):
         return sum(example.n_labels for example in self.examples)
 
     def __next__(self) -> Any:
+        """Return the next Batch, of `batch_size` rows in the shuffled order, and advance."""
         rows = self._indices(self.position, self.position + self._step)
         self.position += self._step
         return self.collate(rows)

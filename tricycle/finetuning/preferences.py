@@ -166,7 +166,7 @@ def dpo_loss(model: GPT, beta: float = 0.1, on_margins: Callable[[Array], Any] |
 
 @unfused("tricycle.finetuning.preferences.dpo_loss", closure=True)
 def _dpo(node: Tensor, variables: Any) -> Tensor:
-    """Compute the loss by operations on Tensors, with the logits of all labels at once."""
+    """Recompute the DPO loss by operations on Tensors, with the logits of all labels at once."""
     hidden, (model, batch, beta, factor) = node.args[1], node._saved
     xp, rows_and_columns = hidden.xp, np.nonzero(batch.labels != IGNORED)
     rows, columns, ids = (xp.asarray(x) for x in (*rows_and_columns, batch.labels[rows_and_columns]))

@@ -76,7 +76,7 @@ def sum_squares(x: Array) -> Array:
 
 @upcasting_kernel(1)
 def sigmoid(x: Array) -> Array:
-    """Compute 1 / (1 + exp(-x)) from exp(-|x|), which cannot overflow."""
+    """Compute 1 / (1 + exp(-x)) elementwise from exp(-|x|), which cannot overflow."""
     xp = array_module(x)
     small = xp.exp(-xp.abs(x))
     return xp.where(x >= 0, 1, small) / (1 + small)
@@ -124,7 +124,7 @@ def swiglu_backward(grad: Array, x: Array) -> Array:
 
 @upcasting_kernel(1)
 def multiply(a: Array, b: Array) -> Array:
-    """Compute a * b, elementwise; b may be a 0-d array."""
+    """Compute a * b, elementwise, in a's dtype if that has 16 bits; b may be a 0-d array."""
     return a * b
 
 
@@ -186,10 +186,7 @@ def log_softmax(x: Array) -> Array:
 def layer_norm(
     x: Array, gain: Array, bias: Array | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> tuple[Array, Array, Array]:
-    """Return y = (x - mean) / std * gain + bias, mean and 1 / std (..., 1); without `subtract_mean` RMS norm, mean 0.
-
-    Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019) of x (..., C). y has `dtype`, or that of x.
-    """
+    """Return y = (x - mean) / std * gain + bias in `dtype`, mean, 1 / std (..., 1); RMS norm unless `subtract_mean`."""
     xp, dtype, x = array_module(x), dtype or x.dtype, upcast(x)
     mean = x.mean(axis=-1, keepdims=True) if subtract_mean else xp.zeros_like(x[..., :1])
     difference = x - mean
@@ -216,7 +213,7 @@ def layer_norm_backward(
 def cross_entropy(
     logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[Array, Array | None]:
-    """Return the sum of weight * label-smoothed cross-entropy of logits (N, V), and its gradient in their dtype.
+    """Return the sum of weight * label-smoothed cross-entropy of logits (N, V), and its gradient, None without.
 
     logits: (N, V); labels and weights: (N,); a weight of 0 ignores its row. `smoothing` is the weight that all labels
     share. The derivative (N, V) needs the same exponentials; it is None without `with_gradient`.
@@ -259,10 +256,7 @@ def adamw(
     decay: float,
     factor: Array | float | None = None,
 ) -> None:
-    """Make an AdamW update of weights and moments in place by grad * factor, none if factor <= 0; `step` counts from 1.
-
-    `step` and `factor` may be 0-d arrays. Source: Loshchilov and Hutter 2019.
-    """
+    """Make an AdamW update of weights and moments in place by grad * factor (none if <= 0); `step` counts from 1."""
     xp = array_module(weights)
     changed = (weights, first, second)
     weights, first, second = (upcast(array) if factor is None else upcast(array).copy() for array in changed)

@@ -56,7 +56,7 @@ class Kernel(Generic[P, R]):
         return self.reference(*args, **options)
 
     def register(self, array_type: type) -> Callable[[Implementation[P, R]], Implementation[P, R]]:
-        """Return a decorator that registers an implementation, tried last; returning NotImplemented declines a call."""
+        """Return a decorator that adds an implementation, tried last, and returns it; NotImplemented declines."""
 
         def add(implementation: Implementation[P, R]) -> Implementation[P, R]:
             with _loading:  # or another thread could cache the list without this implementation
@@ -87,7 +87,7 @@ def kernel(reference: Callable[P, R]) -> Kernel[P, R]:
 
 
 def _load(array_type: type) -> None:
-    """Call the registration functions of all installed packages with kernels for an array type."""
+    """Call the functions that register kernels for an array type, of all installed packages; skip removed packages."""
     from importlib.metadata import entry_points  # takes longer to import than all of this package
 
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=array_type.__module__.split(".")[0]):
@@ -101,7 +101,7 @@ def _load(array_type: type) -> None:
 
 
 def is_16_bit(x: Any) -> bool:
-    """Return whether x is an array of 16-bit floats."""
+    """Return whether x is an array of 16-bit floats; False for anything else."""
     dtype = getattr(x, "dtype", None)
     return isinstance(dtype, np.dtype) and dtype.itemsize == 2 and dtype.kind not in "biu"
 
@@ -112,10 +112,7 @@ def upcast(x: Any) -> Any:
 
 
 def upcasting(n_downcast: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator: run a kernel in float32 if its first array has 16 bits; convert `n_downcast` results back.
-
-    The first `n_downcast` results are converted back to 16 bits; sums, losses and parameter gradients stay float32.
-    """
+    """Return a decorator: compute 16-bit input in float32, convert the first `n_downcast` results back to its dtype."""
 
     def decorate(kernel: Callable[..., Any]) -> Any:
         @wraps(kernel)

@@ -33,6 +33,7 @@ class Explanation(NamedTuple):
         return next(answer.provider for answer in self.answers if answer.reason is None)
 
     def __str__(self) -> str:
+        """Return lines: which provider runs and where, then each provider with "runs", "would accept" or a reason."""
         runs = next(answer for answer in self.answers if answer.reason is None)
         width = max(len(answer.provider) for answer in self.answers)
         lines = [f"{self.kernel}: {runs.provider} runs ({runs.place})"]

@@ -129,9 +129,11 @@ class QuantizedMatrix:
         return sum(array.nbytes for array in self.arrays)
 
     def __repr__(self) -> str:
+        """Return the shape and the format, such as "(64, 32) int8"."""
         return f"{self.shape} {self.format_name}"
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return self.shape[0]
 
     def linear(
@@ -174,6 +176,7 @@ class QuantizedMatrix:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedMatrix:
+        """Return the matrix itself, as it is immutable."""
         return self
 
     def __getitem__(self, ids: Any) -> np.ndarray:
@@ -196,7 +199,7 @@ class QuantizedMatrix:
         return [slice(0, len(self.values))]
 
     def row_chunks(self, n_threads: int = 1) -> Iterator[slice]:
-        """Yield slices for `dequantize_rows` whose rows fit into the CPU cache as float32, equal work for threads."""
+        """Yield slices of stored rows that fit into the CPU cache as float32, split equally for `n_threads`."""
         row_size = max(1, self.size // max(1, self.row_ranges()[-1].stop))
         for rows in self.row_ranges():
             n_rows = rows.stop - rows.start
@@ -224,6 +227,7 @@ ARRAY_MODULES[QuantizedMatrix] = np  # it is in host memory, and np.asarray dequ
 
 @rule("tricycle.kernels.quantized.QuantizedMatrix.linear")
 def _linear(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
+    """Return [gradient of x, None, gradient of any bias] of a product with a quantized matrix, as Tensors."""
     dy = grad.reshape(v.n_rows, v.self.shape[1])
     dx = linear(dy, Tensor(v.self.T, False)).reshape(v.shape) if node.args[0].requires_grad else None
     return [dx, None, dy.sum(axis=0)][: len(node.args)]

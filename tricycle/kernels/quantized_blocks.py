@@ -66,7 +66,7 @@ class BlockRows(NamedTuple):
         return int(self.packed.shape[1]) // block.n_bytes * block.n_values
 
     def has_finite_scales(self) -> bool:
-        """Return whether all values are finite, by the scales of the blocks."""
+        """Return whether all values are finite, by the scales of the blocks, without dequantizing them."""
         block = BLOCK_FORMATS[self.format_name]
         if self.format_name == "MXFP4":
             return bool((self.packed[:, :: block.n_bytes] <= _MAX_EXPONENT).all())
@@ -125,6 +125,7 @@ class BlockMatrix(QuantizedMatrix):
         self.size = n_rows * row_size
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return (class, arguments) for pickling, without a provider's prepared data."""
         # Without `prepared`, which may contain addresses of this process.
         return BlockMatrix, (self.parts, self.transposed, self.exact)
 
@@ -145,7 +146,7 @@ class BlockMatrix(QuantizedMatrix):
         return BlockMatrix(self.parts, not self.transposed, self.exact, self.prepared)
 
     def dequantize_rows(self, rows: Any) -> np.ndarray:
-        """Return stored rows by a slice, within one part, or by an index array if there is one part, as float32."""
+        """Return stored rows as float32, by a slice within a part (else IndexError), or an index array if one part."""
         self.parts[0].check()
         start = 0
         for part in self.parts:
@@ -167,7 +168,7 @@ ARRAY_MODULES[BlockMatrix] = np  # as of QuantizedMatrix
 
 # -------------------------------------------------------------------- conversion by the package gguf
 def block_format(format_name: str) -> BlockFormat:
-    """Return the sizes of a block; ValueError if the format is unknown."""
+    """Return a format's `BlockFormat`, the sizes of its blocks; ValueError if the format is unknown."""
     if format_name not in BLOCK_FORMATS:
         raise ValueError(f"quantized blocks: expected one of {', '.join(BLOCK_FORMATS)}, got {format_name}")
     return BLOCK_FORMATS[format_name]
@@ -184,7 +185,7 @@ def count_blocks(packed: np.ndarray, format_name: str) -> int:
 
 
 def convert_blocks(function: str, format_name: str, rows: np.ndarray, out: np.ndarray) -> None:
-    """Fill `out` with the results of `gguf.quantize` or `gguf.dequantize`, in chunks that limit temporary arrays.
+    """Fill `out` by `gguf.quantize` or `gguf.dequantize` of rows, in chunks that limit temporary arrays.
 
     Raises:
         ModuleNotFoundError: the package `gguf` is not installed.

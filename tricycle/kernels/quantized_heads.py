@@ -27,7 +27,7 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 32
 def quantized_attention(
     q: Array, k: QuantizedHeads, v: QuantizedHeads, score_options: ScoreOptions, off_by_one: bool
 ) -> Array:
-    """Return softmax attention (softmax1 if `off_by_one`) of q (B, T, H, D) to quantized keys and values."""
+    """Return attention (B, T, H, D) of q to quantized keys and values, by softmax, or softmax1 with `off_by_one`."""
     out: Array = kernels.attention(q, k.dequantize(), v.dequantize(), score_options, off_by_one)[0]
     return out
 
@@ -53,7 +53,7 @@ class QuantizedHeads:
 
     @classmethod
     def allocate(cls, like: Array, n_tokens: int) -> QuantizedHeads:
-        """Allocate `n_tokens` tokens of keys or values of the batch, heads and device of `like` (B, T, K, D)."""
+        """Return uninitialized QuantizedHeads of `n_tokens`, with batch, heads, device of `like` (B, T, K, D)."""
         xp, (n_items, _, n_heads, size) = array_module(like), like.shape
         shape = n_items, n_tokens, n_heads
         # Blocks of equal size, so that the scales need at most an eighth of the memory of the values.
@@ -66,6 +66,7 @@ class QuantizedHeads:
         return int(self.values.nbytes + self.scales.nbytes)
 
     def __len__(self) -> int:
+        """Return the number of batch items."""
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> QuantizedHeads:
@@ -75,7 +76,7 @@ class QuantizedHeads:
         return QuantizedHeads(self.values[index], self.scales[index])
 
     def __setitem__(self, index: Any, new: Array | QuantizedHeads) -> None:
-        """Store keys or values, quantizing arrays; the index selects no heads."""
+        """Store keys or values in place, quantizing arrays to int8 and a scale per block; no heads are selected."""
         if isinstance(new, QuantizedHeads):
             self.values[index], self.scales[index] = new.values, new.scales
             return
@@ -101,7 +102,7 @@ class QuantizedHeads:
         return x.reshape(*x.shape[:-1], self.scales.shape[-1], -1)
 
     def attention(self, op: Any, query: Tensor, value: Tensor, mask: Any, *options: Any) -> Tensor:
-        """Return the attention `op` of queries (B, T, H, D) to these keys and quantized values, without their gradient.
+        """Return attention `op` of queries (B, T, H, D) to these keys and quantized values, which get no gradient.
 
         The kernel for quantized keys is called for softmax and softmax1 without a mask; others get float32 arrays.
 
@@ -118,7 +119,7 @@ class QuantizedHeads:
 
 
 def _bfloat16_to_float32(bits: Array) -> Array:
-    """Convert the bits of bfloat16 numbers to float32."""
+    """Convert bfloat16 numbers, given as their bits in uint16, to float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 

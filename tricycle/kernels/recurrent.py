@@ -71,7 +71,7 @@ StepBack = Callable[[Array, Array, Array, Array, Array], None]
 def forward_through_time(
     step: Step, gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None
 ) -> None:
-    """Call `step` at each t with states[0, t] W + b, to overwrite gates[t], write states[:, t + 1] (if active)."""
+    """At each t, call `step` with states[0, t] W + b, to overwrite gates[t] and write states[:, t + 1] where active."""
     xp = array_module(gates)
     for t in range(gates.shape[0]):
         before, after = states[:, t], states[:, t + 1]
@@ -109,7 +109,7 @@ def backward_through_time(
 
 
 def _columns(x: Array, n: int) -> list[Array]:
-    """Return views of n equal parts of the last axis."""
+    """Return a list of views of n equal parts of the last axis."""
     size = x.shape[-1] // n
     return [x[..., i * size : (i + 1) * size] for i in range(n)]
 
@@ -171,7 +171,7 @@ def gru(gates: Array, states: Array, weights: Array, bias: Array | None, active:
 
 
 def _gru_step(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
-    """Add the recurrent parts; write r, z, n to `gate`, the state to after[0], n's recurrent part to after[1]."""
+    """Compute one step in place: r, z, n into `gate`, the new state into after[0], n's recurrent part into after[1]."""
     r, z, n = _columns(gate, 3)
     n_r_z = 2 * gate.shape[-1] // 3
     r_z = gate[:, :n_r_z]
@@ -193,7 +193,7 @@ def gru_backward(
 
 
 def _gru_step_back(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:
-    """Write the gradients of both parts of the gates to `d`; multiply the state's gradient by z in place."""
+    """Write gate gradients to d[0], their recurrent parts' to d[1]; multiply the state's gradient by z in place."""
     r, z, n = _columns(gate, 3)
     dr, dz, dn = _columns(d[0], 3)
     dh = d_states[0]
@@ -219,7 +219,7 @@ def lstm(gates: Array, states: Array, weights: Array, bias: Array | None, active
 
 
 def _lstm_step(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
-    """Add the recurrent parts; write i, f, g, o to `gate`, and state, cell and tanh of the cell to `after`."""
+    """Compute one step in place: i, f, g, o into `gate`, the new state, cell and tanh of the cell into `after`."""
     xp = array_module(gate)
     i, f, g, o = _columns(gate, 4)
     new = after[1]

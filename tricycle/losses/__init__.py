@@ -28,7 +28,7 @@ def from_hidden(
     n_rows: int,
     scale: Array | float = 1.0,
 ) -> Tensor:
-    """Compute the cross-entropy of `head(hidden)` and its gradients in chunks of rows, never storing all logits.
+    """Return the cross-entropy of `head(hidden)`, and compute its gradients, by chunks of rows, to save memory.
 
     The gradients are computed together with the loss of each chunk; the backward pass only multiplies them by the
     gradient of the loss, which is nearly always 1. So one more array for each parameter is stored until then. Rows with
@@ -88,7 +88,7 @@ def _from_hidden(node: Tensor, variables: Any) -> Tensor:
 
 
 def _groups(weights: Array, n_rows: int) -> Iterator[Any]:
-    """Yield indices of the rows with labels that count, in groups of at most `n_rows` and about equal size."""
+    """Yield indices (a slice or array) of the rows of nonzero weight, in groups of at most `n_rows`, about equal."""
     places = np.flatnonzero(weights)
     n_groups = -(-len(places) // n_rows)
     for i in range(n_groups):
@@ -98,7 +98,7 @@ def _groups(weights: Array, n_rows: int) -> Iterator[Any]:
 
 
 def _add(held: Array | None, new: Array | None, other: Array | None) -> Array | None:
-    """Return the sum of two gradients, in place where possible; an array with shared memory is copied first."""
+    """Return held + new, added to `held` in place; None counts as 0; copy a first `new` that shares memory."""
     if held is None:
         return new if new is None or (owns_memory(new) and new is not other) else new.copy()
     if new is not None:

@@ -77,6 +77,7 @@ def _mix(mean: Array, values: Array, new: Any) -> None:
 
 
 def _root_mean_square(array: Array) -> Any:
+    """Return the root mean square of all elements, a 0-d value."""
     xp = array_module(array)
     return xp.sqrt(xp.square(array).mean())
 

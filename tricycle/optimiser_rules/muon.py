@@ -11,7 +11,7 @@ from tricycle.tensor import Tensor
 
 
 def is_hidden_matrix(parameter: Tensor) -> bool:
-    """Return whether a parameter is a matrix between hidden layers (not an embedding or the head)."""
+    """Return whether a parameter has the role "matrix" and two axes, so is no embedding, head or router."""
     return role_of(parameter) == "matrix" and parameter.ndim == 2
 
 

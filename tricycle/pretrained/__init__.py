@@ -130,7 +130,7 @@ def _load_source(source: StoredModel, weights: str) -> Pretrained:
 
 
 def _load_tokeniser(source: StoredModel) -> Any:
-    """Return a source's tokenizer, None if it has none; an error for a tokenizer.model alone."""
+    """Return a source's tokenizer, None if it has none; FileNotFoundError for a tokenizer.model alone."""
     if isinstance(source, GGUFModel):
         metadata = source.metadata or {}
         return tokeniser_from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
@@ -147,7 +147,7 @@ def _load_tokeniser(source: StoredModel) -> Any:
 
 # -------------------------------------------------------------------- checkpoints of Tricycle
 def _find_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint of a run folder, or the path itself if it is one; None for other models.
+    """Return a run folder's checkpoint, or the path if it is one; None for other models; FileNotFoundError for neither.
 
     Raises:
         FileNotFoundError: a run folder has no checkpoint, or the folder is not a model.
@@ -167,7 +167,7 @@ def _find_checkpoint(path: Path) -> Path | None:
 
 
 def _load_checkpoint(path: Path, weights: str) -> Pretrained:
-    """Load Tricycle's own checkpoint for generation, quantized if `weights` names a dtype."""
+    """Load Tricycle's own checkpoint for generation: dropout off, column-major, quantized if `weights` is a dtype."""
     from tricycle.checkpoint import load_checkpoint  # imported here, because that module imports this package
 
     checkpoint = load_checkpoint(path)

@@ -137,7 +137,7 @@ class TargetModules:
         return up
 
     def _views(self, module: TargetModule, up: np.ndarray, theirs: np.ndarray) -> Iterable[tuple[Any, Any]]:
-        """Return pairs of views with equal elements of a matrix B in both layouts."""
+        """Return pairs of views (Tricycle's transposed, PEFT's) of a matrix B with equal elements in both layouts."""
         return [(up.T, theirs)] if self.mapping is None else self.mapping.reordered_views(module.name, up.T, theirs)
 
 
@@ -169,7 +169,7 @@ def _lora_scale(alpha: float, rank: int, rank_stabilised: bool) -> float:
 def _new_low_ranks(
     model: Any, targets: list[tuple[TargetModule, LoRATarget]], config: LoRAConfig, seed: int
 ) -> dict[str, LowRankUpdate]:
-    """Create the low-rank updates by layer name. Dropout uses the model's generator, which checkpoints save."""
+    """Create a LowRankUpdate per layer, by its name, drawn by `seed`; dropout uses the model's generator."""
     by_layer: dict[str, list[LoRATarget]] = {}
     for module, target in targets:
         by_layer.setdefault(module.layer, []).append(target)
@@ -230,7 +230,7 @@ def save_gguf_adapter(adapter: Adapter, loaded: Pretrained, path: str | os.PathL
 
 
 def _peft_tensors(adapter: Adapter, modules: TargetModules) -> dict[str, np.ndarray]:
-    """Return the tensors of adapter_model.safetensors; ValueError if a value is not finite."""
+    """Return adapter_model.safetensors' tensors by name, in PEFT's layout; ValueError if a value is not finite."""
     tensors = {}
     for low_rank in adapter.low_ranks.values():
         for target, ranks, up in low_rank.factors():
@@ -248,7 +248,7 @@ def _peft_tensors(adapter: Adapter, modules: TargetModules) -> dict[str, np.ndar
 
 
 def _adapter_config_fields(adapter: Adapter, modules: TargetModules) -> dict[str, Any]:
-    """Return the fields of adapter_config.json."""
+    """Return the fields of PEFT's adapter_config.json for an adapter, with patterns for other ranks and alphas."""
     config = adapter.config
     targets = [target for low_rank in adapter.low_ranks.values() for target in low_rank.targets]
     names = {target.name for target in targets}
@@ -278,7 +278,7 @@ def _adapter_config_fields(adapter: Adapter, modules: TargetModules) -> dict[str
 
 # -------------------------------------------------------------------- reading
 def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
-    """Load an adapter of PEFT or llama.cpp, attach it to the model, freeze all else; ValueError if it is not finite.
+    """Load an adapter of PEFT or llama.cpp, attach it to the model, freeze all else; ValueError if it does not fit.
 
     No code in the files is executed.
 
@@ -322,7 +322,7 @@ def _open_folder(folder: Path, modules: TargetModules) -> OpenedAdapter:
 
 
 def _open_gguf(path: Path, modules: TargetModules) -> OpenedAdapter:
-    """Return (fields, LoRAConfig, unread tensors by module) of a GGUF adapter for the model of `modules`."""
+    """Return (fields, LoRAConfig, unread tensors by module) of a GGUF adapter, checked to fit `modules`' model."""
     with error_prefix(f"{path}: "):
         fields, factors = read_gguf_adapter(path, *modules.gguf_layout())
         return fields, _read_config(fields), factors
@@ -337,7 +337,7 @@ def find_adapter_folder(folder: Path) -> Path:
 
 
 def _read_config(fields: Mapping[str, Any]) -> LoRAConfig:
-    """Convert the fields of adapter_config.json; raise ValueError if the kind of adapter is not supported."""
+    """Convert the fields of adapter_config.json to a LoRAConfig; ValueError if the adapter is not supported."""
     for name, allowed in REQUIRED_FIELDS.items():
         if name in fields and not any(fields[name] == value and type(fields[name]) is type(value) for value in allowed):
             raise ValueError(f"{CONFIG}: expected {name} to be {allowed[0]!r}, got {fields[name]!r:.60}")
@@ -378,7 +378,7 @@ def _group_tensors(tensors: Mapping[str, StoredTensor], dora: bool) -> dict[str,
 def _match_tensors(
     factors: Mapping[str, tuple[StoredTensor, ...]], modules: TargetModules, config: LoRAConfig, fields: dict[str, Any]
 ) -> list[tuple[TargetModule, LoRATarget]]:
-    """Return the modules and LoRA targets of tensors; raise ValueError if names or shapes do not fit the model."""
+    """Return (module, LoRA target with its scale) for each module's tensors; ValueError if names or shapes misfit."""
     unknown = [name for name in factors if name not in modules.by_name]
     if unknown:
         names = abbreviate_names(unknown)

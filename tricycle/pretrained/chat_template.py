@@ -104,7 +104,7 @@ class Budget:
         _check_limit(measure_size(items) + len(items) * len(str(separator)), MAX_VALUE_CHARACTERS, "characters")
 
     def _check_format(self, text: str, values: list[Any]) -> None:
-        """Raise ValueError if a formatted text could be too long or has a variable width."""
+        """Raise ValueError if a formatted text could be too long or has a variable or large width."""
         if _VARIABLE_WIDTH.search(text):
             raise ValueError("it formats to a width that is not allowed in templates")
         n_fields = text.count("%") + text.count("{")
@@ -112,7 +112,7 @@ class Budget:
 
 
 def _check_limit(n: float, limit: int, unit: str) -> None:
-    """Raise a ValueError if n is above the limit."""
+    """Raise a ValueError that names the limit and the unit if n is above the limit."""
     if n > limit:
         raise ValueError(f"it computes a value of more than {limit:,} {unit}")
 
@@ -199,7 +199,7 @@ def plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def preload() -> None:
-    """Import all modules that rendering needs."""
+    """Import all modules that rendering needs, by rendering a small template."""
     ChatTemplate("{{ [1]|tojson }}{% generation %}{% endgeneration %}").render()
 
 
@@ -246,7 +246,7 @@ def _insert_checks(tree: nodes.Template) -> None:
 
 
 def _text_length(body: Any) -> int:
-    """Return the number of characters of literal text in statements of a template."""
+    """Return the number of characters of literal text in statements of a template, nested ones included."""
     return sum(len(text.data) for statement in body for text in statement.find_all(nodes.TemplateData))
 
 
@@ -300,7 +300,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _check_size(super().call_binop(context, operator, left, right))
 
     def _with_check(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a filter with a check of the budget."""
+        """Return a filter that first checks its arguments and charges the budget; ValueError beyond a limit."""
         n_hidden = 1 if hasattr(function, "jinja_pass_arg") else 0  # arguments that Jinja inserts
 
         @functools.wraps(function)
@@ -315,7 +315,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return guarded
 
     def _check_output(self, value: Any) -> Any:
-        """Subtract a value that the template writes from the budget, and return it."""
+        """Charge the budget with the size of a value to be written (ValueError beyond it), and return the value."""
         self.budget.charge(measure_size(value))
         return value
 
@@ -346,10 +346,12 @@ class PublicNamespace(Namespace):
             _check_name(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
+        """Set an attribute of the namespace; ValueError for a name that begins with an underscore."""
         _check_name(name)
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
+        """Return "<Namespace>", without its content."""
         return "<Namespace>"
 
 
@@ -360,7 +362,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_size(value: Any) -> Any:
-    """Return a value; raise ValueError if it exceeds a limit."""
+    """Return a value; raise ValueError if `measure_size` finds it larger than a limit."""
     measure_size(value)
     return value
 
@@ -372,9 +374,10 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Convert a value to JSON without the escapes for HTML of Jinja's own filter."""
+    """Convert a value to JSON, without escapes for HTML as Jinja's own filter has, and non-ASCII text unescaped."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: Any) -> None:
+    """Raise a ValueError with a message: the function that templates call to reject a conversation."""
     raise ValueError(str(message))

@@ -66,7 +66,7 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def has_bias(config: ModelConfig, group: str) -> bool:
-    """Return whether the linear layers of a group ("qkv", "output" or "mlp") have biases."""
+    """Return whether a group of layers ("qkv", "output", "mlp") has biases, by its field, else by `config.bias`."""
     bias = getattr(config, f"{group}_bias")
     return config.bias if bias is None else bool(bias)
 

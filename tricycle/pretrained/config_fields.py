@@ -49,6 +49,7 @@ class ConfigFields:
         self.values = values
 
     def __contains__(self, name: str) -> bool:
+        """Return whether the fields have this name."""
         return name in self.values
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -179,7 +180,7 @@ def read_rotary_fields(
 def read_rotary_section(
     section: dict[str, Any], section_name: str, default_theta: float, default_fraction: float = 1.0
 ) -> dict[str, Any]:
-    """Convert a config.json RoPE object to a dict of `rotary_*` fields; else ValueError."""
+    """Convert a RoPE object of config.json to a dict of `rotary_*` fields; ValueError if unsupported or invalid."""
     fields = ConfigFields({f"{section_name}.{name}": value for name, value in section.items()})
     rope_type = section.get("rope_type", section.get("type", "default"))
     rotary: dict[str, Any] = {
@@ -196,10 +197,12 @@ def read_rotary_section(
 
 
 def _linear(fields: ConfigFields, prefix: str) -> dict[str, Any]:
+    """Return the `ModelConfig` field of linear RoPE scaling, the factor; ValueError without it."""
     return {"rotary_factor": fields.positive_float(f"{prefix}factor")}
 
 
 def _llama3(fields: ConfigFields, prefix: str) -> dict[str, Any]:
+    """Return the `ModelConfig` fields of Llama 3's RoPE scaling; ValueError if one is missing or invalid."""
     return {
         **_linear(fields, prefix),
         "rotary_low_frequency": fields.positive_float(f"{prefix}low_freq_factor"),
@@ -209,7 +212,7 @@ def _llama3(fields: ConfigFields, prefix: str) -> dict[str, Any]:
 
 
 def _yarn(fields: ConfigFields, prefix: str) -> dict[str, Any]:
-    """Return the fields of YaRN; as in transformers, a bound of 0 or null counts as missing."""
+    """Return the `ModelConfig` fields of YaRN; as in transformers, a bound of 0 or null counts as missing."""
     factor = fields.positive_float(f"{prefix}factor")
     bounds = {name: fields.get(prefix + name) or default for name, default in (("beta_slow", 1), ("beta_fast", 32))}
     low, high = (ConfigFields(bounds).positive_float(name) for name in bounds)
@@ -231,6 +234,7 @@ def _yarn(fields: ConfigFields, prefix: str) -> dict[str, Any]:
 
 
 def _longrope(fields: ConfigFields, prefix: str) -> dict[str, Any]:
+    """Return the `ModelConfig` fields of LongRoPE, the attention factor computed if missing; ValueError if invalid."""
     original = fields.positive_int(prefix + ORIGINAL_WINDOW)
     factor = fields.optional_positive_float(f"{prefix}factor", None) or fields.positive_int(prefix + WINDOW) / original
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0

@@ -183,7 +183,7 @@ def export_folder(
 
 @contextlib.contextmanager
 def _atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `folder` at the end, or removed after an exception."""
+    """Give a block a temporary folder; rename it to `folder` (missing or empty), or remove it after an exception."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}-{threading.get_ident()}.part")
     temporary.mkdir()
@@ -245,7 +245,7 @@ def _special_token_ids(tokeniser: Any) -> dict[str, Any]:
 def _generation_fields(
     settings: GenerationSettings | None, special: dict[str, Any], tokeniser: Any, vocab_size: int
 ) -> dict[str, Any]:
-    """Return generation_config.json's fields: ids, settings that are not defaults, and up to MAX_SUPPRESSED ids."""
+    """Return generation_config.json's fields: ids, non-default settings; suppress_tokens: unused ids if few."""
     fields = {name: value for name, value in special.items() if value is not None}
     if settings is not None:
         defaults = asdict(GenerationSettings())
@@ -273,7 +273,7 @@ def _tokenizer_document(tokeniser: Any) -> tuple[str | None, str]:
 
 
 def _tokenizer_config_fields(tokeniser: Any, config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of tokenizer_config.json."""
+    """Return the fields of tokenizer_config.json: class, window, names of special tokens and any chat templates."""
     special: dict[str, str] = {}
     templates: dict[str, str] = {}
     if isinstance(tokeniser, PretrainedTokeniser):
@@ -342,6 +342,6 @@ tokenizer = AutoTokenizer.from_pretrained("{_cell(title)}")
 
 
 def _cell(value: Any) -> str:
-    """Format a value as a cell of a Markdown table."""
+    """Format a value as a cell of a Markdown table, floats with 4 digits, | escaped, double quotes made single."""
     text = f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else str(value)
     return " ".join(text.replace("|", "\\|").replace('"', "'").split())

@@ -29,7 +29,7 @@ class GenerationSettings:
 
     @classmethod
     def from_fields(cls, generation: dict[str, Any], config: dict[str, Any]) -> GenerationSettings:
-        """Create settings from generation_config.json; stop tokens are its eos_token_id, else that of config.json.
+        """Create settings from generation_config.json; stop tokens else from config.json; ValueError if invalid.
 
         Null, which newer files contain, means the default.
 

@@ -83,7 +83,7 @@ def _quantize_weighted(
 
 # -------------------------------------------------------------------- weights of squared errors
 def _weights(x: np.ndarray, format_name: str) -> np.ndarray:
-    """Return the weights of the squared errors of rows x (R, values) without importances: larger for larger values."""
+    """Return weights (R, values) of squared errors without importances: x^2 for Q6_K, else |x| + a part's RMS."""
     if format_name == "Q6_K":
         return x * x
     parts = x.reshape(-1, 32)
@@ -91,7 +91,7 @@ def _weights(x: np.ndarray, format_name: str) -> np.ndarray:
 
 
 def _weight_by(importance: np.ndarray, x: np.ndarray, format_name: str) -> np.ndarray:
-    """Return the weights of the squared errors of rows x (R, values) with the importance of each column."""
+    """Return weights (R, values) of squared errors: each column's importance, but for Q6_K times sqrt(mean + x^2)."""
     n_values = BLOCK_FORMATS[format_name].n_values
     # Only ratios within a block matter. They are computed in float64, and values that float32 cannot represent are 0.
     parts = importance.astype(np.float64).reshape(-1, n_values)
@@ -108,7 +108,7 @@ def _weight_by(importance: np.ndarray, x: np.ndarray, format_name: str) -> np.nd
 
 # -------------------------------------------------------------------- blocks of 32
 def _quantize_signed(n_bits: int) -> Quantizer:
-    """Return f(x, weights, unit) for Q4_0 or Q5_0: a scale, and integers of n_bits minus half of their range."""
+    """Return f(x, weights, unit) -> Q4_0 or Q5_0 blocks (N, bytes) of x (N, 32) times unit: scale, signed integers."""
 
     def quantize(x: np.ndarray, weights: np.ndarray, unit: float) -> np.ndarray:
         half = 2 ** (n_bits - 1)
@@ -120,7 +120,7 @@ def _quantize_signed(n_bits: int) -> Quantizer:
 
 
 def _quantize_unsigned(n_bits: int) -> Quantizer:
-    """Return f(x, weights, unit) for Q4_1 or Q5_1: a scale, a minimum, and integers of n_bits."""
+    """Return f(x, weights, unit) -> Q4_1, Q5_1 blocks (N, bytes) of x (N, 32) times unit: scale, minimum, integers."""
 
     def quantize(x: np.ndarray, weights: np.ndarray, unit: float) -> np.ndarray:
         largest = 2**n_bits - 1
@@ -140,7 +140,7 @@ def _pack_32(q: np.ndarray, n_bits: int) -> list[np.ndarray]:
 
 # -------------------------------------------------------------------- blocks of 256
 def _quantize_8_parts(n_bits: int) -> Quantizer:
-    """Return f(x, weights, unit) for Q4_K or Q5_K: 8 parts of 32 values, with scales and minima of 6 bits."""
+    """Return f(x, weights, unit) -> Q4_K or Q5_K blocks (N, bytes) of x (N, 256) times unit: 8 parts, 6-bit scales."""
 
     def quantize(x: np.ndarray, weights: np.ndarray, unit: float) -> np.ndarray:
         largest = 2**n_bits - 1
@@ -200,21 +200,21 @@ _QUANTIZERS: dict[str, Quantizer] = {
 
 # -------------------------------------------------------------------- scales
 def _columns(x: np.ndarray, size: int) -> np.ndarray:
-    """Return x, in groups of `size` values, as a contiguous array (size, groups); perhaps a view."""
+    """Return x, in groups of `size` values, as a contiguous float array (size, groups); perhaps a view."""
     return np.ascontiguousarray(x.reshape(-1, size).T)
 
 
 def _to_float16(scales: np.ndarray, unit: float) -> np.ndarray:
-    """Round scales, in units, to those that float16 can represent; return them as float32."""
+    """Return scales times `unit`, rounded to values that float16 can represent, as float32."""
     return (scales * np.float32(unit)).astype(np.float16).astype(np.float32)
 
 
 def _bytes(scales: np.ndarray) -> np.ndarray:
-    """Return scales (N,) that float16 can represent as uint8 (N, 2)."""
+    """Return scales (N,), which float16 can represent, as bytes of float16, uint8 (N, 2)."""
     return scales.astype("<f2")[:, None].view(np.uint8)
 
 
 def _round(x: np.ndarray, scale: np.ndarray, smallest: int, largest: int, unit: float) -> np.ndarray:
-    """Return x, in units, divided by the scale as rounded integers within limits; 0 where the scale is 0."""
+    """Return x * unit / scale rounded and clipped to smallest .. largest, as float32; 0 where the scale is 0."""
     q = np.rint(np.divide(x * np.float32(unit), scale, out=np.zeros_like(x), where=scale != 0))
     return np.clip(q, smallest, largest, out=q)

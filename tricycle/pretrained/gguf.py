@@ -116,7 +116,7 @@ class TensorConversion:
     heads: AttentionHeads
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return all tensors by Hugging Face name, read lazily, without the RoPE divisors (converted to fields)."""
+        """Return all tensors by Hugging Face name, read lazily, without RoPE divisors; ValueError for a second one."""
         tensors: dict[str, StoredTensor] = {}
         for name, info in self.file.tensors.items():
             if name in (ROPE_DIVISORS, *LONGROPE_DIVISORS):
@@ -128,7 +128,7 @@ class TensorConversion:
         return tensors
 
     def convert(self, name: str, info: GGUFTensorInfo) -> list[tuple[str, StoredTensor]]:
-        """Return [(name, tensor)] of transformers that one tensor of the file gives; ValueError if unknown."""
+        """Return transformers' [(name, tensor)] for one tensor of the file; ValueError if unknown or misshapen."""
         match = _BLOCK.match(name)
         template, suffix = f"blk.N.{name[match.end() :]}" if match else name, ""
         if template not in self.mapping.names:  # which has some whole names of tensors, and the names of layers
@@ -156,7 +156,7 @@ class TensorConversion:
         return tensors
 
     def _convert_experts(self, info: GGUFTensorInfo, template: str) -> list[tuple[str, StoredTensor]]:
-        """Return each expert's name and matrix of a tensor (E, out, in), or bias of (E, out), which has all of them."""
+        """Return (name, tensor) of each expert in a tensor (E, out, in), or bias (E, out), of all; else ValueError."""
         n_experts, is_matrix = self.metadata.n_experts(), not template.endswith(".bias")
         if len(info.shape) != 2 + is_matrix or info.shape[0] != n_experts:
             expected = (
@@ -193,7 +193,7 @@ class TensorConversion:
 
 
 def _generation_fields(metadata: dict[str, Any], fields: Fields) -> Fields:
-    """Return the fields of a generation_config.json: the end tokens, and sampling parameters if the file has any."""
+    """Return the fields of a generation_config.json: end tokens, and any sampling parameters that the file has."""
     generation: Fields = {}
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     stop = [end for end in ends if isinstance(end, int) and 0 <= end < fields["vocab_size"]]

@@ -54,7 +54,7 @@ def find_architecture(source: StoredModel | None, config: Any) -> str:
 
 
 def _adapter_mapping(architecture: str) -> TensorMapping:
-    """Return the names of an architecture, with the transforms of matrices that also apply to the rows of B.
+    """Return an architecture's names of tensors, with the transforms that apply to B's rows: those not transposing.
 
     PEFT's A and B have the same layout for a transposed matrix (Conv1D), so no transposition is needed.
     """
@@ -110,7 +110,7 @@ def write_gguf_adapter(
 def read_gguf_adapter(
     path: str | os.PathLike[str], architecture: str, heads: AttentionHeads
 ) -> tuple[dict[str, Any], dict[str, tuple[StoredTensor, ...]]]:
-    """Open a GGUF adapter; return fields of an adapter_config.json, and A and B by module name, read on request.
+    """Open a GGUF adapter; return adapter_config.json's fields, unread A and B by module; ValueError if unsupported.
 
     Shapes are not compared with those of the model.
 

@@ -107,7 +107,7 @@ class ModelMetadata:
         return value
 
     def shape(self, layer: str, n_dimensions: int = 2) -> tuple[int, ...]:
-        """Return the shape of `layer`.weight, (rows, columns) of a matrix; ValueError for other dimensions or none."""
+        """Return the shape of LAYER.weight, (rows, columns) of a matrix; ValueError for other dimensions or none."""
         shape = self._shapes.get(f"{layer}.weight", ())
         if len(shape) != n_dimensions:
             expected = "a matrix" if n_dimensions == 2 else f"{n_dimensions} dimensions of"
@@ -152,7 +152,7 @@ class ModelMetadata:
         return {"vocab_size": self.shape("token_embd")[0], "tie_word_embeddings": not self.has_tensor("output.weight")}
 
     def special_tokens(self) -> Fields:
-        """Return the fields bos_token_id, eos_token_id and pad_token_id that the file has within the vocabulary."""
+        """Return the bos_token_id, eos_token_id and pad_token_id that the file has, if within the vocabulary."""
         ids = {}
         for name in ("bos", "eos", "padding"):
             value = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -187,7 +187,7 @@ def _rope_scaling(metadata: ModelMetadata, divisors: np.ndarray | None) -> Field
 
 
 def _yarn(metadata: ModelMetadata, factor: float) -> Fields:
-    """Return the value of rope_scaling for YaRN, which llama.cpp computes with rounded bounds (truncate)."""
+    """Return rope_scaling for YaRN with llama.cpp's defaults and rounded bounds; ValueError for unsupported keys."""
     for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"):
         if metadata.get(f"rope.scaling.{key}") is not None:
             raise metadata.error(f"expected no key {metadata.architecture}.rope.scaling.{key}, which is not supported")
@@ -221,7 +221,7 @@ def _longrope(metadata: ModelMetadata, divisors: Any) -> Fields:
 
 
 def yarn_attention_factor(factor: float) -> float:
-    """Return the factor of queries and keys that llama.cpp computes from YaRN's, before it multiplies attn_factor."""
+    """Return llama.cpp's own factor of queries and keys for YaRN, 1 + 0.1 log(factor), besides attn_factor."""
     return 1 + 0.1 * math.log(max(1.0, factor))
 
 
@@ -261,7 +261,7 @@ def llama3_divisors(frequencies: np.ndarray, factor: float, window: float, low: 
 
 
 def _fit_bounds(divisors: np.ndarray, frequencies: np.ndarray, factor: float) -> list[tuple[float, float, float]]:
-    """Return candidates for the original window and the two bounds, from a line through the interpolated pairs."""
+    """Return candidates (window, low, high) of Llama 3's scaling, by a line through interpolated pairs; [] if none."""
     is_between = (divisors > 1) & (divisors < factor * (1 - 1e-6))
     if is_between.sum() < 2:
         return _fit_bounds_of_one_pair(divisors, frequencies, factor)
@@ -300,7 +300,7 @@ def _fit_bounds_of_one_pair(
 
 # -------------------------------------------------------------------- architectures
 def _sizes(metadata: ModelMetadata, norm: str) -> Fields:
-    """Return the sizes and the epsilon of the norm, "rms" or "layer": the fields of all architectures but GPT-2."""
+    """Return config.json's sizes and norm epsilon ("rms" or "layer") from metadata; ValueError if one is missing."""
     epsilon_key = {"rms": "layer_norm_rms_epsilon", "layer": "layer_norm_epsilon"}[norm]
     return {
         **{SIZE_FIELDS[name]: metadata.positive_int(key) for name, key in SIZE_METADATA.items()},
@@ -311,7 +311,7 @@ def _sizes(metadata: ModelMetadata, norm: str) -> Fields:
 def _like_llama(
     metadata: ModelMetadata, divisors: np.ndarray | None, model_type: str, is_mixture: bool = False
 ) -> Fields:
-    """Return the common fields of llama, qwen, olmo2 and gemma; ValueError for experts unless `is_mixture`."""
+    """Return the fields that Llama-like models share; ValueError for partial RoPE, or experts unless `is_mixture`."""
     if metadata.get("expert_count") and not is_mixture:
         raise metadata.error(
             f"is a mixture of {short_repr(metadata.get('expert_count'))} experts, which is not supported"
@@ -346,7 +346,7 @@ def _expert_fields(metadata: ModelMetadata) -> Fields:
 
 
 def _mixtral(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Mixtral, which has the architecture llama and no biases."""
+    """Return Mixtral's config.json fields, for GGUF metadata of the architecture llama with experts."""
     fields = _like_llama(metadata, divisors, "mixtral", is_mixture=True) | _expert_fields(metadata)
     window = "attention.sliding_window"
     return fields | {
@@ -356,13 +356,13 @@ def _mixtral(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _qwen3moe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Qwen3-MoE, where llama.cpp always divides the weights of experts by their sum."""
+    """Return Qwen3-MoE's config.json fields, with normalized expert weights, as llama.cpp always normalizes them."""
     fields = _like_llama(metadata, divisors, "qwen3_moe", is_mixture=True) | _expert_fields(metadata)
     return fields | {"hidden_act": "silu", "use_sliding_window": False, "norm_topk_prob": True}
 
 
 def _olmoe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of OLMoE: heads of the width of the model, not grouped, an output matrix, no biases."""
+    """Return OLMoE's config.json fields: all heads with keys, unnormalized expert weights, an untied output matrix."""
     fields = _like_llama(metadata, divisors, "olmoe", is_mixture=True) | _expert_fields(metadata)
     del fields["head_dim"]
     fields |= {"norm_topk_prob": False, "num_key_value_heads": fields["num_attention_heads"]}
@@ -370,7 +370,7 @@ def _olmoe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _gpt_oss(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of gpt-oss: a window in each even layer, all biases, and an output matrix."""
+    """Return gpt-oss's config.json fields: biases, an untied output matrix, the window; ValueError unless pattern 2."""
     window = "attention.sliding_window"
     if metadata.get(f"{window}_pattern") not in (None, 2):
         raise metadata.error(
@@ -382,7 +382,7 @@ def _gpt_oss(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Llama, or of Mixtral, Qwen 2 or Mistral, whose files may have this architecture."""
+    """Return config.json fields of Llama, or of Mixtral, Qwen 2 or Mistral, by experts, biases and window."""
     if metadata.n_experts():
         return _mixtral(metadata, divisors)
     biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
@@ -397,7 +397,7 @@ def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _granite(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Granite, which is llama with four factors, by default those of llama, also with experts."""
+    """Return Granite's or Granite-MoE's config.json fields: Llama's, four factors with Llama's defaults, and biases."""
     is_mixture = metadata.architecture == "granitemoe"
     fields = _like_llama(metadata, divisors, metadata.architecture, is_mixture)
     fields |= _expert_fields(metadata) if is_mixture else {}
@@ -412,19 +412,19 @@ def _granite(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _qwen2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Qwen 2, where the heads together have the width of the model."""
+    """Return Qwen 2's config.json fields, without a window and without head_dim, which is width / heads."""
     fields = _like_llama(metadata, divisors, "qwen2") | {"hidden_act": "silu", "use_sliding_window": False}
     del fields["head_dim"]
     return fields
 
 
 def _qwen3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Qwen 3, which has no biases in llama.cpp."""
+    """Return Qwen 3's config.json fields, without a window."""
     return _like_llama(metadata, divisors, "qwen3") | {"hidden_act": "silu", "use_sliding_window": False}
 
 
 def _olmo2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of OLMo 2: heads of the width of the model, an output matrix, no biases.
+    """Return OLMo 2's config.json fields, without head_dim and tied weights; ValueError for a window (OLMo 3).
 
     Files of OLMo 3, which has sliding windows, also have this architecture.
     """
@@ -436,7 +436,7 @@ def _olmo2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _like_gemma(metadata: ModelMetadata, divisors: np.ndarray | None, model_type: str, n_layers_of_27b: int) -> Fields:
-    """Return the common fields of Gemma 2 and 3, which have no biases.
+    """Return the fields that Gemma 2 and 3 share: Llama's, query_pre_attn_scalar (special for 27B), activation.
 
     Only the largest model, recognized by its number of layers, scales scores by (width / heads)**-0.5.
     """
@@ -447,7 +447,7 @@ def _like_gemma(metadata: ModelMetadata, divisors: np.ndarray | None, model_type
 
 
 def _gemma2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Gemma 2: a sliding window in every other layer, and the embedding as output matrix."""
+    """Return Gemma 2's config.json fields: window (default 4096), soft-caps (default 50 and 30), tied embedding."""
     return _like_gemma(metadata, divisors, "gemma2", n_layers_of_27b=46) | {
         "tie_word_embeddings": True,
         "sliding_window": metadata.positive_int("attention.sliding_window", 4096),
@@ -457,7 +457,7 @@ def _gemma2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _gemma3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Gemma 3, where every sixth layer has full attention and the others another RoPE base.
+    """Return Gemma 3's config.json fields: window with its pattern (default 6), local RoPE base, final soft-cap.
 
     Without a window, all layers have full attention.
     """
@@ -489,14 +489,14 @@ def _gpt2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _rotary_fraction(metadata: ModelMetadata) -> float:
-    """Return the fraction f of channels with RoPE, such that int(head_size * f) is exactly their number."""
+    """Return the fraction f of a head's channels with RoPE, such that int(head_size * f) is exactly their number."""
     head_size, rotary_size = metadata.head_size(), metadata.rotary_size()
     fraction = rotary_size / head_size
     return fraction if int(head_size * fraction) == rotary_size else math.nextafter(fraction, 1)
 
 
 def _neox(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of GPT-NeoX, which has all biases and an output matrix."""
+    """Return GPT-NeoX's config.json fields: partial RoPE, parallel residual (default true), an untied output matrix."""
     return _sizes(metadata, "layer") | {
         "model_type": "gpt_neox",
         "hidden_act": "gelu",
@@ -510,7 +510,7 @@ def _neox(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _phi2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Phi, which has all biases and an output matrix."""
+    """Return Phi's config.json fields: partial RoPE, key heads, an untied output matrix."""
     return _sizes(metadata, "layer") | {
         "model_type": "phi",
         "hidden_act": "gelu_new",
@@ -524,7 +524,7 @@ def _phi2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _phi3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Phi-3, whose sliding window llama.cpp ignores."""
+    """Return Phi-3's config.json fields: partial RoPE with any scaling, key heads, any window."""
     window = "attention.sliding_window"
     return _sizes(metadata, "rms") | {
         "model_type": "phi3",
@@ -539,7 +539,7 @@ def _phi3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _command_r(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Command R, which has no biases, and the embedding as output matrix."""
+    """Return Cohere's config.json fields: logit_scale (default 1), tied embedding; ValueError for partial RoPE."""
     if metadata.rotary_size() != metadata.head_size():
         raise metadata.error(f"expected RoPE on all {metadata.head_size()} channels, got {metadata.rotary_size()}")
     return _sizes(metadata, "layer") | {
@@ -555,7 +555,7 @@ def _command_r(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _falcon(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Falcon, which has parallel blocks without biases, with one norm or two."""
+    """Return Falcon's config.json fields, of the new architecture, one norm or two; ValueError for partial RoPE."""
     if metadata.rotary_size() != metadata.head_size():
         raise metadata.error(f"expected RoPE on all {metadata.head_size()} channels, got {metadata.rotary_size()}")
     fields = _sizes(metadata, "layer")

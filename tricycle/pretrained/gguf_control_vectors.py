@@ -21,7 +21,7 @@ PREFIX = "direction."
 
 
 def write_control_vectors(path: str | os.PathLike[str], vectors: Mapping[int, np.ndarray], model_hint: str) -> None:
-    """Write or replace a GGUF file of control vectors atomically.
+    """Write or replace a GGUF file of control vectors by block number, atomically; ValueError for none or a block < 1.
 
     Args:
         path: of the file.
@@ -42,7 +42,7 @@ def write_control_vectors(path: str | os.PathLike[str], vectors: Mapping[int, np
 
 
 def read_control_vectors(path: str | os.PathLike[str], n_layers: int, width: int) -> dict[int, np.ndarray]:
-    """Read the control vectors of a GGUF file, (C,) in float32, by the index of the block after which they are added.
+    """Read a GGUF file's control vectors, float32 (C,), by block number from 1; ValueError if not for the model.
 
     Args:
         n_layers: the number of blocks of the model. width: C of the model.

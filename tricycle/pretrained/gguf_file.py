@@ -60,7 +60,7 @@ class GGUFTensorInfo:
 
     @property
     def n_rows(self) -> int:
-        """The product of all dimensions but the last."""
+        """The product of all dimensions but the last, as an int that cannot overflow."""
         return int(np.prod(self.shape[:-1], dtype=object))
 
     @property
@@ -167,7 +167,7 @@ class _ChangeCheck:
         return found.st_size, found.st_mtime_ns
 
     def __call__(self) -> None:
-        """Raise OSError if the file has changed, by size and time; look at most once in some seconds."""
+        """Raise OSError if the file has changed, by size and time; look at most once per _SECONDS_BETWEEN_CHECKS."""
         now = time.monotonic()
         if now >= self.next_time:
             if self._read_state() != self.state:
@@ -176,7 +176,7 @@ class _ChangeCheck:
 
 
 def _to_values(packed: np.ndarray, dtype_name: str) -> np.ndarray:
-    """Convert stored bytes to numbers; floats are not copied if they are aligned and contiguous."""
+    """Convert stored bytes to numbers: quantized blocks to float32, floats as a view if aligned and contiguous."""
     if dtype_name in BLOCK_FORMATS:
         return dequantize_blocks(packed, dtype_name)
     packed = np.require(packed, requirements="C")
@@ -251,7 +251,7 @@ class _HeaderReader:
             raise self._error(f"damaged: {what} at byte {self.position - length} is not UTF-8") from None
 
     def _read_value(self, key: str) -> Any:
-        """Return a string, list or number, and advance the position; `key` is only for messages."""
+        """Return a string, list, number or Boolean, by the type stored before it, and advance; else ValueError."""
         (type_number,) = self._unpack(_TYPE, key)
         if type_number == _STRING:
             return self._read_string(key)
@@ -271,7 +271,7 @@ class _HeaderReader:
         return self._read_strings(key, n) if type_number == _STRING else self._read_scalars(key, type_number, n)
 
     def _read_scalars(self, key: str, type_number: int, n: int) -> list[Any]:
-        """Return n numbers of a GGUF type, and advance; ValueError for an unknown type."""
+        """Return n numbers or Booleans of a GGUF type, and advance; ValueError for an unknown type or a cut file."""
         code = _SCALARS.get(type_number, "-")
         if code == "-":
             raise self._error(f"{key} is of the unknown type {type_number}")
@@ -302,7 +302,7 @@ class _HeaderReader:
 
     # ---------------------------------------------------------------- tensors
     def _read_tensor_infos(self, n_tensors: int, alignment: int) -> dict[str, GGUFTensorInfo]:
-        """Return infos by name, starts from the file's beginning; ValueError if damaged."""
+        """Return infos by name, starts from the file's beginning; ValueError if twice, cut off or overlapping."""
         self._check_n_names(n_tensors, 2 * _COUNT.size + 2 * _TYPE.size, "tensors")
         infos = [self._read_tensor_info(alignment) for _ in range(n_tensors)]
         data_start = -(-self.position // alignment) * alignment
@@ -324,7 +324,7 @@ class _HeaderReader:
         return tensors
 
     def _read_tensor_info(self, alignment: int) -> GGUFTensorInfo:
-        """Read the next tensor info, whose `start` is relative to the first byte of the tensor data."""
+        """Read the next tensor info, `start` relative to the tensor data; ValueError if damaged or of unknown type."""
         name = self._read_string("a tensor's name")
         shown_name = short_repr(name)
         (n_dimensions,) = self._unpack(_TYPE, shown_name)
@@ -349,7 +349,7 @@ class _HeaderReader:
 
 
 def short_repr(value: Any) -> str:
-    """Return a short one-line representation of a name or value of a file, for messages."""
+    """Return a one-line repr of a name or value of a file, cut to 66 characters, lists to 2 items, for messages."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 66
     short.maxlist = 2

@@ -58,7 +58,7 @@ class Mixture:
     has_importance: bool = False
 
     def format_of(self, name: str, shape: tuple[int, ...]) -> str:
-        """Return the format of a tensor: F32, F16, BF16 or one of BLOCK_FORMATS.
+        """Return a tensor's format by llama.cpp's rules for a file type: F32, F16, BF16 or one of BLOCK_FORMATS.
 
         Args:
             name: in llama.cpp, such as "blk.3.attn_v.weight".
@@ -80,7 +80,7 @@ class Mixture:
         return format_name
 
     def _format_in_block(self, layer: int, matrix: str) -> str:
-        """Return the format of the value or QKV matrix, or of the second MLP matrix, of a block."""
+        """Return the format of a block's value, QKV or second MLP matrix: finer in some layers, by the file type."""
         format_name, n_layers = FILE_TYPES[self.file_type].format_name, self.config.n_layers
         eighth, is_down = n_layers // 8, matrix == "ffn_down"
         if self.file_type in ("Q4_K_M", "Q5_K_M"):

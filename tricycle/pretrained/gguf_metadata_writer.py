@@ -75,9 +75,9 @@ def architecture_metadata(architecture: str, config: ModelConfig) -> Metadata:
 
 
 def rope_divisors(config: ModelConfig) -> np.ndarray | None:
-    """Return float32 divisors of RoPE frequencies (head_size / 2,) for Llama 3's scaling, (2, pairs) for LongRoPE.
+    """Return float32 RoPE divisors: (head_size / 2,) for Llama 3's scaling, (2, pairs) for LongRoPE, None for others.
 
-    They are None without such a scaling. The two rows for LongRoPE are for short and for long texts.
+    The two rows for LongRoPE are for short and for long texts.
     """
     if config.positions == "rotary" and config.rotary_scaling == "longrope":
         return np.reshape(np.array(config.rotary_divisors, np.float32), (2, -1))
@@ -110,7 +110,7 @@ def _as_family(architecture: str, family: Family) -> Family:
 
 
 def _read_back(architecture: str, config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a config.json that a GGUF file of the config contains; ValueError if it is not valid."""
+    """Return the config.json fields that reading a GGUF file of a config would give; ValueError if not valid."""
     tensors = {name: GGUFTensorInfo(name, "F32", shape, 0, 0) for name, shape in _described_tensors(config).items()}
     file = GGUFFile(Path("metadata"), architecture_metadata(architecture, config), tensors)
     divisors = rope_divisors(config) if architecture in WITH_ROPE_DIVISORS else None
@@ -126,7 +126,7 @@ def _to_config(fields: ConfigFields) -> Any:
 
 
 def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors from which the functions of `gguf_config` read fields."""
+    """Return the shapes of those tensors that `gguf_config` reads fields from, by name, for a config."""
     width = config.embedding_dim
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (config.vocab_size, width)}
     if not config.tied:
@@ -150,7 +150,7 @@ def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 # -------------------------------------------------------------------- architectures
 def _rope(config: ModelConfig) -> Metadata:
-    """Return the metadata of rotary positions, and of linear scaling or YaRN if the config has it.
+    """Return the metadata of rotary positions: channels, base, and of linear scaling, YaRN or LongRoPE, if set.
 
     The bounds of YaRN are not written, as llama.cpp always has 1 and 32 in these architectures.
     """
@@ -174,7 +174,7 @@ def _rope(config: ModelConfig) -> Metadata:
 
 
 def _experts(config: ModelConfig) -> Metadata:
-    """Return the metadata of experts; {} without experts."""
+    """Return the metadata of experts: their number, active ones and width; {} without experts."""
     if not config.n_experts:
         return {}
     return {
@@ -185,7 +185,7 @@ def _experts(config: ModelConfig) -> Metadata:
 
 
 def _like_llama(config: ModelConfig) -> Metadata:
-    """Return the metadata of llama, qwen, olmo2 and mixtures, which those of gemma and gpt-oss extend."""
+    """Return metadata of llama, qwen, olmo2, mixtures: key heads, RMS epsilon, RoPE, experts, unusual head sizes."""
     head_size = config.channels_per_head
     metadata: Metadata = {
         **_experts(config),
@@ -201,6 +201,7 @@ def _like_llama(config: ModelConfig) -> Metadata:
 
 
 def _granite(config: ModelConfig) -> Metadata:
+    """Return Llama's metadata and Granite's factors of scores, embedding, residuals and logits (inverse)."""
     return _like_llama(config) | {
         "attention.scale": config.score_scale or config.channels_per_head**-0.5,
         "embedding_scale": config.embedding_scale,
@@ -210,14 +211,14 @@ def _granite(config: ModelConfig) -> Metadata:
 
 
 def _gemma2(config: ModelConfig) -> Metadata:
-    """Return Llama's metadata with those of the soft caps and the window that are set."""
+    """Return Llama's metadata, and those of the soft caps and the window that are set."""
     caps = {"attn_logit_softcapping": config.score_cap, "final_logit_softcapping": config.logit_cap}
     windows = {"attention.sliding_window": config.window}
     return {**_like_llama(config), **{name: value for name, value in {**caps, **windows}.items() if value}}
 
 
 def _gemma3(config: ModelConfig) -> Metadata:
-    """Return the metadata of Gemma 3; older versions of llama.cpp assume the pattern 6 and a base_swa of 10,000."""
+    """Return Gemma 2's metadata without the score cap; with a window, its pattern and the local RoPE base."""
     full_layers = [layer for layer in range(config.n_layers) if config.window_size(layer) is None]
     metadata = _gemma2(config)
     metadata.pop("attn_logit_softcapping", None)
@@ -231,6 +232,7 @@ def _gemma3(config: ModelConfig) -> Metadata:
 
 
 def _gpt_oss(config: ModelConfig) -> Metadata:
+    """Return Llama's metadata and the sliding window, by default the context window."""
     return _like_llama(config) | {"attention.sliding_window": config.window or config.context_window}
 
 
@@ -250,10 +252,12 @@ def _phi2(config: ModelConfig) -> Metadata:
 
 
 def _phi3(config: ModelConfig) -> Metadata:
+    """Return Llama's metadata, with RoPE on a fraction of the channels."""
     return _like_llama(config) | _rope(config)
 
 
 def _command_r(config: ModelConfig) -> Metadata:
+    """Return Command R's metadata: norm epsilon, RoPE, key heads, and the logit scale."""
     return _phi2(config) | {"logit_scale": config.logit_scale}
 
 

@@ -46,6 +46,7 @@ class AttentionHeads(NamedTuple):
 
 
 def _unchanged(values: np.ndarray, heads: AttentionHeads) -> np.ndarray:
+    """Return `values` themselves: the transform of weights that are stored alike."""
     return values
 
 
@@ -101,7 +102,7 @@ class TensorMapping:
 
 # -------------------------------------------------------------------- values
 def _permute_rows(dimensions: Callable[[AttentionHeads], tuple[int, int, int, int]]) -> WeightTransform:
-    """Return the transform of rows that are (a, b, c, d) in llama.cpp and (a, c, b, d) in transformers."""
+    """Return a WeightTransform for rows that are (a, b, c, d) in llama.cpp and (a, c, b, d) in transformers."""
 
     def to_hf(values: np.ndarray, heads: AttentionHeads) -> np.ndarray:
         return values.reshape(*dimensions(heads), -1).swapaxes(1, 2).reshape(values.shape)
@@ -159,7 +160,7 @@ def _map_tensors(
     table: dict[str, str] = _NAMES,
     changes: dict[str, Any] | None = None,
 ) -> TensorMapping:
-    """Return the mapping of llama.cpp's tensor names, from `table`, to those of a family with `changes`."""
+    """Return a TensorMapping from llama.cpp's tensor names in `table` to those of a family with `changes`."""
     names: dict[str, tuple[str, ...]] = {}
     for name, hf_names in replace(family, **changes or {}).names.items():
         gguf_names = _FUSED if name.endswith(".qkv") and len(hf_names) == 1 else table[name]
@@ -168,7 +169,7 @@ def _map_tensors(
 
 
 def _separate_gates(names: TensorNames) -> dict[str, Any]:
-    """Return the changes of a mixture whose experts have gates in matrices of their own, and not in stacks."""
+    """Return the changes to a mixture family by which experts' gates are separate matrices, without stacks."""
     up, expert = "blocks.N.mlp.experts.M.up", names["blocks.N.mlp.experts.M.up"][0].rpartition(".")[0]
     return {"names": {**names, up: [f"{expert}.up_proj", f"{expert}.gate_proj"]}, "layouts": {}, "stacks": {}}
 

@@ -66,7 +66,7 @@ class GGUFTokenizer:
         self.adds_eos = self._value("add_eos_token", bool, False) and "eos_token" in self.special
 
     def _value(self, name: str, kind: type, default: Any = None) -> Any:
-        """Return tokenizer.ggml.NAME, or the default; ValueError if it is of another type."""
+        """Return tokenizer.ggml.NAME, or the default; ValueError if it is of another type, or if both are missing."""
         key = f"tokenizer.ggml.{name}"
         value = self._metadata.get(key, default)
         if not isinstance(value, kind):
@@ -74,7 +74,7 @@ class GGUFTokenizer:
         return value
 
     def _strings(self, name: str) -> list[str]:
-        """Return the strings of tokenizer.ggml.NAME; ValueError if others or none."""
+        """Return the list of strings of tokenizer.ggml.NAME; ValueError if it is empty or has others."""
         values: list[Any] = self._value(name, list)
         others = [value for value in values if not isinstance(value, str)]
         if others or not values:
@@ -91,7 +91,7 @@ class GGUFTokenizer:
         return convert[self.model_type]()
 
     def _byte_level_bpe(self) -> dict[str, Any]:
-        """Return the tokenizer.json document of a byte-level BPE vocabulary."""
+        """Return the tokenizer.json document (a dict) of a byte-level BPE vocabulary with its merges."""
         added = self._added_tokens(self.tokens)
         has_merges = len(self.tokens) > 256 + len(added)
         merges = [_split_merge(merge) for merge in self._strings("merges")] if has_merges else []
@@ -103,7 +103,7 @@ class GGUFTokenizer:
         return tokenizer_json.new_document(model, added, **parts, post_processor=self._post_processor())
 
     def _sentencepiece(self) -> dict[str, Any]:
-        """Return a tokenizer.json document whose merges follow from the scores."""
+        """Return a SentencePiece BPE's tokenizer.json document (a dict), whose merges follow from the scores."""
         # Tokens of spaces are stored with spaces, but the text to be encoded contains SPACE_CHARACTER instead.
         tokens = [SPACE_CHARACTER * len(token) if token and not token.strip(" ") else token for token in self.tokens]
         scores: list[float] = self._value("scores", list, [])
@@ -128,7 +128,7 @@ class GGUFTokenizer:
         return merges
 
     def _wordpiece(self) -> dict[str, Any]:
-        """Return a tokenizer.json document; tokens without a space mark get "##"."""
+        """Return a WordPiece's tokenizer.json document (a dict): "##" before tokens that do not begin a word."""
         # A GGUF file marks the first token of a word, and BERT the following ones.
         tokens = []
         for token in self.tokens:
@@ -148,7 +148,7 @@ class GGUFTokenizer:
         return ids
 
     def _added_tokens(self, tokens: list[str]) -> list[dict[str, Any]]:
-        """Return the added tokens, which are matched in a text before pre-tokenization."""
+        """Return tokenizer.json's added tokens: of control, user-defined and named special tokens."""
         added_types = (CONTROL, USER_DEFINED)
         typed = [(i, token) for i, (token, kind) in enumerate(zip(tokens, self.types)) if kind in added_types and token]
         added = [tokenizer_json.added_token(i, token, special=self.types[i] == CONTROL) for i, token in typed]
@@ -156,7 +156,7 @@ class GGUFTokenizer:
         return added + [tokenizer_json.added_token(tokens.index(token), token) for token in named if token in tokens]
 
     def _post_processor(self) -> dict[str, Any] | None:
-        """Return what adds start and end tokens to texts, None if neither is added."""
+        """Return tokenizer.json's post-processor that adds BOS and EOS to texts; None if neither is added."""
         ends = [
             {self.special[name]: self.tokens.index(self.special[name])} if adds else {}
             for name, adds in (("bos_token", self.adds_bos), ("eos_token", self.adds_eos))

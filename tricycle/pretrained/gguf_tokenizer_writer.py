@@ -68,7 +68,7 @@ def _check_added_tokens(document: Metadata) -> None:
 
 # -------------------------------------------------------------------- byte-level BPE
 def _byte_level_bpe(document: Metadata, n_rows: int) -> Metadata:
-    """Return the metadata of a byte-level BPE document, filled up to `n_rows` tokens."""
+    """Return a byte-level BPE document's metadata, padded to `n_rows` tokens; ValueError if llama.cpp differs."""
     pre_tokenizer = _pre_tokenizer_name(document)
     _check_merges(document, pre_tokenizer)
     return {
@@ -80,7 +80,7 @@ def _byte_level_bpe(document: Metadata, n_rows: int) -> Metadata:
 
 
 def _pre_tokenizer_name(document: Metadata) -> str:
-    """Return llama.cpp's name of the pre-tokenizer; raise ValueError if it has none."""
+    """Return llama.cpp's name of a document's pre-tokenizer; raise ValueError if it has none."""
     for name, split in _PRE_TOKENIZERS.items():
         if _steps_before_merging(document) == _steps_before_merging(byte_level_parts(split)):
             return name
@@ -88,7 +88,7 @@ def _pre_tokenizer_name(document: Metadata) -> str:
 
 
 def _steps_before_merging(document: Metadata) -> list[tuple[str, Any]]:
-    """Return the steps of normalization and pre-tokenization in a form that is equal for equivalent settings."""
+    """Return normalizers and pre-tokenizers as (type, option) pairs, which are equal for equivalent settings."""
     return [*_flatten_steps([document.get("normalizer"), document.get("pre_tokenizer")])]
 
 
@@ -111,7 +111,7 @@ def _flatten_steps(parts: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_merges(document: Metadata, pre_tokenizer: str) -> None:
-    """Raise ValueError unless it is a BPE of which llama.cpp would make the same tokens."""
+    """Raise ValueError unless a document is a byte-level BPE of which llama.cpp makes the same tokens."""
     model = document["model"]
     options = [name for name in _BPE_OPTIONS if model.get(name)]
     if model.get("type") != "BPE" or options:
@@ -122,7 +122,7 @@ def _check_merges(document: Metadata, pre_tokenizer: str) -> None:
 
 
 def _tokens_without_merges(document: Metadata) -> list[str]:
-    """Return the tokens that merges do not produce; only these depend on the option ignore_merges."""
+    """Return the tokens that merges alone do not produce; only these depend on the option ignore_merges."""
     from tokenizers import Tokenizer
 
     added = {token["content"] for token in document.get("added_tokens", [])}
@@ -134,7 +134,7 @@ def _tokens_without_merges(document: Metadata) -> list[str]:
 
 # -------------------------------------------------------------------- SentencePiece BPE
 def _sentencepiece(document: Metadata, n_rows: int) -> Metadata:
-    """Return the metadata of a SentencePiece BPE, where tokens have scores in place of merges.
+    """Return a SentencePiece BPE document's metadata, with scores in place of merges; ValueError if they differ.
 
     llama.cpp merges the neighbors whose concatenation is the token with the highest score.
     """
@@ -165,7 +165,7 @@ def _sentencepiece_token(text: str, kind: int, document: Metadata, ranks: dict[s
 
 
 def _adds_space_prefix(document: Metadata) -> bool:
-    """Return whether a space is inserted before texts; raise ValueError for another normalization."""
+    """Return whether SentencePiece inserts a space before texts; raise ValueError for another normalization."""
     no_spaces = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     for prefix in (False, True):
         normalizer = sentencepiece_parts(prefix)["normalizer"]
@@ -231,7 +231,7 @@ def _wordpiece(document: Metadata, tokeniser: PretrainedTokeniser, n_rows: int) 
 
 
 def _wordpiece_text(text: str, kind: int) -> str:
-    """Return a token without "##", or with a space mark before it; special ones as they are."""
+    """Return a WordPiece token without "##", or with a space mark before it; special and unused ones unchanged."""
     if kind in (CONTROL, UNUSED):
         return text
     return text.removeprefix("##") if text.startswith("##") else SPACE_CHARACTER + text

@@ -60,7 +60,7 @@ def export_gguf(
     pooling: str = "mean",
     progress: bool = False,
 ) -> str:
-    """Write a model and tokenizer (or None) to a GGUF file of a type in FILE_TYPES; return its architecture.
+    """Write a GPT or encoder and its tokenizer (or None) to a GGUF file; return its architecture; else ValueError.
 
     Args:
         model: a `GPT` or `TextEncoder` that an architecture in `gguf_metadata_writer.METADATA_WRITERS` computes.
@@ -130,7 +130,7 @@ def _plan_tensor(architecture: str, name: str, shape: tuple[int, ...], mixture: 
 def _encode(
     tensor: WrittenTensor, array: np.ndarray, heads: AttentionHeads, importance: np.ndarray | None
 ) -> np.ndarray:
-    """Return the values to write: floats, bfloat16 as uint16, or bytes of quantized blocks; ValueError if out of range.
+    """Return values to write: floats, bfloat16 as uint16, or bytes of quantized blocks; ValueError if out of range.
 
     Raises:
         ValueError: a value is too large for the format.
@@ -158,7 +158,7 @@ def write_gguf(
     plan: list[WrittenTensor],
     tensors: Iterator[tuple[WrittenTensor, np.ndarray]],
 ) -> None:
-    """Fill a file with metadata and tensors, one in memory at a time; ValueError if they differ from `plan`."""
+    """Fill a file with metadata and lazy tensors, one in memory at a time; ValueError if they differ from `plan`."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)

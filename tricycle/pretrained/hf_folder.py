@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_folder(path: Path) -> StoredModel:
-    """Open a Hugging Face folder or its weights file: config, generation settings, and tensors, read when used.
+    """Open a Hugging Face folder or weights file as a StoredModel: config, generation settings, tensors read on use.
 
     Args:
         path: the folder, or its single file of weights.
@@ -51,7 +51,7 @@ def _read_weights(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_shards(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of all files that the index names; ValueError if the index and the files disagree."""
+    """Return the tensors of all files that the index names; ValueError if they disagree, else FileNotFoundError."""
     index = folder / INDEX
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):

@@ -19,7 +19,7 @@ MAX_CHUNK = 512
 def measure_importance(
     model: GPT, tokens: np.ndarray, start_token: int | None = None, progress: bool = False
 ) -> dict[str, np.ndarray]:
-    """Return the mean square of each input channel, float64 (in,), by the name of the weights that multiply the inputs.
+    """Return the mean square of each input channel over a text's tokens, float64 (in,), by the weights' name.
 
     These are the weights of all `Dense` layers, and the token embedding if the output layer uses it.
 
@@ -66,7 +66,7 @@ def measure_importance(
 
 @contextmanager
 def _observe_inputs(model: GPT, observer: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call the observer with the name of the weights and the input at each call of a `Dense` layer in this block."""
+    """In a block, call observer(weights' name, input) at each call of a `Dense` layer; restore layers at the end."""
     layers = {f"{name}.weights": layer for name, layer in model.named_layers() if isinstance(layer, Dense)}
     own_forwards = {name: vars(layer).get("forward") for name, layer in layers.items()}
 

@@ -45,13 +45,13 @@ class MarianTokeniser(PretrainedTokeniser):
     # Cache: always valid, because the pieces never change.
     @cached_property
     def _splitters(self) -> dict[bool, Any]:
-        """The backends that split texts into pieces, by `allowed_special`."""
+        """The backends that split texts into pieces, by `allowed_special`; cached."""
         backends = {allowed: load_backend(self._source) for allowed in (False, True)}
         backends[True].add_special_tokens([text for text in SPECIAL.values() if text in self._vocab])
         return backends
 
     def encode(self, text: str, add_special_tokens: bool = True, allowed_special: bool = True) -> list[int]:
-        """Encode a source text to ids; by default add "</s>" at the end, and parse names of special tokens.
+        """Encode text to ids; a first ">>...<<" is one token; by default parse special names, and add "</s>".
 
         Args:
             add_special_tokens, allowed_special: see `PretrainedTokeniser.encode`.
@@ -67,13 +67,15 @@ class MarianTokeniser(PretrainedTokeniser):
         raise ValueError("expected a tokenizer with one vocabulary to save or export, got a Marian model's")
 
     def to_tokenizer_json(self) -> str:
-        """Raise a ValueError, see `to_dict`."""
+        """Raise a ValueError as `to_dict`, because a tokenizer.json has one vocabulary."""
         return str(self.to_dict())
 
     def __eq__(self, other: object) -> bool:
+        """Return whether the other is a MarianTokeniser of the same documents."""
         return isinstance(other, MarianTokeniser) and self.__reduce__() == other.__reduce__()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return (class, arguments) for pickling: the source document and the vocabulary."""
         return MarianTokeniser, (self._source, self._vocab)
 
 

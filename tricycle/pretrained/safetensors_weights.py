@@ -40,7 +40,7 @@ def _stored_tensor(path: Path, name: str, info: TensorInfo) -> StoredTensor:
 
 
 def _map_values(path: Path, info: TensorInfo) -> np.ndarray:
-    """Return the values as a view of the memory-mapped file, whose pages are read on access."""
+    """Return a tensor as a view of the memory-mapped file, read on access; bfloat16 by `view_bfloat16`."""
     if not math.prod(info.shape):
         return np.empty(info.shape, np.float32)
     array = np.asarray(np.memmap(path, READABLE_DTYPES[info.dtype_name], "r", info.start, info.shape))

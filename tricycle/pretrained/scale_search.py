@@ -19,7 +19,7 @@ _SIGNED_STEPS = np.linspace(-0.9, 0.9, 19)
 
 
 def search_scale_and_minimum(x: np.ndarray, weights: np.ndarray, largest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return scales >= 0, minima <= 0, (N,): scale q + minimum is closest to x (size, N), q from 0 to `largest`.
+    """Return scales >= 0, minima <= 0 (N,): scale q + minimum nearly fits x (size, N) best, q from 0 to `largest`.
 
     Args:
         x: float32 (values, N), finite and not near the limits of float32.
@@ -105,7 +105,7 @@ def search_common_scale(x: np.ndarray, weights: np.ndarray, largest: int) -> np.
 
 
 def _sum_products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the dot product of each row of a with that of b, (N,)."""
+    """Return the sums (N,) over axis 0 of the elementwise products of two arrays (size, N)."""
     return np.einsum("in,in->n", a, b)
 
 

@@ -92,7 +92,7 @@ class SentenceEncoder:
         return [len(encoding.ids) for encoding in self.tokeniser.backend.encode_batch(self._clean(texts))]
 
     def _clean(self, texts: Sequence[str]) -> list[str]:
-        """Strip texts of white space, and convert them to lower case if the model requires it."""
+        """Return texts stripped of white space at the ends, and in lower case if the model requires it."""
         return [text.strip().lower() if self.lowercase else text.strip() for text in texts]
 
     def _encode_batch(self, encodings: list[Any]) -> np.ndarray:
@@ -190,7 +190,7 @@ def read_pooling(folder: Path) -> SentencePooling:
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
-    """Return the class name without package, and the folder, of each module in modules.json.
+    """Return [(class name without package, folder)] of the modules in modules.json; ValueError for an invalid one.
 
     Raises:
         ValueError: the file is not a list of objects, or a folder is outside that of the model.

@@ -42,7 +42,7 @@ def proto_fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return the integer at a position, of 7 bits in each byte, and the position after it."""
+    """Return (integer at a position, 7 bits in each byte, position after it); ValueError if it is damaged."""
     value = 0
     for shift in range(0, 70, 7):
         if position >= len(data):
@@ -55,7 +55,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def unigram_document(data: bytes) -> dict[str, Any]:
-    """Return a tokenizer.json that splits texts into the pieces of a SentencePiece unigram model; ids are arbitrary.
+    """Return a tokenizer.json that splits texts into a SentencePiece unigram model's pieces, any ids; else ValueError.
 
     Raises:
         ValueError: the file is damaged, or has another model type, user-defined pieces, bytes or other normalization.
@@ -67,6 +67,7 @@ def unigram_document(data: bytes) -> dict[str, Any]:
 
 
 def _unigram_document(data: bytes) -> dict[str, Any]:
+    """Return the dict of `unigram_document`; TypeError or others for damaged fields, ValueError if unsupported."""
     message = list(proto_fields(data))
     trainer = dict(proto_fields(next((value for number, value in message if number == 2), b"")))
     normalizer = dict(proto_fields(next((value for number, value in message if number == 3), b"")))
@@ -97,5 +98,5 @@ def _unigram_document(data: bytes) -> dict[str, Any]:
 
 
 def metaspace() -> dict[str, Any]:
-    """Return the part of a tokenizer.json that replaces spaces, or restores them as a decoder."""
+    """Return tokenizer.json's Metaspace part: as pre-tokenizer it replaces spaces, as decoder it restores them."""
     return {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always", "split": True}

@@ -43,7 +43,7 @@ Template: TypeAlias = "ChatTemplate | UntrustedTemplate"
 
 
 def open_template(source: str) -> Template:
-    """Compile a chat template, in a child process if its hash is unknown; ImportError without Jinja, ValueError if bad.
+    """Compile a chat template, in a child process unless its hash is known; ImportError without Jinja, else ValueError.
 
     Raises:
         ImportError: Jinja is not installed.
@@ -84,7 +84,7 @@ class UntrustedTemplate:
             self._process = self._start_child()
 
     def render(self, **variables: Any) -> str:
-        """Return the text rendered in the child process (restarted if it has ended); ValueError for errors and limits.
+        """Return the text rendered in the child process (restarted if it ended); ValueError for errors or limits.
 
         The error names the line of the template.
         """
@@ -97,7 +97,7 @@ class UntrustedTemplate:
             return self._request(self._process, plain)
 
     def _start_child(self) -> subprocess.Popen[bytes]:
-        """Start a child process, compile the template in it, and return the process."""
+        """Start a child process, compile the template in it (else ValueError), and return the process."""
         process = subprocess.Popen(
             [sys.executable, "-I", __file__],
             stdin=subprocess.PIPE,
@@ -217,7 +217,7 @@ def main() -> None:
 
 
 def _chat_template_module() -> Any:
-    """Import `chat_template` from its file, without the package, whose import needs NumPy and more."""
+    """Return `chat_template`, imported from its file without the package, whose import needs NumPy; preload it."""
     path = Path(__file__).with_name("chat_template.py")
     spec: Any = importlib.util.spec_from_file_location("chat_template", path)
     module: Any = importlib.util.module_from_spec(spec)
@@ -238,7 +238,7 @@ def _limit_memory(n_bytes: int) -> None:
 
 
 def _set_alarm(seconds: float) -> None:
-    """Let the system end this process after a number of seconds; 0 cancels this."""
+    """Let the system end this process after a number of seconds; 0 cancels this; do nothing on Windows."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

@@ -81,11 +81,12 @@ class PretrainedTokeniser:
         return self.n_vocab
 
     def __len__(self) -> int:
+        """Return the number of ids, `n_vocab`."""
         return self.n_vocab
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of ids: uint16 or uint32."""
+        """The dtype of ids: uint16 if `n_vocab` allows, else uint32."""
         return np.dtype(np.uint16 if self.n_vocab <= 2**16 else np.uint32)
 
     @property
@@ -128,7 +129,7 @@ class PretrainedTokeniser:
     # Cache: always valid, because the document never changes.
     @cached_property
     def _plain_backend(self) -> Any:
-        """A backend that encodes names of special tokens as text: setting the flag of one is not thread-safe."""
+        """A second backend, cached, that encodes names of special tokens as text; a shared flag is not thread-safe."""
         backend = load_backend(self._document)
         backend.encode_special_tokens = True
         return backend
@@ -253,7 +254,7 @@ class PretrainedTokeniser:
         return marks, [_add_marks(message, names, marks) for message in messages]
 
     def _encode_marked(self, text: str, marks: Marks, is_continuation: bool = False) -> list[int]:
-        """Return the ids of a text; between marks, names of special tokens are text.
+        """Return the ids of a text without its marks: names of special tokens are text between marks, else tokens.
 
         Args:
             is_continuation: whether the text follows another one.
@@ -295,12 +296,15 @@ class PretrainedTokeniser:
 
     # ---------------------------------------------------------------- object methods
     def __eq__(self, other: object) -> bool:
+        """Return whether the other is a PretrainedTokeniser with an equal `to_dict()`; else NotImplemented."""
         return self.to_dict() == other.to_dict() if isinstance(other, PretrainedTokeniser) else NotImplemented
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return (class, arguments) for pickling: document, special tokens and chat templates."""
         return PretrainedTokeniser, (self._document, self.special, self.chat_templates)
 
     def __repr__(self) -> str:
+        """Return "PretrainedTokeniser(KIND, n_vocab=..., bos=..., eos=...)", KIND as of the model, such as BPE."""
         kind = type(self.backend.model).__name__
         return f"PretrainedTokeniser({kind}, n_vocab={self.n_vocab}, bos={self.bos}, eos={self.eos})"
 
@@ -328,7 +332,7 @@ class PretrainedStream:
         return self._decode_pending(final=True)
 
     def _decode_pending(self, final: bool) -> str:
-        """Return the text of the pending ids; empty if it ends in an incomplete character, unless `final`."""
+        """Return the pending ids' text and clear them; "" if it ends in an incomplete character, unless `final`."""
         before = self.tokeniser.decode(self._context)
         text = self.tokeniser.decode(self._context + self._pending)
         if text.endswith("\ufffd") and not final:
@@ -361,7 +365,7 @@ def _unused_characters(*values: Any) -> Marks:
 
 
 def _add_marks(value: Any, names: list[str], marks: Marks) -> Any:
-    """Return a part of a message with marks around the names of special tokens in all of its texts."""
+    """Return a part of a message, copied, with marks around the names of special tokens in all texts but roles."""
     opening, closing = marks
     if isinstance(value, str):
         for i, name in enumerate(names):  # numbers first, so that no name within a longer one is marked
@@ -428,7 +432,7 @@ def load_backend(document: str) -> Any:
 
 # -------------------------------------------------------------------- from a folder
 def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser:
-    """Load tokenizer.json, else vocabulary files (see below) of a folder; FileNotFoundError without these.
+    """Load a folder's tokenizer.json, or GPT-2's or BERT's vocabulary files; FileNotFoundError without these.
 
     The vocabulary comes from tokenizer.json, or vocab.json and merges.txt (GPT-2), or vocab.txt (BERT). Optional files
     are tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
@@ -501,13 +505,13 @@ def _added_token_entries(config: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _token_text(value: Any) -> str | None:
-    """Return the text of a special token, which is a string or an object with flags; None for other values."""
+    """Return the text of a special token, a string or an object with "content"; None for others, or empty text."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) and text else None
 
 
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name, from chat_template.jinja or else from tokenizer_config.json."""
+    """Return chat templates by name, from chat_template.jinja or tokenizer_config.json; {} if none; else ValueError."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return {"default": _read_text(path)}
@@ -544,7 +548,7 @@ def _read_gpt2_files(folder: Path, config: dict[str, Any], special: dict[str, st
 
 
 def _read_text(path: Path) -> str:
-    """Return a UTF-8 text file with Unix line ends; ValueError if it is not UTF-8."""
+    """Return a UTF-8 text file with Unix line ends; ValueError if it is not UTF-8 or too large."""
     try:
         return read_file(path, MAX_FILE_BYTES).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:

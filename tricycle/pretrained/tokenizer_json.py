@@ -52,7 +52,7 @@ def bpe_model(vocab: Mapping[str, int], merges: Iterable[tuple[str, str]], **set
 
 
 def byte_level_parts(split: str, add_prefix_space: bool = False) -> JSONObject:
-    """Return tokenizer.json parts of "gpt2", "smollm" (digits, then GPT-2's) or SPLIT_PATTERNS; else KeyError.
+    """Return normalizer, pre-tokenizer, decoder for a split: "gpt2", "smollm" or of SPLIT_PATTERNS; else KeyError.
 
     Args:
         split: the pre-tokenization pattern: "gpt2", "smollm" (GPT-2's with single digits), or a key of SPLIT_PATTERNS.
@@ -72,9 +72,7 @@ def byte_level_parts(split: str, add_prefix_space: bool = False) -> JSONObject:
 
 
 def sentencepiece_parts(add_prefix_space: bool) -> JSONObject:
-    """Return the normalizer and decoder of a tokenizer.json for SentencePiece's BPE (Kudo and Richardson 2018).
-
-    Spaces are replaced by U+2581.
+    """Return normalizer and decoder of a tokenizer.json for SentencePiece's BPE: spaces as U+2581, byte fallback.
 
     Args:
         add_prefix_space: insert a space before a text, and remove it when decoding.

@@ -104,7 +104,7 @@ class AdditiveAttention(ScaledDotProductAttention):
         self.vector = Dense(hidden_size, 1, False, initialiser, generator)
 
     def project_keys(self, key: Tensor) -> Tensor:
-        """Return W_k k, (B, S, hidden_size)."""
+        """Return W_k k, (B, S, hidden_size), of keys (B, S, key_size)."""
         return self.key(key)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class HardAttention(Layer):
     def forward(
         self, query: Operand, key: Operand, value: Operand | None = None, mask: Mask = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the value (B, T, E) of a key per query, sampled (evaluation: argmax), and its log probability (B, T).
+        """Return a key's value (B, T, E) per query, sampled (evaluation: argmax), and its log probability (B, T).
 
         Args:
             query, key, value, mask: see `ScaledDotProductAttention`; a row whose keys are all masked gives zeros.

@@ -118,7 +118,7 @@ def run_beam_search(
 
 
 def select_rows(state: Any, rows: np.ndarray) -> Any:
-    """Copy the batch rows `rows` (may repeat) of all Tensors, arrays and caches in a decoder state, recursively."""
+    """Return a copy of a decoder state with only the batch rows `rows` (may repeat) of Tensors, arrays and caches."""
     if isinstance(state, Tensor):
         return Tensor(state.array[state.xp.asarray(rows)], False)
     if isinstance(state, np.ndarray):

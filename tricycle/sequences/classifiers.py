@@ -46,7 +46,7 @@ class ConvolutionalEncoder(Layer):
         self.dropout = Dropout(dropout, generator)
 
     def forward(self, tokens: Operand, lengths: Any = None) -> Tensor:
-        """Return the features (B, T, C) of tokens (B, T); tokens after the lengths (B,) are padding."""
+        """Return features max(conv, 0) (B, T, C) of tokens (B, T); embeddings after the lengths (B,) are 0."""
         x, n_tokens = self.dropout(self.embedding(tokens)), as_tensor(tokens).shape[1]
         if lengths is not None:  # the embeddings of padding are set to zero
             x = where(x.xp.asarray(length_mask(lengths, n_tokens)[..., None]), x, 0.0)

@@ -126,7 +126,7 @@ class Conv1d(Layer):
         return n_places * self.from_size, self.to_size
 
     def _each(self, name: str, value: int | Sizes, least: int) -> Sizes:
-        """Return one size per axis, from a number or that many; ValueError if one is below `least`."""
+        """Return one size per axis, from a number or that many; ValueError for other counts or sizes below `least`."""
         sizes = (value,) * self.n_axes if isinstance(value, int) else tuple(value)
         if len(sizes) != self.n_axes or not all(isinstance(n, int) and n >= least for n in sizes):
             wanted = f"whole numbers from {least} on, one or {self.n_axes}"

@@ -104,7 +104,7 @@ class MultiHeadAttention(MultiHead):
         return (out, scores_and_weights(self.attention, *arguments)[1]) if return_weights else out
 
     def _heads(self, x: Operand) -> Tensor:
-        """Split the channels into heads: (B, T, C) to (B, T, H, D)."""
+        """Split the channels into heads: (B, T, C) to (B, T, H, D); ValueError unless there are three axes."""
         (x,) = as_tensors(x)
         if x.ndim != 3:
             raise ValueError(f"MultiHeadAttention: expected shape (batch, tokens, channels), got {x.shape}")
@@ -152,7 +152,7 @@ class DecoderBlock(TransformerBlock):
         kv: tuple[Tensor, Tensor] | None = None,
         kv_mask: Mask = None,
     ) -> Tensor:
-        """Return x (B, T, C) after self-attention, cross-attention to `kv` (required) and MLP, each with a residual.
+        """Return x (B, T, C) after self-attention, cross-attention to `kv` (ValueError for None), MLP, with residuals.
 
         Args:
             cache, mask: see `TransformerBlock`.

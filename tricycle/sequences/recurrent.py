@@ -101,7 +101,7 @@ def recurrence(
 
 @unfused("tricycle.sequences.recurrent.recurrence")
 def _step_by_step(node: Tensor, variables: Any) -> Tensor:
-    """Compute a recurrence by operations on Tensors."""
+    """Recompute a recurrence step by step on Tensors; return all states (S, T + 1, B, H)."""
     (x, initial, matrix, hidden, *biases), run = node.args, variables.run
     gates, states = matmul(x, matrix), [initial]
     for t in range(len(x)):
@@ -114,7 +114,7 @@ def _step_by_step(node: Tensor, variables: Any) -> Tensor:
 
 
 def _step(kind: Cell, gate: Tensor, recurrent: Tensor, before: Tensor) -> list[Tensor]:
-    """Return the states after one step, as the kernels of the cell do."""
+    """Return the list of states (h, for an LSTM also c) after one step on Tensors, as the kernels compute them."""
     if kind.name == "gru":
         (r, z, n), (to_r, to_z, to_n) = gate.split(3), recurrent.split(3)
         new = tanh(n + sigmoid(r + to_r) * to_n)
@@ -203,6 +203,7 @@ class _Run:
         return gradients
 
     def _active(self, piece: cells.Piece) -> Array | None:
+        """Return the mask of the active steps and items of a chunk; None if all are active."""
         return None if self.active is None else self.active[piece]
 
 
@@ -330,7 +331,7 @@ class Recurrent(Layer):
         return y, final[0] if len(final) == 1 else (final[0], final[1])
 
     def _initial(self, title: str, x: Tensor, initial: Any, like: Tensor) -> Tensor:
-        """Return the initial states (S, R, B, H)."""
+        """Return the initial states (S, R, B, H), zeros if `initial` is None; ValueError for other shapes."""
         n_states, shape = CELLS[self._cell].n_states, (sum(map(len, self.runs)), x.shape[0], self.hidden_size)
         if initial is None:
             return Tensor(like.xp.zeros((n_states, *shape), like.dtype), requires_grad=False)

@@ -107,7 +107,7 @@ class RelativePositionSoftmax(RowSoftmax):
         return out, backward
 
     def _bias(self, table: Array, n_queries: int, n_keys: int) -> Array:
-        """Return the bias (H, T, S) of each query and key."""
+        """Return the bias (H, T, S) of each query and key; ValueError for a table of another length."""
         if table.shape[0] != self.n_buckets:
             raise ValueError(f"{self}: expected biases of shape ({self.n_buckets}, heads), got {table.shape}")
         ids = array_module(table).asarray(position_buckets(self, n_queries, n_keys))
@@ -129,7 +129,7 @@ def position_buckets(softmax: RelativePositionSoftmax, n_queries: int, n_keys: i
 # Cache: a pure function of four numbers; the result is read-only.
 @lru_cache(maxsize=64)
 def _bucket_table(n_buckets: int, max_distance: int, bidirectional: bool, longest: int) -> np.ndarray:
-    """Return the buckets of the distances from -longest to longest, (2 * longest + 1,)."""
+    """Return the buckets of the distances from -longest to longest, read-only, (2 * longest + 1,). Cached."""
     distances = np.arange(-longest, longest + 1)
     n_buckets = n_buckets // 2 if bidirectional else n_buckets
     far = np.abs(distances) if bidirectional else np.maximum(-distances, 0)

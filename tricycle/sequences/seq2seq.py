@@ -38,7 +38,7 @@ class EncoderDecoder(Layer):
     """The base class of encoder-decoders; subclasses define `start_decoding` and `decode`."""
 
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
-        """Encode the source, and return the initial state of the decoder; defined in subclasses (NotImplementedError).
+        """Encode the source, and return the initial state of the decoder; NotImplementedError, defined in subclasses.
 
         Args:
             source: integers (B, S).
@@ -52,7 +52,7 @@ class EncoderDecoder(Layer):
         raise NotImplementedError(f"{type(self).__name__} defines no decode")
 
     def forward(self, source: Operand, target: Operand, lengths: Any = None) -> Tensor:
-        """Return the logits (B, T, V) after each target token (B, T), given the source (B, S)."""
+        """Return the logits (B, T, V) after each target token (B, T), given the source (B, S) and its lengths."""
         return self.decode(target, self.start_decoding(source, lengths))
 
 
@@ -273,7 +273,7 @@ class LearnedPositions(SinusoidalPositions):
         self.weights = Parameter((initialiser or normal(0.02))(shape, new_generator(generator)), "position")
 
     def position_vectors(self, x: Tensor, positions: np.ndarray) -> Tensor:
-        """Return the embeddings (T, C) of positions (T,)."""
+        """Return the embeddings (T, C) of positions (T,), rows after the first `n_unused` of the table."""
         return self.weights[positions + self.n_unused]
 
 

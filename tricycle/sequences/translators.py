@@ -68,6 +68,7 @@ class Vocabulary:
         return cls(BPETokeniser(vocab_size, SPECIAL).train(text, progress))
 
     def __len__(self) -> int:
+        """Return the number of ids."""
         return self.tokeniser.n_vocab
 
     def encode(self, sentence: str) -> np.ndarray:
@@ -117,17 +118,18 @@ class TranslatorConfig(ValidatedConfig):
     context_window: int = 128
 
     def __post_init__(self) -> None:
+        """Check the fields by RULES; raise a ValueError for the first invalid one."""
         self._check(RULES)
 
     @property
     def min_n_weights(self) -> int:
-        """A lower bound of the number of weights."""
+        """A lower bound of the number of weights: embedding and a width x width (Transformer: MLP) matrix per layer."""
         hidden = self.expansion if self.name == "transformer" else 1
         return int(self.vocab_size * self.width + self.n_layers * self.width**2 * max(1, hidden))
 
 
 def new_translator(config: TranslatorConfig, generator: np.random.Generator) -> EncoderDecoder:
-    """Return the configured Transformer or GRU Seq2Seq (Bahdanau, Luong or no attention), with a shared embedding."""
+    """Return the configured Transformer or GRU Seq2Seq (Bahdanau, Luong or no attention), with shared embeddings."""
     n_vocab, width, dropout = config.vocab_size, config.width, config.dropout
     more: dict[str, Any] = {"dropout": dropout, "generator": generator}
     if config.name == "transformer":
@@ -162,7 +164,7 @@ def find_translators(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def load_translator(path: str | os.PathLike[str]) -> tuple[EncoderDecoder, Vocabulary, TranslatorConfig]:
-    """Load a safetensors file: the translation model in evaluation mode, vocabulary and config; ValueError if damaged.
+    """Return (model in evaluation mode, vocabulary, config) of a safetensors file; ValueError if it is damaged.
 
     Nothing in the file is executed.
 

@@ -70,7 +70,7 @@ class AdaptiveSoftmax(RowSoftmax):
         return softmax(extra_ops.where(visible, extra_ops.where(visible, scores, 0) * beta, -math.inf))
 
     def inverse_temperature(self, scores: Array) -> tuple[Array, ...]:
-        """Return beta, d beta / d entropy, softmax, log softmax, entropy (nats) per row; all but softmaxes (..., 1)."""
+        """Return beta, d beta / d entropy, softmax, log softmax, entropy (nats); (..., 1), the softmaxes (..., S)."""
         xp = array_module(scores)
         plain = kernels.softmax(scores)
         log_plain = xp.log(xp.where(plain > 0, plain, 1))

@@ -36,11 +36,11 @@ class _Operands(NamedTuple):
     v: Array
 
     def of_items(self, items: slice) -> _Operands:
-        """Return the operands of a range of batch items."""
+        """Return views of the operands for a range of batch items."""
         return _Operands(self.q[items], self.k[items], self.v[items])
 
     def of_part(self, part: _Part) -> _Operands:
-        """Return the operands of one key block."""
+        """Return views of the operands of one key block: the queries that see it, its keys and values."""
         return _Operands(self.q[:, part.queries], self.k[:, part.keys], self.v[:, part.keys])
 
 
@@ -246,7 +246,7 @@ class BlockSoftmax(RowSoftmax):
     def _backward_blocks(
         self, grad: Array, operands: _Operands, grads: _Operands, kept: _Kept, start: int, scales: Array | None
     ) -> Array | None:
-        """Write the gradients of queries, keys and values into `grads`; return that of the scales.
+        """Write the gradients of queries, keys and values into `grads`; return that of the scales, None without.
 
         Args:
             start: the position of the first query.
@@ -271,16 +271,16 @@ class BlockSoftmax(RowSoftmax):
         return dscales
 
     def _step(self, n_keys: int) -> int:
-        """Return the length of a key block."""
+        """Return the length of a key block: `length`, else n_keys, over n_blocks, rounded up; at least 1."""
         return max(1, -(-(self.length or n_keys) // self.n_blocks))
 
     def _blocks(self, n_keys: int) -> list[slice]:
-        """Return the slices of the key blocks, of equal length but the last."""
+        """Return the slices of the key blocks, of equal length but the last, which ends at `n_keys`."""
         step = self._step(n_keys)
         return [slice(start, min(start + step, n_keys)) for start in range(0, n_keys, step)]
 
     def _factor(self, xp: Any, part: _Part, start: int, scales: Array | None, logsumexp: Array | None) -> Array | int:
-        """Return the factor of a block's output per query: its probability if `logsumexp` is given, its scale, or 1."""
+        """Return the factor of a block's output per query: its probability with `logsumexp`, else its scale, else 1."""
         if logsumexp is not None:
             return xp.exp(part.logsumexp - logsumexp[..., part.queries]).transpose(0, 2, 1)[..., None]
         if scales is None:
@@ -290,7 +290,7 @@ class BlockSoftmax(RowSoftmax):
 
 
 def _log_of_sum(xp: Any, parts: list[_Part], shape: tuple[int, ...]) -> Array:
-    """Return the logsumexp of each row from those of its blocks."""
+    """Return the logsumexp (B, H, T) of each row from those of its blocks; -inf for a row without any."""
     logs = xp.full((len(parts), *shape), -np.inf, parts[0].logsumexp.dtype)
     for i, part in enumerate(parts):
         logs[i][..., part.queries] = part.logsumexp

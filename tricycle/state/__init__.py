@@ -99,7 +99,7 @@ def load_state_dict(layer: Layer, state: Mapping[str, np.ndarray]) -> None:
 
 
 def _fits(dtype: np.dtype, own: np.dtype) -> bool:
-    """Return whether values of a dtype can be assigned to a parameter; integers to floats are refused as a mistake."""
+    """Return whether NumPy can cast a dtype to a parameter's within its kind; integers and floats do not mix."""
     return np.can_cast(dtype, own, "same_kind") and (dtype.kind in "biu") == (own.kind in "biu")
 
 
@@ -109,7 +109,7 @@ def format_tree(layer: Layer) -> str:
 
 
 def _tree(layer: Layer, above: tuple[Layer, ...]) -> list[str]:
-    """Return the lines of a layer's tree; the layers `above` contain it and are not expanded again."""
+    """Return the lines of a layer's tree, sublayers indented; those in `above`, which contain it, are not expanded."""
     lines = [f"{type(layer).__name__}: {layer.n_parameters:,} parameters"]
     above = (*above, layer)
     for name, part in layer._parts():

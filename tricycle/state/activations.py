@@ -60,7 +60,7 @@ def free_activations_inside(result: Tensor, start: Tensor) -> None:
 # Cache: valid for the life of the process: one scalar for each device and dtype.
 @cache
 def _nan(xp: ModuleType, device: int | None, dtype: np.dtype[Any]) -> Array:
-    """Return a 0-d NaN on the current device, cached by device and dtype."""
+    """Return a 0-d NaN of a dtype on the current device, cached by module, device and dtype."""
     return xp.full((), np.nan, dtype)
 
 

@@ -13,9 +13,9 @@ from tricycle.tensor import Tensor
 
 
 def convolve(x: Tensor, weights: Tensor, bias: Tensor | None, cache: KeyValueCache | None) -> Tensor:
-    """Return the causal convolution of each channel of x (B, T, E) with weights (E, 1, W), the latest token last.
+    """Return a causal depthwise convolution of x (B, T, E) by weights (E, 1, W), latest token last; update the cache.
 
-    Before the first token, or those of the cache, are zeros. The cache is updated.
+    Before the first token, or those of the cache, are zeros.
     """
     n_tokens, width = x.shape[1], weights.shape[-1]
     before = None if cache is None else cache.last.get("conv")

@@ -55,6 +55,7 @@ class DeltaNetConfig(ModelConfig):
     shared_size: int = 0  # width of the expert that processes all tokens; 0 for none
 
     def __post_init__(self) -> None:
+        """Check the fields as `ModelConfig`, and those of linear attention; ValueError for the first invalid one."""
         super().__post_init__()
         n_heads, last = self.n_linear_heads, self.n_layers - 1
         for name in ("n_linear_heads", "n_linear_key_heads", "linear_head_size", "linear_key_size"):
@@ -91,7 +92,7 @@ class DeltaNetConfig(ModelConfig):
         return self.embedding_dim * (mixers + mlps + 2 * self.shared_size)
 
     def new_block(self, layer: int, **options: Any) -> TransformerBlock:
-        """Make the block of a layer, with a `GatedAttention` or a `GatedDeltaNet`."""
+        """Make a layer's block: `GatedAttention` or `GatedDeltaNet`, and an MLP or mixture, with any shared expert."""
         fields = {name: getattr(self, name) for name in ModelConfig.__dataclass_fields__} | options
         if layer in self.attention_layers:
             attention: Layer = GatedAttention(**fields, layer=layer)
@@ -125,7 +126,7 @@ class SharedExpertMixture(MixtureOfExperts):
         self.shared_gate = Dense(self.embedding_dim, 1, False, fields.get("initialiser", xavier), generator)
 
     def forward(self, x: Operand) -> Tensor:
-        """Return the sum of the shared expert and the selected experts for each token of x (..., C)."""
+        """Return the selected experts' weighted sum for each token of x (..., C), plus the gated shared expert."""
         x = as_tensor(x)
         return super().forward(x) + self.shared_expert(x) * sigmoid(self.shared_gate(x))
 
@@ -158,7 +159,7 @@ class GatedDeltaNet(Layer):
         self.output = GatedOutput(config, initialiser, generator)
 
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
-        """Map x (B, T, C) or (T, C) to its shape; continue from the state in the cache, and update it.
+        """Map x (B, T, C) or (T, C) to its shape; continue from, and update, the cache's state; a mask: ValueError.
 
         Raises:
             ValueError: a mask, because a state cannot skip tokens.
@@ -181,7 +182,7 @@ class GatedDeltaNet(Layer):
         return y if x.ndim == 3 else reshape(y, x.shape)
 
     def _apply_rule(self, v: Tensor, k: Tensor, q: Tensor, rates: Tensor, cache: KeyValueCache | None) -> Tensor:
-        """Return the result (B, T, H, P) of the rule; `rates` (B, T, 2 H) give the strengths and decays."""
+        """Return the rule's result (B, T, H, P); `rates` (B, T, 2 H) give strengths, decays; update the cache."""
         strengths, steps = split_sizes(rates, (v.shape[2], v.shape[2]))
         steps = extra_ops.softplus(steps + self.step_bias)
         decays, strengths = extra_ops.negative(steps * extra_ops.exp(self.log_rates)), sigmoid(strengths)
@@ -204,6 +205,6 @@ class GatedOutput(Layer):
         self.projection = Dense(config.inner_size, config.embedding_dim, False, initialiser, generator)
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Map y and a gate (B, T, H, P) to (B, T, C)."""
+        """Map y and a gate (B, T, H, P) to (B, T, C): the projection of norm(y) swish(gate)."""
         gated = self.norm(y) * Swish()(gate)
         return self.projection(reshape(gated, *gated.shape[:2], gated.shape[2] * gated.shape[3]))

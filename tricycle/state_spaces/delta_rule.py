@@ -67,6 +67,7 @@ class GatedDeltaRule(ChunkedScan):
         return self._scan([v, decays, k, q, strengths], state)[:2]
 
     def _chunk(self, s: Array, v: Array, decays: Array, k: Array, q: Array, *others: Array) -> _DeltaChunk:
+        """Return the chunk of these tokens (B, Q, ...) after the state s, with the rule's updates as its values."""
         xp, c, strengths = array_module(v), new_chunk(v, decays, k, q), by_head(others[0][..., None], k.shape[2])
         n_tokens = v.shape[1]
         weights = xp.tril(c.within * strengths * (c.k @ c.k.swapaxes(-1, -2)), -1)
@@ -76,6 +77,7 @@ class GatedDeltaRule(ChunkedScan):
         return _DeltaChunk(**vars(c), strengths=strengths, weights=weights, inverse=inverse, errors=errors)
 
     def _chunk_gradients(self, c: Any, s: Array, dy: Array, ds: Array | None) -> tuple[list[Array], Array]:
+        """Return the gradients as the scan's, through the solved system, and those of the strengths."""
         (du, dsums, dk, dq), ds_before = super()._chunk_gradients(c, s, dy, ds)
         to_solution = c.inverse.swapaxes(-1, -2) @ du  # the gradient of b (V - e^D K S)
         dv = to_solution * c.strengths

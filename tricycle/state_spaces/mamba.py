@@ -65,7 +65,7 @@ class MambaMixer(Layer):
         self.projection = Dense(inner, config.embedding_dim, config.bias, initialiser, generator)
 
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
-        """Map x (B, T, C) or (T, C) to the same shape; continue from, and update, the state in the cache.
+        """Map x (B, T, C) or (T, C) to its shape; continue from, and update, the cache's state; a mask: ValueError.
 
         Raises:
             ValueError: a mask, because a state cannot skip tokens.
@@ -100,10 +100,11 @@ class MambaMixer(Layer):
         return self.scan.weights(v, decays, k, q) * steps.swapaxes(1, 2)[:, :, None]
 
     def _convolve(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
-        """Return the convolution of each channel of x (B, T, E) with the latest `conv_width` tokens."""
+        """Return the causal convolution of each channel of x (B, T, E) over `conv_width` tokens; update the cache."""
         return convolve(x, self.conv_weights, self.conv_bias, cache)
 
     def _scan(self, v: Tensor, decays: Tensor, k: Tensor, q: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """Return the scan's result (B, T, H, P); with a cache, from its state, which is updated, without gradients."""
         if cache is None:
             return self.scan(v, decays, k, q)
         out, cache.last["state"] = self.scan.scan(v.array, decays.array, k.array, q.array, cache.last.get("state"))
@@ -140,11 +141,12 @@ class MambaBlock(Layer):
         return x if self.mlp_norm is None else self._add(x, self.mlp(self.mlp_norm(x)))
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Return x + residual_scale * branch."""
         return add_residual(x, branch if self.scale == 1 else branch * self.scale)
 
 
 def new_block(config: MambaConfig, layer: int, **options: Any) -> Layer:
-    """Make the block of a layer: a `MambaBlock`, or a `TransformerBlock` for layers with attention."""
+    """Make a layer's `TransformerBlock` if it has attention, else `MambaBlock`, with any MLP or mixture configured."""
     has_attention = layer in config.attention_layers
     if not has_attention and not config.mamba_mlp:
         return MambaBlock(config, **options)

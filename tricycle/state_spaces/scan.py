@@ -55,7 +55,7 @@ class ChunkedScan(Op, is_base=True):
     def _scan(
         self, inputs: Sequence[Array], state: Array | None, keep_states: bool = False
     ) -> tuple[Array, Array, list[Array]]:
-        """Return y, the last state, and with `keep_states` the states (B, G, R, N, P) before all chunks."""
+        """Return y, the last state, and the states (B, G, R, N, P) before all chunks, [] unless `keep_states`."""
         v, _, k, *_ = inputs
         xp, (n_items, n_tokens, n_heads, size) = array_module(v), v.shape
         shape = n_items, k.shape[2], n_heads // k.shape[2], k.shape[3], size
@@ -89,7 +89,7 @@ class ChunkedScan(Op, is_base=True):
         return grads
 
     def _chunk(self, s: Array, v: Array, decays: Array, k: Array, q: Array, *others: Array) -> Chunk:
-        """Return the chunk of these tokens (B, Q, ...), which follow the state s."""
+        """Return the `Chunk` of these tokens (B, Q, ...), which follow the state s; a subclass may use s and others."""
         return new_chunk(v, decays, k, q)
 
     def _chunk_gradients(self, c: Any, s: Array, dy: Array, ds: Array | None) -> tuple[list[Array], Array]:
@@ -170,7 +170,7 @@ def _check_shapes(op: Op, v: Array, decays: Array, k: Array, q: Array, *others: 
 
 
 def new_chunk(v: Array, decays: Array, k: Array, q: Array) -> Chunk:
-    """Return the chunk of these tokens (B, Q, ...)."""
+    """Return the `Chunk` of tokens (B, Q, ...): operands by head, and decays within, since start and until end."""
     xp, n_groups = array_module(v), k.shape[2]
     d = by_head(decays[..., None], n_groups)
     visible = xp.tri(v.shape[1], dtype=bool)
@@ -184,11 +184,11 @@ def new_chunk(v: Array, decays: Array, k: Array, q: Array) -> Chunk:
 
 
 def by_head(x: Array, n_groups: int) -> Array:
-    """Reshape (B, Q, H, P) to (B, G, R, Q, P)."""
+    """Reshape (B, Q, H, P) to (B, G, R, Q, P), the H heads as R heads of each of `n_groups` groups G."""
     x = x.swapaxes(1, 2)
     return x.reshape(len(x), n_groups, x.shape[1] // n_groups, *x.shape[2:])
 
 
 def by_token(x: Array, n_heads: int) -> Array:
-    """Reshape (B, G, R, Q, P) to (B, Q, H, P)."""
+    """Reshape (B, G, R, Q, P) to (B, Q, H, P), the inverse of `by_head`."""
     return x.reshape(len(x), n_heads, *x.shape[3:]).swapaxes(1, 2)

@@ -13,7 +13,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, is cgroups v1) for this process's cgroup, then for each of its parents, of a controller.
+    """Yield (folder, is cgroups v1) for a controller: this process's cgroup, then its parents up to the root.
 
     Args:
         controller: "memory" or "cpu".

@@ -21,7 +21,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errn
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[IO[Any]]:
-    """Yield a temporary file that is synced and renamed to `path` unless the block fails; make missing folders.
+    """Give a block a temporary file; sync and rename it to `path` unless the block fails; make missing folders.
 
     The bytes are synced to the disk (fsync) before the rename, and the rename before this returns, so after a crash, a
     full disk or a kill there is either the old file or the new one. On an error the temporary file is removed.
@@ -55,7 +55,7 @@ def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[I
 
 
 def append_lines(path: str | os.PathLike[str], text: str) -> None:
-    """Append lines and sync them; an incomplete last line is removed first; on an error none is appended.
+    """Append text and sync it, after removing an incomplete last line; on an error, restore the file's length.
 
     Readers never see half a line. After an error the call can be repeated.
 
@@ -86,7 +86,7 @@ def append_lines(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _remove_incomplete_line(file: IO[bytes]) -> int:
-    """Truncate a file after its last complete line, seek to the end, and return the size."""
+    """Truncate a file after its last complete line (to 0 if none), seek to the end, and return the size."""
     size = end = file.seek(0, os.SEEK_END)
     while end:
         start = max(0, end - 4096)
@@ -178,7 +178,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 @contextmanager
 def add_path_to_errors(path: str | os.PathLike[str], instead_of: Path | None = None) -> Iterator[None]:
-    """Add `path` to OSErrors raised in this block that have no file name, or have that of a temporary file.
+    """Raise OSErrors of a block that have no file name, or that of a temporary file, with `path` as file name.
 
     Args:
         instead_of: a temporary file, whose name is replaced by `path`.
@@ -192,7 +192,7 @@ def add_path_to_errors(path: str | os.PathLike[str], instead_of: Path | None = N
 
 
 def _with_path(error: OSError, path: str) -> OSError:
-    """Return a new OSError with the same number and message, and this path."""
+    """Return a new OSError with the number and the message of `error`, and this path as its file name."""
     return OSError(error.errno, error.strerror, path)
 
 
@@ -205,7 +205,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _sync(handle: int) -> None:
-    """Sync a file to the disk; on macOS, fsync alone does not flush the cache of the disk."""
+    """Sync a file to the disk, on macOS by F_FULLFSYNC where possible: fsync does not flush the disk's cache there."""
     if sys.platform == "darwin":
         import fcntl
 
@@ -216,7 +216,7 @@ def _sync(handle: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk; do nothing on Windows and where the file system cannot do it."""
+    """Sync the names in a folder to the disk (OSError if it fails); do nothing on Windows or if it is unsupported."""
     if os.name != "posix":
         return
     try:

@@ -80,7 +80,7 @@ class FolderLock:
                 step()
 
     def _try_lock(self) -> bool:
-        """Try to get the lock, also from a holder that has ended, and return whether this succeeded."""
+        """Try to get the lock, also from a dead holder, and write this holder; return whether this succeeded."""
         handle, is_new = self._open()
         try:
             locked = lock_file(handle)
@@ -96,7 +96,7 @@ class FolderLock:
         return self._handle is not None
 
     def _open(self) -> tuple[int, bool]:
-        """Open the lock file; return its handle, and whether the file is new."""
+        """Open the lock file, or make it; return its handle, and whether it is new; ValueError for a link or folder."""
         check_regular_file(self.path)  # writing through a link would change another file
         while True:
             try:
@@ -133,7 +133,7 @@ class FolderLock:
             claim.unlink(missing_ok=True)
 
     def _locked_message(self) -> str:
-        """Return the error message for a process that does not get the lock."""
+        """Return a LockedError's message: the folder, its holder if known, and advice when to remove the lock file."""
         holder = _parse_holder(_read_text(self.path))
         if not holder:
             return f"{self.folder}: another process works in this folder (if there is none, remove {self.path})"
@@ -163,7 +163,7 @@ def lock_file(handle: int) -> bool | None:
 
 
 def _write_holder(handle: int) -> None:
-    """Write process id, host and start time of this process to the lock file."""
+    """Write process id, host and start time of this process to the lock file as JSON; ignore a full disk."""
     holder = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -194,7 +194,7 @@ def _parse_holder(text: str) -> dict[str, Any]:
 
 
 def _is_dead(text: str) -> bool:
-    """Return whether the process that wrote a lock file is known to have ended."""
+    """Return whether the process that wrote a lock file is known to have ended; False on other hosts and Windows."""
     holder = _parse_holder(text)
     pid = holder.get("pid")
     if holder.get("host") != socket.gethostname() or type(pid) is not int or pid <= 0 or os.name != "posix":
@@ -209,7 +209,7 @@ def _is_dead(text: str) -> bool:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the boot id and start time of a process on Linux; None on other systems."""
+    """Return "BOOT_ID START_TIME" of a process on Linux; None on other systems, or if there is no such process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -39,7 +39,7 @@ def gpu_memory() -> tuple[int, int]:
 
 
 def check_memory(n_bytes: int, what: str, advice: str = "") -> None:
-    """Raise a MemoryError that says what needs memory, and the advice, if `n_bytes` exceed the free memory.
+    """Raise a MemoryError with what needs memory, and the advice, if `n_bytes` exceed the free memory, if known.
 
     Args:
         n_bytes: the least that is needed.
@@ -61,7 +61,7 @@ def format_gigabytes(n_bytes: int) -> str:
 
 # -------------------------------------------------------------------- sources
 def _free_on_machine() -> int | None:
-    """Return the free memory of the machine, or its total memory if the system reports only that."""
+    """Return the machine's available memory in bytes, its total if only that is reported; None if unknown."""
     kilobytes = _read_number(_MEMINFO, "MemAvailable:")
     if kilobytes is not None:
         return kilobytes * 1024
@@ -87,7 +87,7 @@ def _free_address_space() -> int | None:
 
 
 def _free_in_cgroups() -> list[int]:
-    """Return the rest of the limits of this process's cgroup and of its parents, in cgroups v1 and v2."""
+    """Return the free bytes within each memory limit of this process's cgroup and its parents; [] without any."""
     free = []
     for folder, is_v1 in cgroup_folders("memory"):
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
@@ -99,7 +99,7 @@ def _free_in_cgroups() -> list[int]:
 
 
 def _read_number(path: Path, name: str) -> int | None:
-    """Return the number that follows a name at the beginning of a line, or None."""
+    """Return the integer after a name at the beginning of a line of a system file; None if there is none."""
     for line in read_system_file(path).splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == name and words[1].isdigit():

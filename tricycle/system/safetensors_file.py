@@ -41,7 +41,7 @@ class TensorInfo(NamedTuple):
 
 # -------------------------------------------------------------------- reading
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Any], int]:
-    """Read and check a safetensors header: tensor infos by name, the metadata, and the offset of the first value.
+    """Return a checked safetensors header: (tensor infos by name, metadata, offset of the values); else ValueError.
 
     Raises:
         FileNotFoundError: no such file.

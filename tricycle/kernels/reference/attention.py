@@ -128,7 +128,7 @@ def _by_key_head(x: Array, n_key_heads: int) -> Array:
 
 
 def _products(q: Array, k: Array) -> Array:
-    """Return the dot products of all queries and keys, (B, H, T, S)."""
+    """Return the dot products of all queries (B, T, H, D) and keys (B, S, K, D), (B, H, T, S)."""
     products = _by_key_head(q.swapaxes(1, 2), k.shape[2]) @ k.transpose(0, 2, 3, 1)
     return products.reshape(len(q), q.shape[2], q.shape[1], k.shape[1])
 

@@ -87,7 +87,7 @@ def find_family(source: StoredModel) -> Family:
 
 
 def read_config(family: Family, source: StoredModel) -> Any:
-    """Convert config.json to a Tricycle config; raise ValueError if it is unsupported or too large for the tensors.
+    """Convert source.fields to a family's config; ValueError if unsupported or too large for the tensors.
 
     Raises:
         ValueError: a field is invalid or not supported, or the config needs more weights than the files contain.
@@ -147,7 +147,7 @@ def required_memory(config: Any, source: StoredModel, weights: str) -> int:
 
 
 def _bytes_per_element(tensor: StoredTensor, weights: str) -> float:
-    """Return the bytes of an element in memory; `weights` as of `pretrained.load`."""
+    """Return the bytes of an element in memory in the format `weights`, fractional for quantized blocks."""
     if len(tensor.shape) < 2 or weights == "float32":
         return 4
     if tensor.read_blocks and keeps_blocks(weights, {tensor.dtype_name}):

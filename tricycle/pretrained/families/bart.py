@@ -54,7 +54,7 @@ def to_config(fields: ConfigFields) -> EncoderDecoderConfig:
 
 
 def to_marian_config(fields: ConfigFields) -> EncoderDecoderConfig:
-    """Convert a Marian config.json to an `EncoderDecoderConfig`, see `to_config`."""
+    """Convert a Marian config.json to an `EncoderDecoderConfig` with defaults; ValueError if unsupported."""
     for name in ("is_encoder_decoder", "tie_word_embeddings", "share_encoder_decoder_embeddings"):
         fields.require(name, True)
     for name in ("normalize_before", "add_final_layer_norm", "normalize_embedding"):
@@ -69,7 +69,7 @@ def to_marian_config(fields: ConfigFields) -> EncoderDecoderConfig:
 
 
 def _common_config(fields: ConfigFields, vocab_size: int, start_token: int) -> dict[str, Any]:
-    """Return the arguments of an `EncoderDecoderConfig` that both families share; the others are defaults.
+    """Return `EncoderDecoderConfig` arguments that both families share; ValueError if the decoder's sizes differ.
 
     Raises:
         ValueError: a value is not supported, or encoder and decoder differ in width or heads.

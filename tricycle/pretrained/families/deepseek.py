@@ -72,7 +72,7 @@ ATTENTION_SIZES = {
 
 # -------------------------------------------------------------------- from config.json
 def common_latent(fields: ConfigFields) -> dict[str, Any]:
-    """Convert the fields that both families share, of which none may be missing, to those of `LatentConfig`."""
+    """Convert config.json fields that both families share to those of `LatentConfig`; ValueError if one is missing."""
     for name, value in (("moe_layer_freq", 1), ("mlp_bias", False), ("rope_interleave", True)):
         fields.require(name, value)
     common = common_config(fields)
@@ -126,7 +126,7 @@ def expert_groups(fields: ConfigFields) -> dict[str, Any]:
 
 # -------------------------------------------------------------------- to config.json
 def common_latent_fields(config: LatentConfig) -> dict[str, Any]:
-    """Return the config.json fields that both families share."""
+    """Return the config.json fields that both families share, for a `LatentConfig`."""
     fields = {
         **common_fields(config),
         **{name: getattr(config, ours) for ours, name in (ATTENTION_SIZES | EXPERT_SIZES).items()},
@@ -158,16 +158,17 @@ def to_v3(config: LatentConfig) -> dict[str, Any]:
 
 # -------------------------------------------------------------------- tensors
 def pairs_of_queries(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield queries (H (D + R), ...) of which `theirs` rotates neighbors among the last R channels of each head."""
+    """Yield views (ours, theirs) of queries (H (D + R), ...); theirs rotates neighbors in a head's last R channels."""
     return _last_pairs(config, *(x.reshape(config.n_heads, -1, *x.shape[1:]) for x in (ours, theirs)))
 
 
 def pairs_of_keys(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield latents and keys (L + R, ...) of which `theirs` rotates neighbors among the last R channels."""
+    """Yield views (ours, theirs) of latents and keys (L + R, ...); theirs rotates neighbors in the last R channels."""
     return _last_pairs(config, ours[None], theirs[None])
 
 
 def _last_pairs(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield 3 pairs of views (H, C + R, ...): the first C channels; the halves of R in ours, 0::2, 1::2 in theirs."""
     n_other, half = ours.shape[1] - config.rotary_size, config.rotary_size // 2
     yield ours[:, :n_other], theirs[:, :n_other]
     yield ours[:, n_other : n_other + half], theirs[:, n_other::2]

@@ -95,7 +95,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def has_two_norms(fields: dict[str, Any]) -> bool:
-    """Return whether the parallel blocks of a config.json have two norms, which have other names."""
+    """Return whether a config.json has the new architecture with two norms in a block, which have other names."""
     return fields.get("new_decoder_architecture") is True and fields.get("num_ln_in_parallel_attn") in (None, 2)
 
 

@@ -132,12 +132,12 @@ class TensorMapping:
         return hf_tensors
 
     def is_transposed(self, name: str) -> bool:
-        """Return whether a parameter (in, out) is (out, in) in the checkpoint."""
+        """Return whether a parameter (in, out) is stored as (out, in) in the checkpoint, by its role and family."""
         role = declared_role(self.parameters[name])
         return role in ("head", "router") or (role == "matrix" and not self.family.fan_in_fan_out)
 
     def has_layout(self, hf_name: str) -> bool:
-        """Return whether the checkpoint orders the outputs of a linear layer, or of its tensor, in another way."""
+        """Return whether the checkpoint orders the outputs of a tensor's layer in another way, by `family.layouts`."""
         return layer_kind(hf_name) in self.family.layouts
 
     def matching_views(
@@ -156,20 +156,20 @@ class TensorMapping:
                 yield mine[start : start + n_rows], their_part[start : start + n_rows]
 
     def reordered_views(self, hf_name: str, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[Any, Any]]:
-        """Yield views with equal elements of the outputs (out, ...) of a linear layer, which may have another order."""
+        """Yield pairs of views (ours, theirs) of a layer's outputs (out, ...), matched by the family's layout."""
         layout = self.family.layouts.get(layer_kind(hf_name))
         yield from [(ours, theirs)] if layout is None else layout(self.config, ours, theirs)
 
 
 # -------------------------------------------------------------------- orders of outputs
 def by_head(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield views (H, 3, D, ...) of queries, keys and values (3 H D, ...), which `theirs` interleaves by head."""
+    """Yield one pair of views (ours, theirs) (H, 3, D, ...) of Q, K, V (3 H D, ...), interleaved by head in theirs."""
     rest = ours.shape[1:]
     yield ours.reshape(3, config.n_heads, -1, *rest).swapaxes(0, 1), theirs.reshape(config.n_heads, 3, -1, *rest)
 
 
 def by_group(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield queries, keys and values of `theirs`, which has the queries, key and value of each key head together."""
+    """Yield views (ours, theirs) of Q, of K and of V; theirs has the queries, key and value of a key head together."""
     n_groups, size, rest = config.key_heads, config.channels_per_head, ours.shape[1:]
     n_queries = config.n_heads // n_groups
     heads, theirs = ours.reshape(-1, size, *rest), theirs.reshape(n_groups, n_queries + 2, size, *rest)
@@ -179,7 +179,7 @@ def by_group(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tupl
 
 
 def adjacent_pairs(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield channels of queries or keys, which RoPE rotates in pairs 2i, 2i + 1 of `theirs`, and i, i + R/2 of ours."""
+    """Yield views (ours, theirs) of queries or keys, which RoPE rotates as pairs i, i + R/2 here, 2i, 2i + 1 there."""
     rest, n_rotated = ours.shape[1:], int(config.channels_per_head * config.rotary_fraction)
     ours, theirs = (x.reshape(-1, config.channels_per_head, *rest) for x in (ours, theirs))
     n_heads, half = len(ours), n_rotated // 2
@@ -189,26 +189,26 @@ def adjacent_pairs(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterato
 
 
 def gate_first(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield both halves of a gated layer (2 F, ...), of which `theirs` has the gate first."""
+    """Yield views (ours, theirs) of both halves of a gated layer (2 F, ...), the gate last in ours, first in theirs."""
     half = len(ours) // 2
     yield ours[half:], theirs[:half]
     yield ours[:half], theirs[half:]
 
 
 def gate_interleaved(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield both halves of a gated layer (2 F, ...), of which `theirs` has each gate before its other output."""
+    """Yield views (ours, theirs) of a gated layer's halves (2 F, ...), interleaved in theirs, each gate first."""
     half = len(ours) // 2
     yield ours[half:], theirs[0::2]
     yield ours[:half], theirs[1::2]
 
 
 def layer_kind(hf_name: str) -> str:
-    """Return the last component of the name of a layer, or of its weight or bias."""
+    """Return a name's last component, of a layer or without the ending .weight or .bias."""
     return re.sub(r"\.(weight|bias)$", "", hf_name).rpartition(".")[2]
 
 
 def fill_numbers(template: str, numbers: Sequence[str]) -> str:
-    """Return a name with the numbers of a block and an expert in place of its components N and M."""
+    """Return a name with its components N and M replaced by the numbers of a block and an expert."""
     for letter, number in zip("NM", numbers):
         template = template.replace(f".{letter}.", f".{number}.")
     return template
@@ -257,7 +257,7 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
 def _add_fallbacks(
     family: Family, tensors: dict[str, StoredTensor], expected: dict[str, list[HFTensor]]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors with those of `family.fallbacks` that are expected and missing."""
+    """Return the tensors, with expected ones that are missing from `family.fallbacks`: another tensor's, or zeros."""
     missing = [hf for hfs in expected.values() for hf in hfs if hf.name in family.fallbacks and hf.name not in tensors]
     added: dict[str, StoredTensor] = {}
     for name, shape, _ in missing:
@@ -293,7 +293,7 @@ def keeps_blocks(weights: str, block_formats: set[str]) -> bool:
 def _copy_tensors(
     mapping: TensorMapping, name: str, hf_tensors: list[HFTensor], theirs: list[StoredTensor], ours: np.ndarray
 ) -> None:
-    """Copy checkpoint tensors into an array in the layout of a parameter."""
+    """Copy checkpoint tensors into an array in the layout of a parameter, and release their pages."""
     for hf_tensor, tensor in zip(hf_tensors, theirs):
         for target, part in mapping.matching_views(name, hf_tensor, ours, tensor.read()):
             target[...] = part
@@ -303,7 +303,7 @@ def _copy_tensors(
 def _read_quantized(
     mapping: TensorMapping, name: str, hf_tensors: list[HFTensor], theirs: list[StoredTensor], kind: str
 ) -> QuantizedMatrix:
-    """Return a parameter as a quantized matrix of a dtype; int8 is computed from float32, 16 bits are copied."""
+    """Return a parameter as a QuantizedMatrix: int8 of float32 values, or copied 16 bits; ValueError if not finite."""
     # A QuantizedMatrix is stored transposed, except for an embedding.
     transposed = declared_role(mapping.parameters[name]) != "embedding"
     shape = mapping.parameters[name].shape
@@ -339,7 +339,7 @@ def canonicalize_names(family: Family, tensors: dict[str, StoredTensor]) -> dict
 
 
 def _check_tensors(expected: dict[str, list[HFTensor]], tensors: dict[str, StoredTensor]) -> None:
-    """Raise ValueError if the tensors, which have canonical names, differ from the expected ones."""
+    """Raise ValueError if tensors (canonical names) are missing or unexpected, or have other shapes or no floats."""
     hf_tensors = [hf_tensor for hf_tensors in expected.values() for hf_tensor in hf_tensors]
     names = {hf_tensor.name for hf_tensor in hf_tensors}
     missing = [hf_tensor.name for hf_tensor in hf_tensors if hf_tensor.name not in tensors]
@@ -357,13 +357,13 @@ def _check_tensors(expected: dict[str, list[HFTensor]], tensors: dict[str, Store
 
 
 def abbreviate_names(names: list[str]) -> str:
-    """Return the first names of a list and the number of the others, for an error message."""
+    """Return the first names of a list, joined by commas, and "and N more" for any others, for an error message."""
     more = len(names) - MAX_LISTED_NAMES
     return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _is_head(name: str) -> bool:
-    """Return whether a Hugging Face tensor's name is that of an output matrix."""
+    """Return whether a tensor's name is that of an output matrix: lm_head.weight or embed_out.weight."""
     return name in ("lm_head.weight", "embed_out.weight")
 
 
@@ -379,7 +379,7 @@ def _check_tied_head(mapping: TensorMapping, tensors: dict[str, StoredTensor]) -
 
 
 def _arrays_equal(a: np.ndarray, b: np.ndarray) -> bool:
-    """Compare two arrays in chunks, and release the memory of those that are views of files."""
+    """Return whether two arrays are equal, compared in chunks; release the memory of views of files."""
     n_rows = max(1, CHUNK_BYTES // (4 * max(1, a.size // max(1, len(a)))))
     for start in range(0, len(a), n_rows):
         rows = slice(start, start + n_rows)

@@ -67,7 +67,7 @@ def from_gemma3(fields: ConfigFields) -> ModelConfig:
 
 
 def _text_fields(fields: ConfigFields) -> ConfigFields:
-    """Return the text model's fields with defaults: `text_config`, which "gemma3" must have, or the fields."""
+    """Return the text model's fields with defaults: `text_config` (ValueError if "gemma3" lacks it), or the fields."""
     text_fields = fields.section("text_config")
     if fields.get("model_type") == "gemma3" and "text_config" not in fields:
         raise field_error("text_config", "an object", None)
@@ -77,11 +77,7 @@ def _text_fields(fields: ConfigFields) -> ConfigFields:
 
 
 def _common_config(fields: ConfigFields, caps: tuple[float | None, float | None]) -> dict[str, Any]:
-    """Return the config fields that Gemma 2 and 3 share; `caps`: default soft-caps of scores and of logits.
-
-    Args:
-        caps: the default soft-caps of attention scores and of logits.
-    """
+    """Return the fields Gemma 2, 3 share; `caps`: default soft-caps of scores and logits; ValueError if unsupported."""
     if fields.get("use_bidirectional_attention"):
         raise field_error("use_bidirectional_attention", "false", fields.get("use_bidirectional_attention"))
     bias = fields.boolean("attention_bias", False)
@@ -107,7 +103,7 @@ def _periodic_layer_types(n_layers: int, period: int) -> list[str]:
 
 
 def _sliding_window(fields: ConfigFields, types: list[str]) -> int | None:
-    """Return the window, None without one; raise an error if layers need one."""
+    """Return the sliding-window size, by default DEFAULT_WINDOW, None for null; ValueError if layers then need one."""
     window = fields.optional_positive_int("sliding_window", DEFAULT_WINDOW)
     if window is None and "sliding_attention" in types:
         raise field_error("sliding_window", "a positive integer, because layers have sliding_attention", None)
@@ -115,7 +111,7 @@ def _sliding_window(fields: ConfigFields, types: list[str]) -> int | None:
 
 
 def _rope_config(fields: ConfigFields) -> dict[str, Any]:
-    """Return the RoPE fields; sliding-window layers have their own base, and may not be scaled (error)."""
+    """Return the `rotary_*` fields: sliding-window layers have another base, and must be unscaled, else ValueError."""
     theta = fields.positive_float("rope_theta", 1_000_000.0)
     local_theta = fields.positive_float("rope_local_base_freq", 10_000.0)
     place = "rope_parameters"

@@ -30,7 +30,7 @@ SIZE_NAMES = {
 
 
 def to_config(fields: ConfigFields) -> ModelConfig:
-    """Convert the fields of a GPT-2 config.json to a `ModelConfig`; missing ones get transformers' defaults."""
+    """Convert a GPT-2 config.json to a `ModelConfig`; missing fields get defaults, unsupported ones ValueError."""
     fields.require("scale_attn_by_inverse_layer_idx", False)
     fields.require("add_cross_attention", False)
     inner = fields.optional_positive_int("n_inner") or 4 * fields.positive_int("n_embd", 768)

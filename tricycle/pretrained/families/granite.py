@@ -31,7 +31,7 @@ STACKS = {
 
 
 def common_granite(fields: ConfigFields) -> dict[str, Any]:
-    """Convert the fields that both families share to those of `ModelConfig`, as keyword arguments."""
+    """Convert the fields that both families share to `ModelConfig` keyword arguments, missing ones by default."""
     bias = fields.boolean("attention_bias", False)
     return {
         **common_config(fields),

@@ -62,7 +62,7 @@ def to_config(fields: ConfigFields) -> MambaConfig:
 
 
 def _mixer_config(fields: ConfigFields, width: int) -> dict[str, Any]:
-    """Convert the sizes and biases of Mamba mixers to fields of `MambaConfig`; else ValueError."""
+    """Convert the sizes and biases of Mamba mixers to fields of `MambaConfig`; ValueError if sizes do not fit."""
     sizes: dict[str, Any] = {ours: fields.positive_int(name, default) for ours, (name, default) in SIZES.items()}
     inner, n_heads = fields.positive_int("mamba_expand", 2) * width, sizes["n_mamba_heads"]
     head_size = fields.get("mamba_d_head", "auto")
@@ -74,7 +74,7 @@ def _mixer_config(fields: ConfigFields, width: int) -> dict[str, Any]:
 
 
 def _attention_layers(fields: ConfigFields, n_layers: int) -> tuple[int, ...]:
-    """Return the layers with attention by layer_types, which was layers_block_type; by default none."""
+    """Return the layers with attention, by layer_types or layers_block_type, () if both lack; ValueError if invalid."""
     name = "layer_types" if fields.get("layer_types") is not None else "layers_block_type"
     types = fields.get(name)
     types = [MAMBA[0]] * n_layers if types is None else types

@@ -76,7 +76,7 @@ def from_llama(fields: ConfigFields) -> ModelConfig:
 
 
 def from_mistral(fields: ConfigFields) -> ModelConfig:
-    """Convert a Mistral config.json to a `ModelConfig`; its window (default 4096, null for none) is for all layers."""
+    """Convert a Mistral config.json to a `ModelConfig`; one window for all layers (default 4096); else ValueError."""
     with_defaults = ConfigFields({"intermediate_size": 14_336, "max_position_embeddings": 131_072, **fields.values})
     window = fields.optional_positive_int("sliding_window", 4096)
     types = fields.layer_types(fields.positive_int("num_hidden_layers", 32)) or []
@@ -107,7 +107,7 @@ def from_olmo2(fields: ConfigFields) -> ModelConfig:
 
 
 def _qwen_config(fields: ConfigFields, head_size: int | None = None) -> dict[str, Any]:
-    """Return the config of a Qwen model; layers from `max_window_layers` on have any sliding window."""
+    """Return the config fields that Qwen models share; layers from `max_window_layers` on have any sliding window."""
     defaults = {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768}
     common = common_config(ConfigFields({**defaults, **fields.values}), 32, head_size)
     n_layers = common["n_layers"]
@@ -125,7 +125,7 @@ def _qwen_config(fields: ConfigFields, head_size: int | None = None) -> dict[str
 
 
 def sliding_window_config(types: list[str], window: int | None) -> dict[str, Any]:
-    """Return `ModelConfig` fields window and full_layers (layer indices); {} if there is no window or it is unused."""
+    """Return `ModelConfig` fields window and full_layers (layer indices); {} without a window or a layer with it."""
     full_layers = tuple(layer for layer, kind in enumerate(types) if kind == "full_attention")
     if window is None or len(full_layers) == len(types):
         return {}

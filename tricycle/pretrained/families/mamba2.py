@@ -40,7 +40,7 @@ CHUNK_SIZE = 32  # fastest on a CPU; that of the files is for GPUs
 
 
 def check_time_steps(fields: ConfigFields) -> None:
-    """Raise ValueError if the step sizes of the scan have limits, which are not supported."""
+    """Raise ValueError if config.json limits the step sizes of the scan, which is not supported."""
     limits = fields.get("time_step_limit", NO_LIMITS[0])
     if limits not in NO_LIMITS:
         raise field_error("time_step_limit", "[0.0, Infinity], the only supported value", limits)

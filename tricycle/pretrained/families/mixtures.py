@@ -96,7 +96,7 @@ def from_qwen3_moe(fields: ConfigFields) -> ModelConfig:
 
 
 def _norm_options(fields: ConfigFields, common: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of expert weights and of RMS norms on queries and keys."""
+    """Return normalize_experts (default False), and the options for RMS norms with gains on queries and keys."""
     norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"]}
     return {"normalize_experts": fields.boolean("norm_topk_prob", False), **norms}
 

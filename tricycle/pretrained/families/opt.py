@@ -27,7 +27,7 @@ POSITION_OFFSET = 2  # rows of the position embedding that are not used
 
 
 def to_config(fields: ConfigFields) -> ModelConfig:
-    """Convert an OPT config.json, post-norm and embedding projections included; ValueError if unsupported."""
+    """Convert an OPT config.json to a `ModelConfig`, missing fields by default; ValueError if unsupported."""
     fields.require("_remove_final_layer_norm", False)
     fields.require("layer_norm_elementwise_affine", True)
     sizes = fields.sizes(50_272, 2048, 768, 3072, 12, 12, hidden_size="ffn_dim")

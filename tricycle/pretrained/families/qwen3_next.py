@@ -105,7 +105,7 @@ def to_fields(config: DeltaNetConfig) -> dict[str, Any]:
 
 # -------------------------------------------------------------------- orders of outputs
 def _by_key_head(config: Any, sizes: list[int], ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[Any, Any]]:
-    """Yield parts of `ours` with `sizes` outputs for each key head, which `theirs` has together for each key head."""
+    """Yield views (ours, theirs) of parts with `sizes` outputs per key head, which theirs groups by key head."""
     n_heads, rest, start, first = config.n_linear_key_heads, ours.shape[1:], 0, 0
     by_head = theirs.reshape(n_heads, sum(sizes), *rest)
     for size in sizes:
@@ -117,18 +117,18 @@ def _by_key_head(config: Any, sizes: list[int], ours: np.ndarray, theirs: np.nda
 def queries_keys_values_gates(
     config: Any, ours: np.ndarray, theirs: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield queries, keys, values and gates of linear attention, which `theirs` has together for each key head."""
+    """Yield views (ours, theirs) of linear attention's Q, K, V and gates, which theirs groups by key head."""
     values = config.inner_size // config.n_linear_key_heads
     return _by_key_head(config, [config.linear_key_size] * 2 + [values] * 2, ours, theirs)
 
 
 def strengths_steps(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield strengths and step sizes of linear attention, which `theirs` has together for each key head."""
+    """Yield views (ours, theirs) of linear attention's strengths and step sizes, which theirs groups by key head."""
     return _by_key_head(config, [config.n_linear_heads // config.n_linear_key_heads] * 2, ours, theirs)
 
 
 def queries_gates(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield queries and gates (2 H D, ...) of attention, which `theirs` has together for each head."""
+    """Yield one pair of views (H, 2, D, ...) of attention's queries and gates (2 H D, ...), by head in theirs."""
     n_heads, rest = config.n_heads, ours.shape[1:]
     yield ours.reshape(2, n_heads, -1, *rest).swapaxes(0, 1), theirs.reshape(n_heads, 2, -1, *rest)
 

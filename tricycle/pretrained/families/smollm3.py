@@ -53,7 +53,7 @@ def to_config(fields: ConfigFields) -> ModelConfig:
 
 
 def _rope_layers(fields: ConfigFields, n_layers: int) -> list[int]:
-    """Return 1 for each layer with RoPE and 0 for the others, from no_rope_layers or no_rope_layer_interval."""
+    """Return 1 for each layer with RoPE, else 0, by no_rope_layers or no_rope_layer_interval; ValueError if invalid."""
     layers = fields.get("no_rope_layers")
     if layers is None:
         interval = fields.positive_int("no_rope_layer_interval", 4)

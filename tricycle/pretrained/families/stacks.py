@@ -62,13 +62,14 @@ def unstack(stacks: Stacks, tensors: dict[str, StoredTensor]) -> dict[str, Store
 
 
 def _expert_tensor(tensor: StoredTensor, transposed: bool, e: int) -> StoredTensor:
+    """Return expert e's matrix or bias of a stack, transposed if the stack is, as a tensor that is read on request."""
     shape = tensor.shape[1:]
     read = lambda: tensor.read()[e].T if transposed else tensor.read()[e]
     return StoredTensor(shape[::-1] if transposed else shape, tensor.dtype_name, read)
 
 
 def _mxfp4_expert(name: str, scales: StoredTensor, blocks: StoredTensor, transposed: bool, e: int) -> StoredTensor:
-    """Return e's matrix (out, in) from blocks (E, out, in / 32, 16), scales (E, out, in / 32); ignore `transposed`."""
+    """Return e's lazy matrix (out, in) of blocks (E, out, in / 32, 16), scales (E, out, in / 32); else ValueError."""
     kinds = {blocks.dtype_name, scales.dtype_name}
     if len(blocks.shape) != 4 or blocks.shape[3] != MXFP4_BLOCK // 2 or scales.shape != blocks.shape[:3]:
         expected = "blocks (experts, out, in / 32, 16) and scales (experts, out, in / 32)"
@@ -116,7 +117,7 @@ def stacked_arrays(
 
 
 def _stack_of(stacks: Stacks, name: str) -> Stack | None:
-    """Return the stack, with the number of the block in its name, that contains a tensor; None if none does."""
+    """Return the stack that contains an expert's tensor, with the block's number in its name; None if none does."""
     match = re.search(r"\.(\d+)\.(.*)\.experts\.\d+\.", name)
     if match is None:
         return None

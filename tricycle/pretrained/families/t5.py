@@ -51,7 +51,7 @@ COPIES = r"(encoder|decoder)\.embed_tokens\.|decoder\.block\.0\.layer\.1\.EncDec
 
 
 def is_gated(fields: dict[str, Any]) -> bool:
-    """Return whether the MLPs of a config.json are gated."""
+    """Return whether the MLPs of a config.json are gated: its feed_forward_proj begins with "gated-"."""
     return str(fields.get("feed_forward_proj")).startswith("gated-")
 
 
