@@ -142,7 +142,7 @@ def roc_curve(abnormal: np.ndarray, normal: np.ndarray) -> np.ndarray:
 
 
 def measure(predict: Predictor, windows: Windows, quantile: float) -> dict[str, Any]:
-    """Return "area", "curve" and "found" by kind and for "all", and "false_alarms", "threshold" and "error".
+    """Return "area", "curve", "found" by kind and for "all"; "false_alarms", "threshold" (of validation), "error".
 
     Returns:
         areas and curves by kind of event and of all windows with one; with the threshold that so many of the normal

@@ -33,12 +33,12 @@ class Settings:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of tokens n at which costs are measured."""
+        """Return the numbers of tokens n at which costs are measured: SHORTEST and its doubles up to `longest`."""
         return powers_of_two(SHORTEST, self.longest)
 
     @property
     def distances(self) -> list[int]:
-        """The distances from the question to the token to recall."""
+        """Return the distances from the question to the token to recall: NEAREST and its doubles up to `farthest`."""
         return powers_of_two(NEAREST, self.farthest)
 
 

@@ -33,7 +33,7 @@ POINTS = 60  # of a loss curve
 
 
 def main() -> int:
-    """Parse sys.argv, run the study, print its tables, and return 0; ValueError for invalid settings."""
+    """Parse sys.argv, run the study of one date (of several with --several), print its tables, and return 0."""
     quick = QUICK
     default = Settings()
     if "--several" in sys.argv[1:]:

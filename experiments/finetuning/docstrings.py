@@ -36,7 +36,7 @@ class Function(NamedTuple):
 
     @property
     def question(self) -> str:
-        """The question: the instruction and the code."""
+        """Return the question: the instruction and the code."""
         return f"{ASK}{self.code}"
 
 

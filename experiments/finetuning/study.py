@@ -295,10 +295,10 @@ def answer_example(prompt: list[int], drawn: list[int], window: int) -> Example:
 
 
 def captions() -> str:
-    """Return captions of photographs, one sentence per line."""
+    """Return the first 150 captions of Multi30k's validation part as one text, a sentence per line."""
     return "\n".join(load_multi30k("val", "en")[:150])
 
 
 def reviews() -> str:
-    """Return sentences of film reviews, one per line."""
+    """Return every 90th sentence of the RT polarity film reviews as one text, a sentence per line."""
     return "\n".join(load_rt_polarity()[0][::90])

@@ -81,7 +81,7 @@ def check(settings: Settings) -> None:
 
 # -------------------------------------------------------------------- the model
 def load_frozen_model(settings: Settings, seed: int) -> tuple[FrozenModel, HeldOut]:
-    """Return (frozen model with its texts, held-out text): the model of --model, or one trained here.
+    """Return (frozen model with its texts, held-out text): --model, or one trained here; ValueError if unsuited.
 
     Raises:
         ValueError: a model that learned with another softmax, or a tokeniser that does not fit.

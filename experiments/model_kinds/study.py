@@ -102,7 +102,7 @@ def updates_per_second(config: GPTConfig, n_updates: int) -> float:
 
 
 def train_run(settings: Settings, preset: str, seed: int, steps: int) -> dict[str, Any]:
-    """Train a run, or resume it in its folder, and return its results.
+    """Train or resume a run in its folder; return "bits", "curve", "steps" and sizes; KeyboardInterrupt if stopped.
 
     Returns:
         "bits" (per byte of all held-out text), "curve" (pairs of step and bits per byte of a part of that text),

@@ -145,7 +145,7 @@ def repetition_loss(model: GPT, rows: np.ndarray, periods: np.ndarray) -> float:
 
 # -------------------------------------------------------------------- changes
 def hide_first_token(model: GPT, probe: Probe, undo: ExitStack) -> None:
-    """Hide the first token from all later ones, in all heads."""
+    """Hide the first token from all later ones, in all heads, until `undo` closes."""
 
     def substitute(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         query, key, value, _, *rest = (*args, None)[: max(4, len(args))]
@@ -156,7 +156,7 @@ def hide_first_token(model: GPT, probe: Probe, undo: ExitStack) -> None:
 
 
 def use_softmax(model: GPT, probe: Probe, undo: ExitStack) -> None:
-    """Replace the softmax variant by the standard softmax, whose weights sum to 1."""
+    """Replace the softmax variant by the standard softmax, whose weights sum to 1, until `undo` closes."""
     undo.callback(probe.change_softmax("*", "softmax").close)
 
 
