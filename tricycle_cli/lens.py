@@ -39,7 +39,7 @@ class Arguments(InspectFlags):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle inspect lens`: print and draw the losses of both lenses for each layer, and write the lens."""
+    """Run `tricycle inspect lens`: fit or load a lens, print (--out: draw) both lenses' losses by layer, --save it."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     loaded, inspectable = arguments.load()
     passages = split_passages(inspectable, arguments.text, arguments.tokens, arguments.length)
