@@ -47,7 +47,7 @@ class LogitAttribution(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The sum of all contributions: the logit, except for rounding (with 8-bit weights also of activations)."""
+        """Return the sum of all contributions: the logit, up to rounding (also of activations with 8-bit weights)."""
         parts = (self.heads, self.attention_biases, self.mlps)
         return self.embedding + self.bias + sum(float(part.sum()) for part in parts)
 

@@ -43,7 +43,7 @@ def collect_activations(model: GPT, texts: Sequence[Sequence[int]], *patterns: s
 
 
 def probe_accuracy(activations: np.ndarray, labels: Sequence[str], n_folds: int = 5, penalty: float = 1.0) -> float:
-    """Return the accuracy of a logistic regression on texts that it was not fitted on, by cross-validation.
+    """Return the cross-validated accuracy of logistic regression on activations (N, C); needs scikit-learn.
 
     Args:
         activations: (N, C), which are standardized with the statistics of the fitted texts.

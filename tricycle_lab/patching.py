@@ -173,7 +173,7 @@ def estimate_patches(model: GPT, prompts: Prompts) -> dict[str, np.ndarray]:
 
 
 def _gradients(runs: PromptRuns) -> dict[Site, Array]:
-    """Return the gradients of the metric of the corrupted run by activations, for all kinds and layers."""
+    """Return {(kind, layer): gradient of the corrupted run's metric by that activation} for the ESTIMATED kinds."""
     model, offsets = runs.model, dict[Site, Tensor]()
 
     def add_offset(site: Site, out: Tensor, *args: Any) -> Tensor:

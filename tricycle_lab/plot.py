@@ -36,7 +36,7 @@ def require_matplotlib(feature: str) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure, without a display; sizes are in inches."""
+    """Return an empty matplotlib figure, sizes in inches, without a display; ModuleNotFoundError without matplotlib."""
     require_matplotlib("a plot")
     from matplotlib.figure import Figure
 

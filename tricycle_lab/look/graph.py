@@ -187,7 +187,7 @@ def _describe_node(
 
 
 def _label(array: Any, is_gradient: bool = False) -> str:
-    """Return the value of a scalar; the norm of a gradient; or the shape of any other array."""
+    """Return as text the value of a scalar, the norm of a gradient, or the shape of any other array."""
     if array.size == 1:
         return f"{array.item():.4g}"
     if is_gradient:

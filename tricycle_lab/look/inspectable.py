@@ -115,7 +115,7 @@ class InspectableModel:
 
     @property
     def start_token(self) -> int | None:
-        """The id that begins every text of a decoder; None if the tokenizer has none."""
+        """Return the id that begins every text of a decoder; None if the tokenizer has none."""
         with suppress(ValueError):
             start = self.tokeniser.start_of_text
             return None if start is None else int(start)
