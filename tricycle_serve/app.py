@@ -204,6 +204,7 @@ class _ResponseSender:
 
 
 def _json_response(value: Any) -> Response:
+    """Return a response with the status 200 whose body is a value as JSON."""
     return Response(encode_json(value), media_type=JSON)
 
 
