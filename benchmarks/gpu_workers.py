@@ -63,7 +63,7 @@ class Side:
         """Wait until the device has completed all work; the base class does nothing."""
 
     def steps(self, n: int) -> list[float]:
-        """Make n training updates of the model, and return their n losses (nats per token)."""
+        """Make n training updates, and return their n losses (nats per token); NotImplementedError here."""
         raise NotImplementedError
 
     def burst(self, n: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def export_random_model(folder: Path) -> Path:
 
 
 def tokens_per_second(status: str) -> int:
-    """Return the tokens per second that the page's status line states.
+    """Return the tokens per second that the page's status line states; ValueError if it states none.
 
     Raises:
         ValueError: it states none.
