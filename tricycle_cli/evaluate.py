@@ -122,7 +122,7 @@ def resolve_window(arguments: Arguments, loaded: Pretrained) -> int:
 
 
 def evaluate_task(arguments: Arguments, task: str) -> None:
-    """Print the accuracy of one or two models in a multiple-choice task; write the log of its items if requested.
+    """Print the accuracy of one or two models in a task, write the items' log if asked; ValueError if items differ.
 
     Raises:
         ValueError: an invalid task, or models whose tokenizers lead to different items.

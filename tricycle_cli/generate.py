@@ -106,7 +106,7 @@ def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:
 def target_text(
     loaded: Pretrained, source: list[int], arguments: Arguments, sampling: PenalizedSamplingParams
 ) -> Iterator[str]:
-    """Return the parts of the text that an encoder-decoder generates for a source, by its own generation settings.
+    """Return an encoder-decoder's text for a source in parts, by its own settings; ValueError for decoding flags.
 
     Raises:
         ValueError: the source is too long, or a flag is given that only decoders support.

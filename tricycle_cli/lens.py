@@ -57,7 +57,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def split_passages(inspectable: InspectableStack, path: Path, n_tokens: int, length: int) -> list[list[int]]:
-    """Return passages of `length` tokens of a text file, at least 5, from its first `n_tokens` tokens.
+    """Return 5 or more passages of `length` tokens, of a file's first `n_tokens` tokens; ValueError if there are fewer.
 
     Raises:
         OSError: the file cannot be read.

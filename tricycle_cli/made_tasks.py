@@ -101,7 +101,7 @@ def _describe(tokeniser: Tokeniser, pairs: list[Pair]) -> Item:
 
 
 def _retrieval_items(tokeniser: Tokeniser, window: int, n_items: int, generator: np.random.Generator) -> Iterator[Item]:
-    """Yield lists of facts such as "The big red box holds a key.", and the beginning of one of them."""
+    """Yield items: facts such as "The big red box holds a key.", then one's beginning; the choices are things."""
     keys = [" ".join(words) for words in product(SIZES, COLORS, CONTAINERS)]
     sample = "".join(f"The {key} holds a {thing}.\n" for key, thing in zip(keys[::7], THINGS))
     n_facts = int(0.8 * window / (len(tokeniser.encode_plain(sample)) / len(THINGS))) - 1
