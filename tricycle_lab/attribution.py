@@ -55,7 +55,7 @@ class LogitAttribution(NamedTuple):
 def attribute_logit(
     model: GPT, tokens: Sequence[int], token: int, other: int | None = None, position: int = -1
 ) -> LogitAttribution:
-    """Split the logit of `token` after a position of a text, minus that of `other` if given, into contributions.
+    """Split the logit of `token` after a position, minus that of `other`, into contributions; ValueError if invalid.
 
     Args:
         model: a pre-norm decoder, sequential or parallel, without logit soft-capping.

@@ -79,7 +79,7 @@ class LensScores(NamedTuple):
 
 
 def fit_lens(model: GPT, texts: Sequence[Sequence[int]], ridge: float = 0.01) -> TunedLens:
-    """Fit by weighted ridge regression and return a tuned lens: a matrix and bias for each layer but the last.
+    """Fit by weighted ridge regression; return a tuned lens for each layer but the last; ValueError if `ridge` <= 0.
 
     A token's weight is 1 / the mean square of its last stream, because the last norm divides by it. The penalty draws
     translators to the identity, which is the logit lens.
@@ -118,7 +118,7 @@ def fit_lens(model: GPT, texts: Sequence[Sequence[int]], ridge: float = 0.01) ->
 
 
 def evaluate_lens(model: GPT, texts: Sequence[Sequence[int]], lens: TunedLens | None = None) -> LensScores:
-    """Return a lens's KL divergence from the model's prediction, and cross-entropy, by layer (L,), nats per token.
+    """Return a lens's KL divergence from the model and cross-entropy, by layer (L,), in nats; ValueError for one token.
 
     Args:
         texts: token ids of texts with at least two tokens, not those that the lens was fitted on.

@@ -104,7 +104,7 @@ def patch_activations(model: GPT, prompts: Prompts, kind: str = "stream", batch_
 
 
 def iterate_patches(model: GPT, prompts: Prompts, kind: str = "stream", batch_size: int = 64) -> Iterator[np.ndarray]:
-    """Yield the effects of `patch_activations` for each layer, (T,), (H,) or (H, T) by `kind`, as they are computed.
+    """Yield a layer's effects of `patch_activations`, (T,), (H,) or (H, T), one by one; ValueError for an unknown kind.
 
     Raises:
         ValueError: as of `patch_activations`, at the first layer.

@@ -324,7 +324,7 @@ def plot_curves(
 
 
 def _draw_line(axes: Any, label: str, x: Any, ys: Any, index: int) -> Any:
-    """Draw a line with the color and line style of its index, for several runs with a band; return the line."""
+    """Draw a line in its index's color and style, several runs with a band; return it; ValueError if malformed."""
     x = np.asarray(x)
     ys = np.atleast_2d(ys)
     if x.ndim != 1 or ys.shape[1:] != x.shape:
@@ -343,7 +343,7 @@ def _draw_line(axes: Any, label: str, x: Any, ys: Any, index: int) -> Any:
 def write_attention_page(
     path: Path, weights: Mapping[str, Mapping[str, Array]], tokens: Sequence[str], title: str = "Attention"
 ) -> None:
-    """Write a self-contained interactive HTML page of attention weights[variant][layer], (H, T, T), clipped to 0..1.
+    """Write an interactive HTML page of weights[variant][layer], (H, T, T), clipped to 0..1; ValueError if malformed.
 
     Weights are stored as bytes, round(255 sqrt(weight)), with an error of at most 1/255, and less for small weights.
     Weights above 1 or below 0, which learned scales can produce, are clipped.

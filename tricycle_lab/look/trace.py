@@ -144,7 +144,7 @@ class Trace:
         return summary
 
     def attention_map(self, name: str, head: int, deflate: bool = False) -> dict[str, Any]:
-        """Return one head's map as JSON data: shape, base64 bytes of weights and of scores, score range and statistics.
+        """Return a head's map as JSON data: shape, base64 weights and scores, range, statistics; ValueError without it.
 
         The byte of a weight w is 255 sqrt(w); that of a score s is 1 + 254 (s - min) / (max - min), and 0 if the key is
         masked.
