@@ -80,7 +80,7 @@ class Engine(ABC):
         return self._thread.ident is None or self._thread.is_alive()
 
     def gauges(self) -> dict[str, tuple[str, float]]:
-        """Return description and value of current quantities by name; may be called in any thread."""
+        """Return {"waiting_texts": (description, number)}; subclasses add more. May be called in any thread."""
         return {"waiting_texts": ("Texts or embedding requests in the queue.", self._n_waiting())}
 
     def _run(self) -> None:
