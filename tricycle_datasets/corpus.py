@@ -108,15 +108,19 @@ class Corpus:
         return self._validation_file.read_bytes()
 
     def __len__(self) -> int:
+        """Return the number of training tokens."""
         return len(self.train)
 
     def __getitem__(self, index: Any) -> Any:
+        """Return training tokens at an index or a slice."""
         return self.train[index]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the training tokens as an array in memory."""
         return np.array(self.train, dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
+        """Return the class name with vocabulary size and numbers of training and held-out tokens."""
         return (
             f"{type(self).__name__}(vocab_size={self.vocab_size}, {len(self.train):,} training and "
             f"{len(self.validation):,} held-out tokens)"
