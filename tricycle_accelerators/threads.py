@@ -35,7 +35,7 @@ BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS",
 # Cache: valid for the life of the process: NumPy's BLAS is loaded with NumPy.
 @cache
 def blas_libraries() -> tuple[Any, ...]:
-    """Return threadpoolctl's controllers of NumPy's BLAS; () if threadpoolctl is missing or finds none."""
+    """Return threadpoolctl's controllers of NumPy's BLAS, cached; () if threadpoolctl is missing or finds none."""
     import numpy  # noqa: F401, only what is loaded can be found
 
     try:

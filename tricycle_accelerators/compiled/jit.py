@@ -157,6 +157,7 @@ class BFloat(ir.Type):
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
+        """Return whether the other type is bfloat, too."""
         return isinstance(other, BFloat)
 
     def __hash__(self) -> int:

@@ -35,6 +35,7 @@ class _Panels:
         self.panels: np.ndarray | None = None
 
     def __rmatmul__(self, left: np.ndarray) -> np.ndarray:
+        """Return `left` times the unpacked matrix, computed by NumPy."""
         product: np.ndarray = left @ self.matrix
         return product
 

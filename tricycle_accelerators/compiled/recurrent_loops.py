@@ -259,7 +259,7 @@ def lstm(
     bias: np.ndarray,
     active: np.ndarray,
 ) -> None:
-    """Run an LSTM from h[0], c[0]: input parts in `gates` become values; write h[1:], c[1:] and tanh_c[1:]."""
+    """Run an LSTM in place from h[0], c[0]: fill gates, h[1:], c[1:], tanh_c[1:]; inactive items keep their state."""
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, 4 * size), np.float32)
     for t in range(len(gates)):

@@ -151,7 +151,7 @@ def load_cublaslt() -> ctypes.CDLL:
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def unavailable_reason() -> str | None:
-    """Return why cuBLASLt cannot be used, in one line; None when it can (on a GPU)."""
+    """Return why cuBLASLt cannot be used, in one line; None when it can (on a GPU); cached."""
     try:
         load_cublaslt()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:

@@ -345,7 +345,7 @@ def _module(file: str, template: tuple[str, ...], device: int) -> Any:
 # Cache: valid for the life of the process: one for each device, kernel and size of shared memory.
 @cache
 def _function(file: str, kernel: str, template: tuple[str, ...], device: int, shared: int) -> Any:
-    """Return a compiled kernel that may use `shared` bytes; ValueError for an unknown template."""
+    """Return a compiled kernel, cached, that may use `shared` bytes; ValueError for an unknown template."""
     if template not in KERNELS[file][kernel]:
         raise ValueError(f"{file}.cu: expected {kernel} with one of {KERNELS[file][kernel]}, got {template}")
     function = _module(file, template, device).get_function(template_name(kernel, template))

@@ -280,11 +280,13 @@ class _Primitive:
             self.held.dnnl_memory_set_data_handle(memory, array.ctypes.data)
 
     def __call__(self, stream: c_void_p, arrays: tuple[np.ndarray, ...]) -> None:
+        """Execute the primitive on the arrays, in the order of its places; an error of oneDNN is raised."""
         self.set_arrays(arrays)
         status = self.free.dnnl_primitive_execute(self.handle, stream, len(arrays), self.arguments)
         _check("dnnl_primitive_execute", status)
 
     def __del__(self) -> None:
+        """Free oneDNN's memory objects and the primitive, if they were created."""
         if hasattr(self, "arguments"):
             for memory in self.memories:
                 self.free.dnnl_memory_destroy(memory)
