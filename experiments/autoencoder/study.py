@@ -245,7 +245,7 @@ class Study:
         return self.models[key]
 
     def reconstructors(self, size: int) -> dict[str, ImageFn]:
-        """Return {"PCA", "dense", "convolutional": function that reconstructs images}; they train when called."""
+        """Return {"PCA", "dense", "convolutional": image function}; PCA is fitted now, the others train when called."""
         makes: dict[str, ImageFn] = {"PCA": self.pca_reconstructor(size)}
         for kind in KINDS:
             makes[kind] = lambda images, kind=kind: reconstruct(self.get_trained(kind, size), images)
@@ -275,7 +275,7 @@ class Study:
 
     # ---------------------------------------------------------------- noise
     def denoisers(self, noise: float) -> dict[str, ImageFn]:
-        """Return {name: function that denoises images}; validation images choose the number of PCA components."""
+        """Return {name: function that denoises images}; train missing autoencoders; validation picks the PCA."""
         size, train_images = self.settings.denoising_size, self.data.train.images
         clean = self.data.validation.images
         noisy = add_noise(clean, noise, stream(NOISE, 0))

@@ -178,7 +178,7 @@ def select_features(activations: np.ndarray, labels: np.ndarray) -> list[tuple[i
 
 
 def measure_features(activations: Sequence[np.ndarray], halves: Sequence[Tokens]) -> list[dict[str, Any]]:
-    """Return the feature of each rule, selected on one half, with precision and recall on the other half.
+    """Return each rule's feature, selected on one half, with precision, recall and contexts on the other.
 
     Args:
         activations: (R, F) of both halves.

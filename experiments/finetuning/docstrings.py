@@ -42,7 +42,7 @@ class Function(NamedTuple):
 
 @cache
 def functions() -> dict[str, list[Function]]:
-    """Return {"train", "validation", "test": functions}, disjoint by module, shuffled in a fixed order; cached.
+    """Return {"train", "validation", "test": functions}, disjoint by module, shuffled, cached; ValueError if empty.
 
     Raises:
         ValueError: this Python has no source files.

@@ -268,7 +268,7 @@ def prompt_ids(loaded: Pretrained, encoder: ExampleEncoder, question: Question) 
 
 
 def decode_answers(loaded: Pretrained, answers: Sequence[tuple[list[int], list[int]]]) -> list[str]:
-    """Return the answers as text, without end tokens."""
+    """Return the second token list of each pair, the generated answer, as text without end tokens."""
     stops = set(end_tokens(loaded))
     return [loaded.tokeniser.decode([token for token in drawn if token not in stops]) for _, drawn in answers]
 

@@ -160,7 +160,7 @@ def generation_table(results: Results) -> str:
 
 
 def seed_table(results: Results) -> str:
-    """Return the Markdown table of the seed document's figures and these (two blocks, one scale per position)."""
+    """Return a Markdown table of perplexities before and after learning, beside the seed document's figures."""
     jobs = {start: learned_job(results.settings, blocks=2, start=start) for start in STARTS}
     measured = {
         f"{results.settings.model}, {text}, from {start}": (

@@ -200,7 +200,7 @@ def measure_heads(model: GPT, start: int) -> dict[str, Any]:
 
 # -------------------------------------------------------------------- the study
 def measure(model: GPT, code: np.ndarray, repeated: Any, start: int) -> dict[str, Any]:
-    """Return all measures of a trained model: lists by layer and head, losses by change, and single numbers.
+    """Return "losses", "outliers", "heads", "effects", "faithfulness", "weight_kurtosis", "sinks" as JSON data.
 
     Args:
         code: texts (N, T + 1). repeated: (rows, periods), see `repeated_rows`.

@@ -65,7 +65,7 @@ class Settings:
 
 
 def main() -> int:
-    """Train and score a PyTorch baseline by the flags of `sys.argv`, save and print the result; return 0."""
+    """Train and score a PyTorch baseline by sys.argv, save and print the result; return 0; ImportError if missing."""
     started = time.perf_counter()
     config = preset()
     start = Settings(config=config)

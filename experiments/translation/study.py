@@ -50,6 +50,7 @@ class Pairs:
         self.numbers = [numbers[i] for i in kept]
 
     def __len__(self) -> int:
+        """Return the number of sentence pairs."""
         return len(self.numbers)
 
     @property
