@@ -34,7 +34,7 @@ def make_items(n: int, texts: list[str], code: list[str], seed: int = 0) -> dict
 
 
 def _item(prompt: str, right: str, others: list[str], generator: random.Random) -> Item:
-    """Return {"prompt", "choices": shuffled, of which N_CHOICES - 1 wrong ones are drawn, "answer": its index}."""
+    """Return {"prompt", "choices": `right` and N_CHOICES - 1 drawn `others`, shuffled, "answer": index of `right`}."""
     choices = [right, *generator.sample(sorted({*others} - {right}), N_CHOICES - 1)]
     generator.shuffle(choices)
     return {"prompt": prompt, "choices": choices, "answer": choices.index(right)}
