@@ -39,7 +39,7 @@ QUICK: dict[str, Any] = {"texts": 1, "tokens": 48, "stride": 3}
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError if there are fewer than 1 text, 8 tokens or a stride of 1."""
     check_minimum(settings, texts=1, tokens=8, stride=1)
 
 

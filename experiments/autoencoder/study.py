@@ -66,7 +66,7 @@ MOST = 63  # numbers in a code: a small digit has 64 pixels
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for unknown data, counts or sizes out of range, or a learning rate that is no fraction."""
     check_choices(settings, data=("digits", "mnist"))
     check_minimum(settings, seeds=1, steps=1, batch_size=1, few_labels=10, denoising_size=1, variational_size=2)
     for name, most in (("code_sizes", MOST), ("noises", np.inf), ("deviations", np.inf)):

@@ -69,7 +69,7 @@ QUICK: dict[str, Any] = {
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a count below its minimum, or a sparsity that is not between 0 and 100."""
     check_minimum(settings, steps=1, width=8, layers=2, texts=2, files=2, features=8, active=1, updates=1)
     if not 0 < settings.sparsity < 100:
         raise ValueError(f"expected --sparsity above 0 and below 100, got {settings.sparsity}")

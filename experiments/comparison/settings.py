@@ -59,7 +59,7 @@ QUICK: dict[str, Any] = {
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a count below its minimum, a bad rate, an unknown kind, or an impossible size of a model."""
     check_minimum(settings, width=1, longest=SHORTEST, rounds=1)
     check_minimum(settings, farthest=NEAREST, updates=1, batch_size=1, seeds=1, tested=1)
     check_fractions(settings, "rates")

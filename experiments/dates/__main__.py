@@ -95,7 +95,7 @@ def study_multiple_dates(settings: Settings) -> Outcome:
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a small count, bad rate, unknown model, "hard" with --several, or impossible size."""
     check_minimum(settings, seeds=1, steps=study.CHECKS, examples=1, validated=1, tested=1, max_tokens=128)
     check_choices(settings, models=MODELS)
     if settings.several and "hard" in settings.models:

@@ -77,7 +77,7 @@ QUICK: dict[str, Any] = {"tasks": ("sums",), "methods": ("lora",), "seeds": 1, "
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a count below its minimum, or an unknown task, method or precision."""
     check_minimum(settings, seeds=1, updates=0, batch_size=1, context_window=128, tested=1)
     check_choices(settings, tasks=TASKS, methods=METHODS, precision=("bfloat16", "float32"))
 

@@ -76,7 +76,7 @@ def study(settings: PretrainedSettings) -> Outcome:
 
 
 def check(settings: PretrainedSettings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a count below its minimum, an unknown text, rates <= 0, or blocks that do not fit."""
     least = {"seeds": 1, "steps": 1, "batch_size": 1, "test_windows": 1, "measured_windows": 1, "prompts": 1}
     check_minimum(settings, **least, n_written=1, window=4)
     check_choices(settings, text=TEXTS)

@@ -53,7 +53,7 @@ QUICK: dict[str, Any] = {
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for fewer than 1 seed or timed update, an unknown preset, or minutes <= 0."""
     check_minimum(settings, seeds=1, timed_updates=1)
     check_choices(settings, presets=PRESETS)
     if settings.minutes <= 0:

@@ -62,7 +62,7 @@ QUICK: dict[str, Any] = {"steps": 300, "seeds": 1, "texts": 8}
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError if steps, batch size, tokens or another count is below its minimum."""
     check_minimum(settings, steps=1, seeds=1, batch_size=2, tokens=32, width=8, layers=1, texts=1)
 
 

@@ -57,7 +57,7 @@ def python_documents() -> Iterator[Document]:
 
 
 def text_documents(paths: Files) -> Iterator[Document]:
-    """Yield (bytes, is for validation) of the files that `TextFiles` does not hold out, or of parts of each."""
+    """Yield (bytes, is for validation) of what `TextFiles` does not hold out: whole files, or two parts of each."""
     files: dict[Path, str] = {}
     for root in map(Path, paths):
         for path, name in find_text_files(root):
