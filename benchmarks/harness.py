@@ -122,7 +122,7 @@ def run(model: str, model_args: str, folder: Path, tasks: list[str]) -> tuple[di
 
 
 def main() -> int:
-    """Parse sys.argv, run the tasks with one or both models, and print the comparison."""
+    """Parse sys.argv, run the tasks with one or both models, print scores, seconds and the comparison; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2", help="as in `tricycle generate`")
     parser.add_argument("--folder", help="the same model in Hugging Face format, for transformers")
