@@ -263,7 +263,7 @@ class RunSession(StateSession):
             state.total_steps = self._affordable_steps(seconds)
 
     def _affordable_steps(self, seconds_per_step: float) -> int:
-        """Return the number of updates that fit in the config's minutes, less the time used and the final report."""
+        """Return the total updates, at most config.steps, for which the minutes less the final report suffice."""
         state, config = self.state, self.state.config
         forward = seconds_per_step / config.accumulation_steps / 3  # a forward pass takes about a third of an update
         estimates = config.eval_batches * forward / config.eval_interval

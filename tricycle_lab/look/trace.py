@@ -260,7 +260,7 @@ class Trace:
         return to_cpu(self.unembed(Tensor(x, requires_grad=False)).array).astype(np.float32, copy=False)
 
     def _top_k(self, logits: np.ndarray, k: int, next_token: int | None) -> dict[str, Any]:
-        """Return the k most probable tokens, and the rank and the probability of the actual next token."""
+        """Return "top" k tokens ("id", "text", "prob"), and "rank" from 0 and "prob" of the next token, if any."""
         k = min(k, len(logits))
         top = np.argpartition(logits, -k)[-k:]
         top = top[np.argsort(-logits[top], kind="stable")]
