@@ -46,7 +46,7 @@ class Results:
         return np.array(self.rows[job]["texts"][text]["positions"])
 
     def recovered_loss(self, job: Job, text: str) -> np.ndarray:
-        """Return for each seed the recovered percentage of the loss that blocks without correction add."""
+        """Return (seeds,): the recovered percentage of the loss that blocks without correction add."""
         full = np.log(self.perplexities(FULL, text)[0])
         uncorrected = np.log(self.perplexities(Job("none", job.blocks), text)[0])
         return 100 * (uncorrected - np.log(self.perplexities(job, text))) / (uncorrected - full)

@@ -47,7 +47,7 @@ class Problem:
 
 
 def minimize(loss: Loss, vector: np.ndarray, n_steps: int = 100) -> np.ndarray:
-    """Return the minimum near a vector, by Newton's method; steps are halved until the loss is not higher."""
+    """Return the minimum near a vector by at most `n_steps` Newton steps, each halved until the loss is not higher."""
     for _ in range(n_steps):
         value, slope = loss(vector).item(), grad(loss)(vector).array
         if np.linalg.norm(slope) < 1e-8:
