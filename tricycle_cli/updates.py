@@ -273,7 +273,7 @@ class RunSession(StateSession):
 
 
 def _roll_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
-    """Roll back to the last checkpoint, and continue with the batches after the bad one.
+    """Reload the last checkpoint into `state` but keep the position in the data, truncate and record metrics, save.
 
     The new state is saved at once, so that a killed run resumes from it. Source: Chowdhery et al. 2022, "PaLM",
     section 5.1, where the authors did this by hand.

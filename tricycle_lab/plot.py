@@ -131,7 +131,7 @@ def _loss_curves(
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], x: str, y: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return two fields of the lines that contain both, the second one multiplied by `scale`."""
+    """Return arrays of two fields, x and y times `scale`, of the lines that contain both."""
     pairs = [(line[x], line[y] * scale) for line in metrics if x in line and y in line]
     steps, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     return steps, values

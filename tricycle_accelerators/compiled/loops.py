@@ -251,7 +251,7 @@ def decode_attention_narrow(
     out: np.ndarray,
     logsumexp: np.ndarray,
 ) -> None:
-    """Run `decode_attention` with a bfloat16, float16 (uint16 bits) or int8 cache, converted block by block.
+    """Write results of `decode_attention` to `out`, `logsumexp` from a bfloat16, float16 (uint16 bits) or int8 cache.
 
     The scales (S, K, N), bits of bfloat16, are those of an int8 cache; they are not used for others.
     """
