@@ -93,7 +93,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _check(arguments: Arguments) -> None:
-    """Raise a ValueError for flags that do not fit together."""
+    """Raise ValueError unless one of --attribute, --patch and --heads is given, with --answers and flags that fit."""
     given = [arguments.attribute is not None, arguments.patch is not None, arguments.heads]
     if sum(given) != 1:
         raise ValueError(f"expected one of --attribute, --patch and --heads, got {sum(given) or 'none'}")

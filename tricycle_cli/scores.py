@@ -50,7 +50,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def read_scores(folder: Path) -> list[tuple[float, ...]]:
-    """Return step, held-out loss and the best head scores of each evaluation of a run, at least one.
+    """Return (step, held-out loss, best head scores) of each evaluation of a run; ValueError if there is none.
 
     Raises:
         ValueError: no evaluation with head scores.
