@@ -65,13 +65,15 @@ TASKS = {
     "probe": "tricycle_cli.probe",
     "scores": "tricycle_cli.scores",
     "steer": "tricycle_cli.steer",
-}  # modules with flags of their own, by the first word
+}  # modules of the subcommands, which have other flags
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle inspect`: print the strongest entries of each table, and draw all of them if --out is given."""
     words = sys.argv[1:] if args is None else args
     if words and words[0] in TASKS:
+        if args is None:
+            sys.argv[0] += f" {words[0]}"  # the program's name in the help and in errors
         importlib.import_module(TASKS[words[0]]).main(words[1:])
         return
     arguments = parse(Arguments, args=words, description=__doc__ or "")

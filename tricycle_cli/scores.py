@@ -31,6 +31,8 @@ class Arguments:
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle inspect scores`: print and draw the scores and the held-out loss against training steps."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
+    if not arguments.folders:
+        raise ValueError("expected one or more RUN, folders of runs with --score-heads, got none")
     if arguments.out is not None:
         require_matplotlib("--out")
     curves = {}
