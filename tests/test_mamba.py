@@ -26,7 +26,6 @@ from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import build_model
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.tensor import no_grad
-from tricycle_cli.init_from import default_config
 from tricycle_lab.look.inspectable import InspectableStack
 from tricycle_lab.look.interventions import Interventions
 from tricycle_lab.look.page import collect_static_data
@@ -257,11 +256,6 @@ def test_unequal_configs_of_hybrids_differ() -> None:
     for changes in ({"n_mamba_heads": 8}, {"mamba_head_size": 6}, {"mamba_mlp": False}, {"bias": True}):
         changed = replace(config, qkv_bias=False, output_bias=False, mlp_bias=False, **changes)
         assert differing_fields(config, changed) == list(changes)
-
-
-def test_commands_refuse_what_a_state_cannot_do() -> None:
-    with pytest.raises(ValueError, match="state_size"):
-        default_config(small())
 
 
 # -------------------------------------------------------------------- in the model viewer
