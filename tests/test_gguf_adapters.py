@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from transformers_families import FAMILIES, VOCABULARY, difference
 
-from tricycle.configs import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense, Adapter, LoRAConfig
 from tricycle.generate import generate
 from tricycle.models import GPT
@@ -53,8 +52,8 @@ def new_loaded(name: str = "Llama", **changes: Any) -> Pretrained:
 
 
 def targets_of(loaded: Pretrained) -> tuple[str, ...]:
-    """Return the names of all matrices but those of experts, with that of the output layer if it is not tied."""
-    return tuple(name for name in TargetModules(loaded).by_name if ".experts." not in name)
+    """Return the names of all matrices that llama.cpp has, with that of the output layer if it is not tied."""
+    return tuple(name for name in TargetModules(loaded).by_name if not re.search(r"\.(experts|shared_mlp)\.", name))
 
 
 def test_adapters_of_experts_are_refused(tmp_path):
@@ -318,10 +317,14 @@ def check_llama_cpp(loaded: Pretrained, base: Path, adapter: Path, vocabulary: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "llama, untied, other base and eps", "llama, wide heads", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "llama, untied, other base and eps", "llama, wide heads", "gpt2", "mamba2", "granitehybrid, experts"],
+)
 def test_llama_cpp_generates_equal_tokens_with_exported_models(name, tmp_path):
-    _, fields = test_gguf_writer.MODELS[name]
-    model = test_gguf_writer.lively(GPT(ModelConfig(**{**fields, "context_window": 128})))
+    config = test_gguf_writer.new_model(name).config
+    config = replace(config, context_window=max(128, config.context_window))
+    model = test_gguf_writer.lively(GPT(config))
     loaded = Pretrained(model, None, GenerationSettings())
     export_gguf(model, test_gguf_writer.bpe_tokeniser(), tmp_path / "base.gguf", "F32")
     adapter = enlivened(new_adapter(loaded, LoRAConfig(rank=3, alpha=5, targets=targets_of(loaded)), seed=1))

@@ -65,7 +65,11 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
             [file.read(file.tensors[name]).reshape(metadata.rotary_size() // 2) for name in LONGROPE_DIVISORS]
         )
     fields = CONFIG_READERS[architecture](metadata, divisors) | metadata.special_tokens()
-    heads = AttentionHeads(metadata.positive_int("attention.head_count"), metadata.n_key_heads(), metadata.head_size())
+    heads = AttentionHeads(0, 0, 0)
+    if metadata.get("attention.head_count") != 0:  # as in models without attention
+        heads = AttentionHeads(
+            metadata.positive_int("attention.head_count"), metadata.n_key_heads(), metadata.head_size()
+        )
     mapping = TENSOR_MAPPINGS[architecture]
     tensors = TensorConversion(file, metadata, mapping, heads).tensors()
     output, embedding = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
@@ -94,7 +98,7 @@ def _check_sizes(file: GGUFFile, metadata: ModelMetadata) -> None:
     if metadata.n_experts():
         sizes |= {"expert_count": metadata.shape("blk.0.ffn_up_exps", 3)[0]}
         sizes |= {metadata.expert_width_key(): metadata.shape("blk.0.ffn_up_exps", 3)[1]}
-    else:
+    elif metadata.get("feed_forward_length") != 0:  # as in models without MLPs
         n_parts = 2 if metadata.architecture in WITH_FUSED_GATES else 1
         sizes |= {"feed_forward_length": metadata.shape("blk.0.ffn_up")[0] // n_parts}
     n_expert_tensors = sum(info.shape[0] for info in file.tensors.values() if len(info.shape) == 3)
@@ -187,7 +191,7 @@ class TensorConversion:
                 return blocks
             return blocks._replace(packed=transform.to_hf(blocks.packed, heads))
 
-        hf_shape = shape[::-1] if transform.transposes else shape
+        hf_shape = transform.hf_shape(shape)
         has_blocks = info.dtype_name in BLOCK_FORMATS and len(shape) == 2
         return StoredTensor(hf_shape, info.dtype_name, read, read_blocks if has_blocks else None)
 
