@@ -37,7 +37,9 @@ FUSED = (
     "Falcon, 40B",
     "GPT-J",
     "DeepSeek-V3",
-)  # fused matrices, and other orders of outputs
+    "Granite-MoE",
+    "gpt-oss",
+)  # fused or stacked matrices, and other orders of outputs
 each_family = pytest.mark.parametrize(
     "name", ["Llama", "Qwen2", "Gemma 3", "Pythia", "OPT-350m", "GPT-2", "Phi", *FUSED]
 )
@@ -77,7 +79,7 @@ def enliven_adapter(adapter: Any) -> None:
 def test_saved_adapter_gives_equal_logits_in_peft(name, dora, tmp_path):
     hf_model, loaded = both(name, tmp_path / "base")
     before = loaded.model(some_tokens()).numpy()
-    # PEFT adapts the experts of DeepSeek in another way
+    # PEFT takes the MLPs of DeepSeek's dense layers and of its shared experts for routed experts.
     targets = tuple(TARGETS[name]) if name == "DeepSeek-V3" else (ALL_LINEAR,)
     adapter = new_adapter(loaded, LoRAConfig(3, 5, targets, dora=dora), seed=1)
     np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), before)  # B is 0
@@ -115,7 +117,23 @@ TARGETS = {
     "Falcon, 40B": ["query_key_value", "dense_4h_to_h"],
     "GPT-J": ["k_proj", "q_proj", "v_proj", "fc_in"],
     "DeepSeek-V3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "Granite-MoE": "all-linear",
+    "gpt-oss": "all-linear",
 }
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "OLMoE"])
+def test_experts_and_routers_have_adapters_as_in_peft(name, tmp_path):
+    hf_model, loaded = both(name, tmp_path / "base")
+    adapter = new_adapter(loaded, LoRAConfig(3, 5), seed=1)
+    enliven_adapter(adapter)
+    assert any(".experts." in layer for layer in adapter.low_ranks) and any(
+        "router" in each for each in adapter.low_ranks
+    )
+    save_adapter(adapter, loaded, tmp_path / "adapter")
+    peft_model = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter").eval()
+    assert difference(loaded.model(some_tokens()).numpy(), hf_logits(peft_model, some_tokens())) < AGREED
 
 
 @each_family

@@ -58,7 +58,7 @@ class LoRAConfig(ValidatedConfig):
         rank: r, the number of columns of A and of rows of B.
         alpha: the product with A and B is multiplied by alpha / r.
         targets: the matrices to adapt: ends of their names in Hugging Face's model, such as "q_proj", or "all-linear"
-            for all matrices in the blocks.
+            for all matrices in the blocks, as in PEFT without stacked experts and their routers.
         dropout: the probability of zeroing an element of A's input.
         rank_stabilised: multiply by alpha / sqrt(r) instead, so that the update does not shrink with the rank.
         dora: train the norms of the columns (DoRA).

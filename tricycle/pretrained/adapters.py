@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tricycle.experts import MixtureOfExperts
 from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig, LoRATarget, LowRankUpdate
 from tricycle.layers import Dense
 from tricycle.pretrained import Pretrained
@@ -75,6 +76,8 @@ class TargetModules:
     Attributes:
         all: the target modules in the order of the model.
         by_name: the target modules by name.
+        stacked: prefixes of Tricycle's names of routers and experts whose matrices are one tensor in checkpoints, which
+            PEFT does not count as linear layers.
     """
 
     def __init__(self, loaded: Pretrained) -> None:
@@ -87,6 +90,10 @@ class TargetModules:
             with suppress(ValueError):  # no family computes the same
                 self.family = find_export_family(loaded.model.config)[0]
         self.mapping = None if self.family is None else TensorMapping(self.family, loaded.model)
+        mixtures = [name for name, layer in self.model.named_layers() if isinstance(layer, MixtureOfExperts)]
+        self.stacked: tuple[str, ...] = ()
+        if self.family is not None and self.family.stacks:
+            self.stacked = tuple(f"{name}.{part}" for name in mixtures for part in ("router", "experts."))
         self.all: list[TargetModule] = []
         for name, layer in self.model.named_layers():
             if isinstance(layer, Dense):
@@ -100,14 +107,16 @@ class TargetModules:
         self.by_name = {module.name: module for module in self.all}
 
     def select(self, targets: Iterable[str]) -> list[TargetModule]:
-        """Return, in model order, modules whose names end with a target ("all-linear": all in blocks), else ValueError.
+        """Return, in model order, modules whose names end with a target, or those of "all-linear", else ValueError.
 
         A target begins at a component of a dotted name: "q_proj" matches "model.layers.0.self_attn.q_proj".
+        "all-linear" matches, as in PEFT, all modules in blocks, without stacked experts and their routers.
         """
         selected: set[str] = set()
         for target in targets:
             if target == ALL_LINEAR:
-                matches = [module.name for module in self.all if module.layer.startswith("blocks.")]
+                in_blocks = [module for module in self.all if module.layer.startswith("blocks.")]
+                matches = [module.name for module in in_blocks if not module.layer.startswith(self.stacked)]
             else:
                 matches = [module.name for module in self.all if f".{module.name}".endswith(f".{target}")]
             if not matches:
