@@ -35,7 +35,7 @@ def new_mixture(width: int, hidden: int, n_experts: int, n_active: int) -> Mixtu
 
 
 def tricycle_step(layer: Layer, inputs: np.ndarray, trains: bool) -> Step:
-    """Return a function that returns a layer's output (N, C); it runs backward, too, if `trains`, else in eval mode."""
+    """Return a step that returns the output (N, C); with `trains`, it runs backward; else eval mode, order F."""
     x = to_tensor(inputs, requires_grad=trains)
     if not trains:  # as `tricycle.pretrained.load` does for decoding
         set_memory_order(layer.eval(), "F")
@@ -93,7 +93,7 @@ def _output(y: Any) -> np.ndarray:
 
 
 def new_sides(arguments: argparse.Namespace, n_tokens: int, trains: bool) -> dict[str, Step]:
-    """Return the step of each side; ValueError if transformers computes another output than the mixture."""
+    """Return steps "mixture", "dense" and, if it is --peer, "transformers"; ValueError if its output differs."""
     sizes = arguments.width, arguments.hidden, arguments.experts, arguments.active
     inputs = np.random.default_rng(1).standard_normal((n_tokens, arguments.width), dtype=np.float32)
     mixture = new_mixture(*sizes)

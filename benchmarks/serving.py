@@ -223,7 +223,7 @@ def _choice_text(choice: Any) -> str:
 
 
 def request_kinds(n: int, has_chat: bool, seed: int = 0) -> list[str]:
-    """Return `n` shuffled kinds: valid ones in equal numbers, and the fractions ADVERSE_FRACTIONS of others.
+    """Return `n` (or more) shuffled kinds: each of ADVERSE_FRACTIONS at least once; then valid ones in equal numbers.
 
     Args:
         has_chat: include chat requests.

@@ -172,7 +172,7 @@ def _grouped(pairs: np.ndarray, places: np.ndarray, weight: np.ndarray) -> Itera
 
 
 def _without_overlap(places: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return the places of a pair (a, a) that are merged: every other one in a run, from the left."""
+    """Return the places where a pair (a, a) merges: every other one in a run; `after[place]` is the next place."""
     begins = np.append(True, places[1:] != after[places[:-1]])
     numbers = np.arange(len(places))
     first = np.maximum.accumulate(np.where(begins, numbers, 0))  # of the run

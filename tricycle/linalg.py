@@ -30,7 +30,7 @@ Gradient: TypeAlias = Callable[..., Sequence[Any]]
 
 # -------------------------------------------------------------------- recording
 def _matrices(op: str, *tensors: Tensor, square: bool = True) -> tuple[Array, ...]:
-    """Return Tensors' arrays, float32 for integers; TypeError for other dtypes, ValueError unless (square) matrices."""
+    """Return arrays, integers as float32; TypeError for other dtypes, ValueError if the first is no (square) matrix."""
     check_device(op, *(t.array for t in tensors))
     arrays = tuple(as_floating(array) for array in promote_integers(*(t.array for t in tensors)))
     for array in arrays:
@@ -236,7 +236,7 @@ def _eigenvector_gradient(
 
 @register
 def eigh(x: Operand) -> tuple[Tensor, Tensor]:
-    """Return the eigenvalues (..., n), ascending, and the eigenvectors (..., n, n), columns, of symmetric matrices.
+    """Return eigenvalues (..., n), ascending, and eigenvectors (columns) of symmetric matrices, from lower triangles.
 
     Only the lower triangle of x is read; the gradient is that of a symmetric matrix. Where eigenvalues are equal, the
     gradient of the eigenvectors does not exist: it is infinite or NaN.

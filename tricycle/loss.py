@@ -73,7 +73,7 @@ class CrossEntropy(Op):
 
 
 def scale_gradient(array: Array, grad: Array) -> Array:
-    """Return array * grad (0-d); the array itself if grad is the object 1 that `Tensor.backward` begins with."""
+    """Return array * grad (0-d); the array itself if grad is the shared array 1 that `Tensor.backward` begins with."""
     return array if grad is one(array_module(grad), str(grad.device), grad.dtype) else kernels.multiply(array, grad)
 
 

@@ -171,7 +171,7 @@ class Optimiser:
         raise ValueError(f"{type(self).__name__}: expected a rule that accepts {what}, got none")
 
     def state_of(self, parameter: Tensor, rule: Rule | None = None) -> tuple[int, State]:
-        """Return a parameter's (update count, state arrays by name) on its device; (0, zeros) if new, not stored."""
+        """Return a parameter's (update count, state) on its device, a stored state completed; (0, zeros) if new."""
         n_updates, state = self.states.get(parameter, (0, {}))
         for name, shape in (rule or self.rule_of(parameter)).state_shapes(parameter.shape).items():
             if name not in state:

@@ -123,7 +123,7 @@ def compute_gradients(
     reducer: Callable[[Layer], Any] | None = None,
     loss_scale: Any = None,
 ) -> Gradients:
-    """Add the mean loss's gradients, over all labels, to `grad`; return loss and count; if not finite, NonFiniteError.
+    """Add the mean loss's gradients to `grad`, return loss and label count; clear `grad` on NonFiniteError (CPU only).
 
     They are added to existing gradients (gradient accumulation); with several processes, to rank 0's, for all.
 

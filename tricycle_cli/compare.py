@@ -113,7 +113,7 @@ def read_run(folder: Path, name: str) -> RunData:
 
 
 def run_settings(config: GPTConfig, data: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's settings by name: from data.json, the config and the fine-tuning flags, the later overriding."""
+    """Return a run's settings by name: four of data.json, then config and fine-tuning flags; later ones override."""
     names = ("data", "tokeniser", "init_from", "on_nan")
     settings: dict[str, Any] = {name: data[name] for name in names if name in data}
     flags = data.get("arguments")

@@ -26,7 +26,7 @@ class Flag(NamedTuple):
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
-    """Return `tricycle`'s completion script for a shell, else ValueError; `commands` maps names to help texts.
+    """Return a shell's completion script for commands {name: help text} and their flags; ValueError if shell unknown.
 
     Raises:
         ValueError: an unknown shell.

@@ -114,7 +114,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def resolve_window(arguments: Arguments, loaded: Pretrained) -> int:
-    """Return --window, or its default for a model; ValueError if the model's context window is shorter."""
+    """Return --window, or for 0 the context window up to a maximum; ValueError if negative or above that window."""
     longest = loaded.model.config.context_window
     if not 0 <= arguments.window <= longest:
         raise ValueError(f"expected --window from 1 to {longest}, the model's context window, got {arguments.window}")

@@ -95,7 +95,7 @@ class _File:
         return bytes(part) if n_bytes == 1 else part  # an opcode must be bytes
 
     def readline(self) -> bytes:
-        """Return a line with its end; UnsupportedPickleError if it is too long."""
+        """Return a line with its end; UnsupportedPickleError if the next MAX_NAME_BYTES bytes have no newline."""
         name, newline, _ = bytes(self.content[self.offset : self.offset + MAX_NAME_BYTES]).partition(b"\n")
         if not newline:
             raise UnsupportedPickleError(f"expected a name of at most {MAX_NAME_BYTES} bytes on one line, got none")

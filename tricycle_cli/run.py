@@ -85,7 +85,7 @@ class Run:
         return retry_on_full_disk(writing, self.folder, self.on_full_disk, self.print_line, self._stop_waiting)
 
     def _stop_waiting(self) -> bool:
-        """Answer other ranks, which wait for this one, and return whether to stop."""
+        """Answer the pings of other ranks, which wait for this one; return whether this rank is to stop."""
         self.processes.answer_pings()  # the other ranks wait for this rank
         return self.stop()
 

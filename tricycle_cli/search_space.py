@@ -90,7 +90,7 @@ def parse_search_space(words: Sequence[str]) -> SearchSpace:
 
 
 def _range(word: str, text: str, kind: Any) -> Range | Categorical:
-    """Parse LOW..HIGH, then :log and a number of values in any order; ValueError if invalid."""
+    """Parse LOW..HIGH[:log][:N] (or :N:log) to a Range, or with N >= 2 a Categorical; ValueError if invalid."""
     if kind not in (int, float):
         raise ValueError(f"--over {word}: expected choices such as A,B for a field without numbers, got a range")
     bounds, *more = text.split(":")

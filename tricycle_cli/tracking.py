@@ -166,7 +166,7 @@ class _Worker:
             self.ready.set()
 
     def _rewind(self, lines: Sequence[Line]) -> None:
-        """Rewind a tracker that can do so, and its position, to the last step of `lines` if it is further."""
+        """Unless at START, rewind a tracker that can, and its position, to the last step of `lines`, if smaller."""
         if self.tracker.rewinds and self.position != START:
             last = max((line["step"] for line in lines), default=0)
             step = min(last, self.position[0])

@@ -83,7 +83,7 @@ def parse_tools(fields: RequestFields) -> Tools | None:
 
 
 def _parse_tool(value: Any, path: str) -> dict[str, Any]:
-    """Return a tool as {type, function}; ApiError, at `path`, for a wrong type, name, parameters or unknown field."""
+    """Return a tool as {type, function as given}; ApiError for a wrong type, unknown field, or bad or reserved name."""
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     if not isinstance(function, dict):
         raise ApiError(f"expected {path} to be an object of type function, got {format_value(value)}", param=path)

@@ -100,7 +100,7 @@ def tables(results: Results) -> dict[str, str]:
 
 # -------------------------------------------------------------------- the picture
 def plot(results: Results, path: Path) -> None:
-    """Write an image of the held-out bits per byte of each task, and of the increase on other texts."""
+    """Write an image: held-out bits per byte of each task, % of correct sums, and the increase on other texts."""
     with drawing(path, (12, 4.6)) as figure:
         left, middle, right = figure.subplots(1, 3, width_ratios=(3, 2, 5))
         tasks = [task for task in TASKS if any(run["task"] == task for run in results["runs"])]

@@ -209,7 +209,7 @@ def plot(results: Results, scales: Mapping[str, Sequence[np.ndarray]], folder: P
 
 
 def by_blocks(results: Results) -> Panels:
-    """Return {text: {variant: (numbers of blocks, mean perplexities)}} for `plot_curves`."""
+    """Return {text: {variant: (numbers of blocks, mean perplexities)}} as measured; the whole model's are constant."""
     settings, panels = results.settings, Panels()
     for text in TEXTS:
         full = results.perplexities(FULL, text)[0]

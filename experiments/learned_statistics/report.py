@@ -42,7 +42,10 @@ def recovered_loss(rows: Runs, kind: str, blocks: int, model: int) -> np.ndarray
 
 # -------------------------------------------------------------------- tables
 def tables(rows: Runs, attention: Mapping[str, Mapping[str, list[float]]]) -> dict[str, str]:
-    """Return the study's Markdown tables by title; `attention` is {variant: {statistic: value by layer}}."""
+    """Return Markdown tables by title: of perplexities, and of `attention`, {variant: {statistic: value by layer}}.
+
+    The statistics are "spikiness" and "distance"; `attention` is empty or has the variant "whole".
+    """
     titled = {
         "Perplexity on held-out text": perplexity_table(rows),
         "Recovered perplexity, % of the increase due to blocks": recovered_loss_table(rows),

@@ -13,7 +13,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study (--render: only redraw stored results and the README); return (Markdown tables, file names)."""
+    """Run the study (--render: read its results, write the README), plot it; return (Markdown tables, file names)."""
     results = read(settings.output / "results.json") if settings.render else run(settings)
     tables = report.tables(results)
     report.plot(results, settings.output / "bits.png")

@@ -61,7 +61,7 @@ def check(settings: Settings) -> None:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Measure rates and train the runs that are not in results.json; return its content: "rates" and "runs"."""
+    """Measure rates and train, for equal minutes, runs that results.json lacks; return its "rates" and "runs"."""
     results = Record(settings, ("render", "quick", "timed_updates", "seeds", "presets"), rates={}, runs=[])
     for preset in settings.presets:  # before any run, so that all are measured in the same minutes
         if preset not in results["rates"]:

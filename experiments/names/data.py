@@ -22,7 +22,9 @@ def letters(name: str) -> list[str]:
 
 
 def load(repeated: bool, most: int) -> Problem:
-    """Return a Problem of at most `most` surnames a language: characters as tokens; equal pairs once unless `repeated`.
+    """Return a Problem of each language's first `most` surnames; unless `repeated`, pairs once, equal names grouped.
+
+    The tokens of a text are its characters.
 
     Args:
         repeated: keep duplicates: each line of the files is a separate text, in a separate group.

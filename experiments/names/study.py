@@ -74,9 +74,9 @@ def confusion(labels: np.ndarray, answers: np.ndarray, n_classes: int) -> np.nda
 
 
 def measures(counts: np.ndarray) -> dict[str, Any]:
-    """Return "accuracy", "balanced" (mean recall) and macro "f1", 0 to 1, of counts (true class, answer).
+    """Return "accuracy", "balanced" (mean recall), macro "f1" of counts (true class, answer), over classes with texts.
 
-    F1 = 2 right / (texts of the class + answers of it). Classes without texts are left out.
+    All are from 0 to 1. F1 = 2 right / (texts of the class + answers of it).
     """
     right, there = counts.diagonal(), counts.sum(axis=1)
     has_texts = there > 0

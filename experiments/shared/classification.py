@@ -341,7 +341,7 @@ class Outcome(NamedTuple):
 def one_fold(
     problem: Problem, parts: Parts, name: str, recipe: Recipe, key: tuple[int, ...]
 ) -> tuple[Classifier, Predicted, dict[str, Any]]:
-    """Train a model on one fold; return it, its predictions for the test texts, and a record of the training.
+    """Train a model on one fold; return it, its test predictions, and a record of the training and the test scores.
 
     Args:
         key: seed and fold.

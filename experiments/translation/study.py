@@ -64,7 +64,9 @@ class Pairs:
 
 
 def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """Return corpus BLEU (0 to 100) of detokenized, cased text, and sacrebleu's signature (Post 2018).
+    """Return sacrebleu's corpus BLEU (0 to 100) of detokenized, cased text and its signature; ImportError without it.
+
+    Source: Post 2018, "A call for clarity in reporting BLEU scores".
 
     Raises:
         ImportError: sacrebleu is not installed.

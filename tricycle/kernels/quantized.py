@@ -254,7 +254,7 @@ def chunks_in_cache(n_rows: int, row_size: int) -> Iterator[slice]:
 
 
 def _round(floats: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
-    """Write rows of `floats` as int8 values and scales, 0 for a row of zeros; `floats` are overwritten."""
+    """Write rows of `floats` as int8 values and scales, 0 where a scale would be 0 or subnormal; overwrite `floats`."""
     largest = np.abs(floats).max(axis=1, keepdims=True, initial=0)
     np.divide(largest, MAX_INT8, out=scales)
     scales[scales < np.finfo(np.float32).tiny] = 0  # subnormal scales have no finite inverse

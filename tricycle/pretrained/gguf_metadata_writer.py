@@ -53,7 +53,7 @@ _FLOAT32_ROUNDING = 2.0**-23  # relative: metadata have floats of 32 bits
 
 
 def match_architecture(config: ModelConfig) -> tuple[str, Family, ModelConfig]:
-    """Return the llama.cpp architecture that computes a config, its family, and its config; ValueError if none does.
+    """Return a config's llama.cpp architecture, family, and config (maybe with more biases, gains); ValueError if none.
 
     The latter config may have additional biases and gains, as in `export.match_family`. The family has the names of
     tensors in transformers that `gguf_names.TENSOR_MAPPINGS` converts.

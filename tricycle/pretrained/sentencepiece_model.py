@@ -67,7 +67,7 @@ def unigram_document(data: bytes) -> dict[str, Any]:
 
 
 def _unigram_document(data: bytes) -> dict[str, Any]:
-    """Return the dict of `unigram_document`; TypeError or others for damaged fields, ValueError if unsupported."""
+    """Return `unigram_document`'s dict (<unk>, normal pieces); ValueError if unsupported, or others if damaged."""
     message = list(proto_fields(data))
     trainer = dict(proto_fields(next((value for number, value in message if number == 2), b"")))
     normalizer = dict(proto_fields(next((value for number, value in message if number == 3), b"")))

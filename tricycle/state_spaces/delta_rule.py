@@ -77,7 +77,7 @@ class GatedDeltaRule(ChunkedScan):
         return _DeltaChunk(**vars(c), strengths=strengths, weights=weights, inverse=inverse, errors=errors)
 
     def _chunk_gradients(self, c: Any, s: Array, dy: Array, ds: Array | None) -> tuple[list[Array], Array]:
-        """Return the gradients as the scan's, through the solved system, and those of the strengths."""
+        """Return [dv, dsums, dk, dq, dstrengths (..., 1)] and the prior state's gradient, through the solved system."""
         (du, dsums, dk, dq), ds_before = super()._chunk_gradients(c, s, dy, ds)
         to_solution = c.inverse.swapaxes(-1, -2) @ du  # the gradient of b (V - e^D K S)
         dv = to_solution * c.strengths

@@ -133,7 +133,7 @@ def _q8_0(builder: Any, address: Any) -> Block:
 
 
 def _q4_0(builder: Any, address: Any) -> Block:
-    """Emit code that reads a Q4_0 block of one part: 32 unsigned integers."""
+    """Emit code that reads a Q4_0 block: a part of 32 integers from 0 to 15 (8 not subtracted), and its scale."""
     return Block([_nibbles(builder, address, 2)], _half(builder, address, 0))
 
 

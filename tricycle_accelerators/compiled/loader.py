@@ -10,7 +10,7 @@ from typing import Any
 # Cache: valid for the life of the process: modules.
 @cache
 def load_loops(name: str) -> Any:
-    """Import (or compile) and return a module of loops of this folder, such as "loops"; RuntimeError if Numba fails.
+    """Import (or compile) and return this folder's module `name`; RuntimeError if Numba's libraries cannot be loaded.
 
     Raises:
         RuntimeError: Numba's libraries cannot be loaded, for example under a low memory limit.

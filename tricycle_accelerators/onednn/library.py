@@ -196,7 +196,7 @@ def _descriptor(layout: Layout) -> c_void_p:
 # Cache: valid for the life of the process: must not change, for sizes of memory follow from it.
 @cache
 def _packed_descriptor(shape: tuple[int, ...], size: int) -> c_void_p:
-    """Return the cached memory descriptor that products prefer for a matrix (K, M), the same for any number of rows.
+    """Return oneDNN's preferred descriptor of a matrix (K, M) for any number of rows, cached; set OpenMP to 1 thread.
 
     Asked for once: what oneDNN answers depends on the number of threads that OpenMP has just then, and another answer
     later would be another size of memory.

@@ -90,7 +90,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Return a @ b + bias of bfloat16 (float32 `out`), or of few float32 rows; NotImplemented for others."""
+    """Return a @ b + bias of bfloat16 (result float32 unless `dtype`), or of few float32 rows; else NotImplemented."""
     if a.dtype == np.float32:
         return _few_rows(a, b, bias)
     n_rows = len(a)

@@ -73,7 +73,7 @@ class ViewerService:
         self._lock = threading.Lock()
 
     def page(self) -> str:
-        """Return the HTML page of the viewer, which requests its data from the server."""
+        """Return the viewer's HTML page, with the text and the models' descriptions; it requests other data."""
         models = [{"info": model.describe(), "measures": describe_measures(model)} for model in self.models]
         title = " and ".join(model.title for model in self.models)
         data = {"hasServer": True, "text": self.text, "models": models, "softmaxes": list(SOFTMAXES)}

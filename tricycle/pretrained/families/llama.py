@@ -99,7 +99,7 @@ def from_qwen3(fields: ConfigFields) -> ModelConfig:
 
 
 def from_olmo2(fields: ConfigFields) -> ModelConfig:
-    """Convert an OLMo 2 config.json to a `ModelConfig`; missing fields get defaults, unsupported ones ValueError."""
+    """Convert an OLMo 2 config.json, biases included, to a `ModelConfig` with defaults; ValueError if unsupported."""
     common = common_config(ConfigFields({"vocab_size": 50_304, "rms_norm_eps": 1e-5, **fields.values}))
     norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"], "qk_norm_per_head": False}
     bias = fields.boolean("attention_bias", False)
