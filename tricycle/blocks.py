@@ -251,15 +251,15 @@ class TransformerBlock(Layer):
         initialiser: Initialiser = xavier,
         generator: Generator = None,
     ) -> None:
-        fields: dict[str, Any] = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
-        fields |= {"initialiser": initialiser, "generator": new_generator(generator)}
+        options: dict[str, Any] = {"initialiser": initialiser, "generator": new_generator(generator)}
+        fields = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__} | options
         both = config.norm_placement == "both"
         self.norm_placement, self.parallel, self.scale = config.norm_placement, config.parallel, config.residual_scale
         self.attention_norm = new_norm(config)
         self.attention: Any = attention or MultiHeadSelfAttention(**fields, layer=layer, causal=causal)
         self.attention_post_norm = new_norm(config) if both else None
         self.mlp_norm = None if config.shared_norm else new_norm(config)
-        self.mlp: Any = mlp or (MIXTURES["experts"](MLPBlock, **fields) if config.n_experts else MLPBlock(**fields))
+        self.mlp: Any = mlp or (MIXTURES["experts"](config, **options) if config.n_experts else MLPBlock(**fields))
         self.mlp_post_norm = new_norm(config) if both else None
 
     @takes_ragged
