@@ -28,8 +28,9 @@ def activation_dtype(x: Tensor, precision: str, *layers: Any) -> Any:
 
     It is None if a layer has no `dtype` argument, and for few rows in evaluation, whose products are in float32.
     """
-    are_few = math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating()
-    if precision == "float32" or are_few or not all(accepts_argument(layer, "dtype") for layer in layers):
+    if precision == "float32" or (math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating()):
+        return None
+    if not all(accepts_argument(layer, "dtype") for layer in layers):
         return None
     dtype = kernels.matmul_operand(x.array[:0], precision).dtype
     return None if dtype == x.dtype else dtype

@@ -159,7 +159,8 @@ def select_experts(logits: Tensor, routing: Routing, correction: Tensor | None =
         statistics.add(scores, selected)
     places = xp.arange(len(selected))[:, None], selected
     top = scores[places]
-    divisor = (top.sum(axis=-1, keepdims=True) if normalized else 1) / routing.scale
+    divisor = top.sum(axis=-1, keepdims=True) if normalized else 1
+    divisor = divisor if routing.scale == 1 else divisor / routing.scale
     weights = top / divisor
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array, ...]:
@@ -334,9 +335,9 @@ class MixtureOfExperts(Layer):
     def _mix(self, rows: Tensor, weights: Tensor, selected: Array) -> Tensor:
         """Return the weighted sum (N, C) of the experts `selected` (N, k) for each of the rows (N, C)."""
         if len(selected) == 1 and not grad_enabled_for(weights):  # decoding: there is nothing to sort
-            results = [self.experts[e](rows).array for e in to_cpu(selected)[0].tolist()]
-            total = sum(upcast(y) * weights.array[:, k, None] for k, y in enumerate(results))
-            return Tensor(total.astype(results[0].dtype, copy=False), False)
+            results = rows.xp.concatenate([self.experts[e](rows).array for e in to_cpu(selected)[0].tolist()])
+            total = rows.xp.einsum("kc,nk->nc", upcast(results), weights.array)
+            return Tensor(total.astype(results.dtype, copy=False), False)
         assignment = Assignment(selected, len(self.experts))
         builds_graph = all(mode.builds_graph for mode in current_modes.get())
         running = [(e, n) for e, n in zip(self.experts, assignment.counts) if n or builds_graph] or [
