@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_quantized_blocks import block_rows
 
 from tricycle import Tensor, experts, no_grad, to_tensor
 from tricycle.activation_checkpointing import checkpoint_activations
@@ -17,6 +18,7 @@ from tricycle.experts import MixtureOfExperts, RouterStatistics, Routing, add_ro
 from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
 from tricycle.kernels.quantized import QuantizedMatrix
+from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
@@ -466,6 +468,22 @@ def test_one_token_equals_its_row_in_a_batch(normalized):
                 y = layer(one.reshape(shape))
                 assert y.shape == shape and y.dtype == row.dtype and not y.requires_grad
                 np.testing.assert_allclose(y.array.reshape(-1), row, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype_name", ["int8", "float16", "Q4_K", "Q8_0"])
+def test_one_token_of_quantized_experts_equals_its_row_in_a_batch(dtype_name):
+    config = replace(CONFIG, embedding_dim=256, hidden_size=256, bias=False)
+    layer = MixtureOfExperts(config, Routing(2, scale=1.5), generator=0).eval()
+    if dtype_name.startswith("Q"):
+        for i, expert in enumerate(layer.freeze().experts):
+            expert.up.weights.array = BlockMatrix((block_rows(dtype_name, 512, 256, i),), True, False)
+            expert.projection.weights.array = BlockMatrix((block_rows(dtype_name, 256, 256, i),), True, False)
+    else:
+        quantize(layer, dtype_name)
+    x = RNG.normal(size=(4, 256)).astype(np.float32)
+    with no_grad():
+        rows = np.concatenate([layer(row[None]).array for row in x])
+        assert relative_error(rows, layer(x).array) < 1e-3
 
 
 def test_gradients_share_no_memory():
