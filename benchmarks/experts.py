@@ -20,18 +20,20 @@ from typing import Any
 import numpy as np
 
 from tricycle.blocks import MLPBlock
+from tricycle.configs.model import ModelConfig
 from tricycle.experts import MixtureOfExperts
 from tricycle.layers import Layer
 from tricycle.tensor import no_grad, to_tensor
 from tricycle.weights import set_memory_order
 
-PARTS: dict[str, Any] = {"gated": True, "activation": "swish", "bias": False, "generator": 0}
+FIELDS: dict[str, Any] = {"n_heads": 1, "gated": True, "activation": "swish", "bias": False}
 Step = Callable[[], np.ndarray]  # returns the output
 
 
 def new_mixture(width: int, hidden: int, n_experts: int, n_active: int) -> MixtureOfExperts:
     """Return a mixture of gated MLPs with random weights."""
-    return MixtureOfExperts(MLPBlock, width, n_experts, n_active, hidden_size=hidden, **PARTS)
+    numbers: dict[str, Any] = {"n_experts": n_experts, "n_active_experts": n_active}
+    return MixtureOfExperts(ModelConfig(embedding_dim=width, hidden_size=hidden, **numbers, **FIELDS), generator=0)
 
 
 def tricycle_step(layer: Layer, inputs: np.ndarray, trains: bool) -> Step:
@@ -98,7 +100,7 @@ def new_sides(arguments: argparse.Namespace, n_tokens: int, trains: bool) -> dic
     inputs = np.random.default_rng(1).standard_normal((n_tokens, arguments.width), dtype=np.float32)
     mixture = new_mixture(*sizes)
     sides = {"transformers": transformers_step(mixture, inputs, trains)} if arguments.peer == "transformers" else {}
-    dense = MLPBlock(arguments.width, hidden_size=arguments.active * arguments.hidden, **PARTS)
+    dense = MLPBlock(arguments.width, hidden_size=arguments.active * arguments.hidden, generator=0, **FIELDS)
     sides |= {"mixture": tricycle_step(mixture, inputs, trains), "dense": tricycle_step(dense, inputs, trains)}
     if arguments.peer == "transformers":
         ours, theirs = sides["mixture"](), sides["transformers"]()

@@ -94,6 +94,7 @@ SIZES: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
         ("gelu", "gelu_with_derivative", "relu_squared", "sum_squares", "add"), lambda draw: (any_shape(draw),)
     ),
     "gelu_backward": lambda draw: (any_shape(draw), draw(st.sampled_from(["x", "slope"]))),
+    "softmax": lambda draw: ((*any_shape(draw), draw(LENGTHS)), draw(BOOLEANS)),
     "swiglu": lambda draw: ((*any_shape(draw), 2 * draw(LENGTHS)),),
     "swiglu_backward": lambda draw: (any_shape(draw), draw(LENGTHS)),
     "apply_rope": lambda draw: (draw(LENGTHS), draw(LENGTHS), draw(FEW), 2 * draw(FEW)),

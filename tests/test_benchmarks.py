@@ -268,5 +268,5 @@ def test_mixtures_are_compared_in_training_and_decoding(peer, monkeypatch, capsy
 
 
 def test_mixture_and_dense_mlp_have_equal_active_parameters():
-    mixture, dense = experts.new_mixture(8, 4, 3, 2), experts.MLPBlock(8, hidden_size=8, **experts.PARTS)
+    mixture, dense = experts.new_mixture(8, 4, 3, 2), experts.MLPBlock(8, hidden_size=8, **experts.FIELDS)
     assert 2 * mixture.experts[0].n_parameters == dense.n_parameters

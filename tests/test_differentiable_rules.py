@@ -16,9 +16,9 @@ from tricycle import differentiable_rules, extra_ops, ops, tangent_rules
 from tricycle.activation_checkpointing import enable_grad
 from tricycle.attention import Attention
 from tricycle.autograd import LARGE
-from tricycle.blocks import MLPBlock
+from tricycle.configs.model import ModelConfig
 from tricycle.create_graph import RULES, WITHOUT_RULE, gradients, tangents
-from tricycle.experts import MixtureOfExperts, Router, add_router_loss
+from tricycle.experts import MixtureOfExperts, Router, Routing, add_router_loss
 from tricycle.finetuning.distillation import _soft_loss
 from tricycle.finetuning.lora import AdaptedDense, LoRATarget, LowRankUpdate
 from tricycle.functions import add_residual, linear
@@ -150,14 +150,18 @@ def adapted(x: Tensor, down: Tensor, *others: Tensor, dora: bool = False) -> Ten
     return layer(x)
 
 
-def mixture(x: Tensor, **options) -> Tensor:
-    return in_float64(MixtureOfExperts(MLPBlock, 4, 4, hidden_size=5, activation="tanh", generator=0, **options))(x)
+EXPERTS = ModelConfig(embedding_dim=4, n_heads=1, n_experts=4, hidden_size=5, activation="tanh", router_loss=0.0)
+
+
+def mixture(x: Tensor, *options) -> Tensor:
+    return in_float64(MixtureOfExperts(EXPERTS, *options, generator=0))(x)
 
 
 def quantized(x: Tensor, *bias: Tensor) -> Tensor:
     return linear(x, Tensor(QuantizedMatrix.quantize(normal(4, 3).astype(np.float32), "int8", True), False), *bias)
 
 
+SIGMOID = Routing(2, sigmoid=True, n_groups=2, scale=1.5)
 UNREGISTERED = {
     "LoRA": Sample(adapted, (normal(2, 3, 4), normal(4, 3), normal(2, 3), normal(1, 2)), None),
     "DoRA": Sample(
@@ -166,7 +170,7 @@ UNREGISTERED = {
         None,
     ),
     "mixture of experts": Sample(mixture, (normal(5, 4),), None),
-    "sigmoid router": Sample(lambda x: mixture(x, sigmoid=True, n_groups=2, shared_size=3), (normal(5, 4),), None),
+    "sigmoid router": Sample(lambda x: mixture(x, SIGMOID, 3), (normal(5, 4),), None),
     "router": Sample(lambda x: Router(4, 3, generator=0)(x), (normal(2, 4),), None),
     "int8 weights": Sample(quantized, (normal(2, 2, 4), normal(3)), None),
     "blocks of weights": Sample(
@@ -266,7 +270,7 @@ def test_every_recorded_operation_has_a_rule_or_a_reason():
 
 
 def test_operation_without_rule_names_the_reason():
-    layer = MixtureOfExperts(MLPBlock, 4, 3, hidden_size=5, activation="tanh", generator=0)
+    layer = MixtureOfExperts(EXPERTS, generator=0)
     loss = add_router_loss(lambda: layer(normal(5, 4).astype(np.float32)).sum(), 0.1)
     with pytest.raises(NotImplementedError, match=r"add_router_loss.*set router_loss to 0"):
         loss.backward(create_graph=True)

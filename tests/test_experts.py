@@ -7,16 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_quantized_blocks import block_rows
 
 from tricycle import Tensor, experts, no_grad, to_tensor
 from tricycle.activation_checkpointing import checkpoint_activations
-from tricycle.blocks import MLPBlock, TransformerBlock
+from tricycle.blocks import TransformerBlock
 from tricycle.configs import PRESETS, ModelConfig
 from tricycle.configs.size import min_n_weights
 from tricycle.experts import MixtureOfExperts, RouterStatistics, Routing, add_router_loss, select_experts
 from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
 from tricycle.kernels.quantized import QuantizedMatrix
+from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
@@ -50,9 +52,11 @@ TOKENS = RNG.integers(0, 31, (3, 17))
 BATCH = TOKENS[:, :-1], TOKENS[:, 1:]
 
 
-def new_mixture(dtype=np.float32, **options) -> MixtureOfExperts:
-    options = {"n_active_experts": 2, "hidden_size": 5, "activation": "swish", "gated": True, "bias": False, **options}
-    layer = MixtureOfExperts(MLPBlock, 6, options.pop("n_experts", 4), generator=1, **options)
+SMALL = replace(CONFIG, embedding_dim=6, n_experts=4, hidden_size=5, bias=False, router_loss=0.0)
+
+
+def new_mixture(dtype=np.float32, routing=None, shared_size=0, **fields) -> MixtureOfExperts:
+    layer = MixtureOfExperts(replace(SMALL, **fields), routing, shared_size, generator=1)
     for parameter in layer.parameters():
         parameter.array = parameter.array.astype(dtype)
     return layer
@@ -91,7 +95,7 @@ def loop_over_tokens(layer: MixtureOfExperts, x: np.ndarray) -> np.ndarray:
         for e in best:
             up, gate = np.split(row @ layer.experts[e].up.weights.array, 2)
             hidden = up * gate / (1 + np.exp(-gate))
-            weight = layer.expert_scale * probabilities[e] / total
+            weight = layer.routing.scale * probabilities[e] / total
             result += weight * (hidden @ layer.experts[e].projection.weights.array)
         results.append(result)
     return np.array(results)
@@ -118,12 +122,12 @@ def test_result_is_that_of_a_loop_over_tokens(n_active, normalized):
         assert np.array_equal(layer(x).array, layer(to_tensor(x)).array)
 
 
-GROUPS = {"n_experts": 8, "n_groups": 4, "n_active_groups": 2, "n_active_experts": 3, "expert_scale": 1.7}
+GROUPS = Routing(3, n_groups=4, n_active_groups=2, scale=1.7)
 
 
 @pytest.mark.parametrize("sigmoid", [True, False])
 def test_experts_are_selected_from_the_best_groups(sigmoid):
-    layer = new_mixture(sigmoid=sigmoid, **GROUPS)
+    layer = new_mixture(routing=GROUPS._replace(sigmoid=sigmoid), n_experts=8)
     if sigmoid:
         layer.correction.array[...] = RNG.normal(0, 0.3, 8)
     layer.router.weights.array[...] *= 3
@@ -146,8 +150,12 @@ def test_shared_experts_process_every_token():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"normalize_experts": False}, {"sigmoid": True, **GROUPS, "shared_size": 7}]
-    + [{"sigmoid": True, "normalize_experts": False}],
+    [
+        {},
+        {"routing": Routing(2, normalized=False, scale=1.7)},
+        {"routing": GROUPS._replace(sigmoid=True), "n_experts": 8, "shared_size": 7},
+        {"routing": Routing(2, normalized=False, sigmoid=True)},
+    ],
 )
 def test_gradients_are_those_of_finite_differences(options):
     layer = new_mixture(np.float64, **options)
@@ -213,9 +221,10 @@ def test_layer_accepts_no_tokens():
     "call, message",
     [
         (lambda: new_mixture()(np.zeros((2, 5))), "MixtureOfExperts.embedding_dim=6.: expected"),
-        (lambda: new_mixture(n_active_experts=5), "expected n_active_experts to be at most 4, got 5"),
-        (lambda: new_mixture(n_active_experts=0), "n_active_experts"),
-        (lambda: new_mixture(sigmoid=True, router_loss=0.5), "router_loss to be 0 with sigmoid, got 0.5"),
+        (lambda: new_mixture(routing=Routing(5)), "active experts to be from 1 to n_experts 4, got 5"),
+        (lambda: new_mixture(routing=Routing(0)), "active experts to be from 1 to n_experts 4, got 0"),
+        (lambda: new_mixture(n_experts=0), "active experts to be from 1 to n_experts 0, got 2"),
+        (lambda: new_mixture(routing=Routing(2, sigmoid=True), router_loss=0.5), "router_loss to be 0 with sigmoid"),
         (lambda: replace(CONFIG, n_active_experts=6), "n_active_experts to be from 1 to n_experts, got 6"),
         (lambda: replace(CONFIG, n_experts=-1), "n_experts"),
         (lambda: replace(CONFIG, router_loss=-1.0), "router_loss"),
@@ -450,7 +459,7 @@ def test_mixture_preset_trains_and_exports(tmp_path):
 @pytest.mark.parametrize("normalized", [True, False])
 def test_one_token_equals_its_row_in_a_batch(normalized):
     """Without gradients, one token is computed without sorting."""
-    layer = MixtureOfExperts(MLPBlock, 12, 5, 3, normalize_experts=normalized, hidden_size=4).eval()
+    layer = MixtureOfExperts(CONFIG, Routing(3, normalized)).eval()
     x = RNG.normal(size=(6, 12)).astype(np.float32)
     with no_grad():
         expected = layer(x).array
@@ -459,6 +468,22 @@ def test_one_token_equals_its_row_in_a_batch(normalized):
                 y = layer(one.reshape(shape))
                 assert y.shape == shape and y.dtype == row.dtype and not y.requires_grad
                 np.testing.assert_allclose(y.array.reshape(-1), row, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype_name", ["int8", "float16", "Q4_K", "Q8_0"])
+def test_one_token_of_quantized_experts_equals_its_row_in_a_batch(dtype_name):
+    config = replace(CONFIG, embedding_dim=256, hidden_size=256, bias=False)
+    layer = MixtureOfExperts(config, Routing(2, scale=1.5), generator=0).eval()
+    if dtype_name.startswith("Q"):
+        for i, expert in enumerate(layer.freeze().experts):
+            expert.up.weights.array = BlockMatrix((block_rows(dtype_name, 512, 256, i),), True, False)
+            expert.projection.weights.array = BlockMatrix((block_rows(dtype_name, 256, 256, i),), True, False)
+    else:
+        quantize(layer, dtype_name)
+    x = RNG.normal(size=(4, 256)).astype(np.float32)
+    with no_grad():
+        rows = np.concatenate([layer(row[None]).array for row in x])
+        assert relative_error(rows, layer(x).array) < 1e-3
 
 
 def test_gradients_share_no_memory():
@@ -470,6 +495,6 @@ def test_gradients_share_no_memory():
 
 
 def test_block_accepts_a_mixture_as_its_mlp():
-    layer = MixtureOfExperts(MLPBlock, 12, 3, hidden_size=4)
+    layer = MixtureOfExperts(CONFIG)
     block = TransformerBlock(replace(CONFIG, n_experts=0), mlp=layer)
     assert block.mlp is layer and block(np.zeros((1, 2, 12))).shape == (1, 2, 12)

@@ -424,6 +424,8 @@ ACTIVATIONS = {
     "swiglu_backward": lambda pairs: kernels.swiglu_backward(np.ones_like(pairs[:, :1]), pairs),
     "softmax": lambda pairs: kernels.softmax(pairs),
     "softmax1": lambda pairs: kernels.softmax(pairs, True),
+    "softmax of one row": lambda pairs: np.concatenate([kernels.softmax(row[None]) for row in pairs[:196]]),
+    "softmax1 of one row": lambda pairs: np.concatenate([kernels.softmax(row[None], True) for row in pairs[:196]]),
     "log_softmax": lambda pairs: kernels.log_softmax(pairs),
     "multiply": lambda pairs: kernels.multiply(pairs, pairs[:, ::-1].copy()),
     "add": lambda pairs: kernels.add(pairs, pairs[:, ::-1].copy()),

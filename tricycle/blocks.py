@@ -25,8 +25,9 @@ from tricycle.tensor import Operand, Tensor
 
 def activation_dtype(x: Tensor, precision: str, *layers: Any) -> Any:
     """Return the 16-bit dtype for activations of `layers`; None (as x) for few rows in evaluation, or no `dtype`."""
-    are_few = math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating()
-    if precision == "float32" or are_few or not all(accepts_argument(layer, "dtype") for layer in layers):
+    if precision == "float32" or (math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating()):
+        return None
+    if not all(accepts_argument(layer, "dtype") for layer in layers):
         return None
     dtype = kernels.matmul_operand(x.array[:0], precision).dtype
     return None if dtype == x.dtype else dtype
@@ -245,15 +246,15 @@ class TransformerBlock(Layer):
         initialiser: Initialiser = xavier,
         generator: Generator = None,
     ) -> None:
-        fields: dict[str, Any] = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
-        fields |= {"initialiser": initialiser, "generator": new_generator(generator)}
+        options: dict[str, Any] = {"initialiser": initialiser, "generator": new_generator(generator)}
+        fields = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__} | options
         both = config.norm_placement == "both"
         self.norm_placement, self.parallel, self.scale = config.norm_placement, config.parallel, config.residual_scale
         self.attention_norm = new_norm(config)
         self.attention: Any = attention or MultiHeadSelfAttention(**fields, layer=layer, causal=causal)
         self.attention_post_norm: Any = new_norm(config) if both else None
         self.mlp_norm = None if config.shared_norm else new_norm(config)
-        self.mlp: Any = mlp or (MIXTURES["experts"](MLPBlock, **fields) if config.n_experts else MLPBlock(**fields))
+        self.mlp: Any = mlp or (MIXTURES["experts"](config, **options) if config.n_experts else MLPBlock(**fields))
         self.mlp_post_norm = new_norm(config) if both else None
 
     @takes_ragged

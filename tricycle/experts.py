@@ -28,6 +28,8 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad, OwnedGradient, current_modes, grad_enabled_for
+from tricycle.blocks import MLPBlock
+from tricycle.configs.model import ModelConfig
 from tricycle.create_graph import cast, unfused
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.extra_ops import concatenate, split_sizes
@@ -35,7 +37,7 @@ from tricycle.functions import Sigmoid, Softmax, linear
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels.dispatch import upcast
 from tricycle.layers import MIXTURES, Dense, Dropout, Generator, Layer, new_generator
-from tricycle.ops import as_floating, as_tensor, check_last_axis, check_positive, reshape
+from tricycle.ops import as_floating, as_tensor, check_last_axis, reshape
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record
 
@@ -118,6 +120,7 @@ class Routing(NamedTuple):
         n_groups: the number of groups of consecutive experts, a divisor of E.
         n_active_groups: the number of groups from which the experts of a token are selected: those with the highest
             score, or, with sigmoid, those with the highest sum of two scores.
+        scale: the factor of the weights.
     """
 
     n_active: int
@@ -125,6 +128,7 @@ class Routing(NamedTuple):
     sigmoid: bool = False
     n_groups: int = 1
     n_active_groups: int = 1
+    scale: float = 1.0
 
     def select(self, scores: Array) -> Array:
         """Return the indices (N, K) of the experts with the highest scores (N, E); of equal ones the first."""
@@ -155,12 +159,14 @@ def select_experts(logits: Tensor, routing: Routing, correction: Tensor | None =
         statistics.add(scores, selected)
     places = xp.arange(len(selected))[:, None], selected
     top = scores[places]
-    total = top.sum(axis=-1, keepdims=True) if normalized else 1
-    weights = top / total
+    divisor = top.sum(axis=-1, keepdims=True) if normalized else 1
+    divisor = divisor if routing.scale == 1 else divisor / routing.scale
+    weights = top / divisor
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array, ...]:
         if normalized:
-            grad = (grad - (grad * weights).sum(axis=-1, keepdims=True)) / total
+            grad = grad - (grad * weights).sum(axis=-1, keepdims=True) / routing.scale
+        grad = grad / divisor
         slope = xp.zeros_like(scores)
         slope[places] = grad
         if statistics is not None:
@@ -177,7 +183,7 @@ def _select_experts(node: Tensor, variables: Any) -> Tensor:
     """Recompute the experts' weights on Tensors; the selection is constant, the router loss gives no gradient."""
     scores = Sigmoid() if variables.routing.sigmoid else Softmax()
     top: Tensor = scores(cast(node.args[0], node.dtype))[variables.places]
-    return top / top.sum(axis=-1, keepdims=True) if variables.normalized else top
+    return (top / top.sum(axis=-1, keepdims=True) if variables.normalized else top) * variables.routing.scale
 
 
 class Assignment:
@@ -276,53 +282,40 @@ class MixtureOfExperts(Layer):
     With `shared_size`, the result of a further MLP is added.
 
     Args:
-        new_expert: makes an expert from `embedding_dim` and `fields`, such as `blocks.MLPBlock`.
-        embedding_dim: C. n_experts: E. n_active_experts: K, at most E.
-        normalize_experts: whether the weights of a token's experts are divided by their sum.
-        router_bias: whether the router has a bias.
-        router_loss: the weight of the load-balancing loss in `add_loss`; 0 with sigmoid.
-        sigmoid, n_groups, n_active_groups: see `Routing`; with sigmoid, a correction is added for the selection.
-        expert_scale: the factor of the weighted sum.
+        config: of the model; each expert is an `MLPBlock` of this config, without dropout.
+        routing: how experts are selected; by default by the fields of the config.
         shared_size: the width of the hidden layer of an MLP that processes every token; 0 for none.
-        dropout: the dropout probability of the result.
-        fields: further fields of `ModelConfig`, such as `hidden_size`, the width of each expert.
+        initialiser, generator: of the initial weights; the generator also draws dropout masks.
+
+    Raises:
+        ValueError: a routing to more experts than the config has, or by sigmoids with a load-balancing loss.
     """
 
     def __init__(
         self,
-        new_expert: Callable[..., Layer],
-        embedding_dim: int,
-        n_experts: int,
-        n_active_experts: int = 2,
-        *,
-        normalize_experts: bool = True,
-        router_bias: bool = False,
-        router_loss: float = 0.0,
-        sigmoid: bool = False,
-        n_groups: int = 1,
-        n_active_groups: int = 1,
-        expert_scale: float = 1.0,
+        config: ModelConfig,
+        routing: Routing | None = None,
         shared_size: int = 0,
-        dropout: float = 0.0,
+        *,
         initialiser: Initialiser = xavier,
         generator: Generator = None,
-        **fields: Any,
     ) -> None:
-        check_positive("MixtureOfExperts", n_experts=n_experts, n_active_experts=n_active_experts)
-        if n_active_experts > n_experts:
-            rule = f"n_active_experts to be at most {n_experts}"
-            raise ValueError(f"MixtureOfExperts: expected {rule}, got {n_active_experts}")
-        if sigmoid and router_loss:
-            raise ValueError(f"MixtureOfExperts: expected router_loss to be 0 with sigmoid, got {router_loss}")
+        self.routing = routing = routing or Routing(config.n_active_experts, config.normalize_experts)
+        if not 0 < routing.n_active <= config.n_experts:
+            rule = f"the number of active experts to be from 1 to n_experts {config.n_experts}"
+            raise ValueError(f"MixtureOfExperts: expected {rule}, got {routing.n_active}")
+        if routing.sigmoid and config.router_loss:
+            raise ValueError(f"MixtureOfExperts: expected router_loss to be 0 with sigmoid, got {config.router_loss}")
         generator = new_generator(generator)
-        options: dict[str, Any] = {**fields, "initialiser": initialiser, "generator": generator}
-        self.embedding_dim, self.router_loss, self.expert_scale = embedding_dim, router_loss, expert_scale
-        self.routing = Routing(n_active_experts, normalize_experts, sigmoid, n_groups, n_active_groups)
-        self.router = Router(embedding_dim, n_experts, router_bias, initialiser, generator, role="router")
-        self.correction = Parameter(np.zeros(n_experts, np.float32), "bias") if sigmoid else None
-        self.experts = [new_expert(embedding_dim, **options) for _ in range(n_experts)]
-        self.shared = new_expert(embedding_dim, **{**options, "hidden_size": shared_size}) if shared_size else None
-        self.dropout = Dropout(dropout, generator)
+        fields: dict[str, Any] = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
+        fields |= {"dropout": 0.0, "initialiser": initialiser, "generator": generator}
+        self.embedding_dim, self.router_loss = config.embedding_dim, config.router_loss
+        bias = config.router_bias
+        self.router = Router(config.embedding_dim, config.n_experts, bias, initialiser, generator, role="router")
+        self.correction = Parameter(np.zeros(config.n_experts, np.float32), "bias") if routing.sigmoid else None
+        self.experts = [MLPBlock(**fields) for _ in range(config.n_experts)]
+        self.shared = MLPBlock(**fields | {"hidden_size": shared_size}) if shared_size else None
+        self.dropout = Dropout(config.dropout, generator)
 
     def forward(self, x: Operand) -> Tensor:
         """Apply each token's selected experts to x (..., C); return the weighted sum plus any shared MLP's result.
@@ -335,15 +328,18 @@ class MixtureOfExperts(Layer):
         rows = reshape(x, math.prod(shape[:-1]), shape[-1])
         weights, selected = select_experts(self.router(rows), self.routing, self.correction)
         y = reshape(self._mix(rows, weights, selected), shape)
-        y = y if self.expert_scale == 1 else y * self.expert_scale
-        return self.dropout(y if self.shared is None else y + self.shared(x))
+        return self.dropout(y if self.shared is None else y + self.run_shared(self.shared, x))
+
+    def run_shared(self, shared: MLPBlock, x: Tensor) -> Tensor:
+        """Return the result of the MLP that processes every token."""
+        return shared(x)
 
     def _mix(self, rows: Tensor, weights: Tensor, selected: Array) -> Tensor:
         """Return the weighted sum (N, C) of the experts `selected` (N, k) for each of the rows (N, C)."""
         if len(selected) == 1 and not grad_enabled_for(weights):  # decoding: there is nothing to sort
-            results = [self.experts[e](rows).array for e in to_cpu(selected)[0].tolist()]
-            total = sum(upcast(y) * weights.array[:, k, None] for k, y in enumerate(results))
-            return Tensor(total.astype(results[0].dtype, copy=False), False)
+            results = rows.xp.concatenate([self.experts[e](rows).array for e in to_cpu(selected)[0].tolist()])
+            total = rows.xp.einsum("kc,nk->nc", upcast(results), weights.array)
+            return Tensor(total.astype(results.dtype, copy=False), False)
         assignment = Assignment(selected, len(self.experts))
         builds_graph = all(mode.builds_graph for mode in current_modes.get())
         running = [(e, n) for e, n in zip(self.experts, assignment.counts) if n or builds_graph] or [

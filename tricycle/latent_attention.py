@@ -35,13 +35,13 @@ from tricycle.activation import ACTIVATIONS
 from tricycle.attention.attend import Attention, Mask
 from tricycle.attention.cache import KeyValueCache, Segments, concatenate_texts
 from tricycle.attention.rotary import POSITIONS
-from tricycle.blocks import MLPBlock, MultiHeadSelfAttention, TransformerBlock
+from tricycle.blocks import MultiHeadSelfAttention, TransformerBlock
 from tricycle.configs.model import ModelConfig, Norm
 from tricycle.configs.presets import GPTConfig
 from tricycle.configs.validated import OneOf
 from tricycle.devices import Array, array_module
 from tricycle.einsum import Einsum
-from tricycle.experts import MixtureOfExperts
+from tricycle.experts import MixtureOfExperts, Routing
 from tricycle.extra_ops import concatenate, split_sizes
 from tricycle.functions import new_softmax
 from tricycle.initialisers import Initialiser, xavier
@@ -144,11 +144,10 @@ class LatentConfig(ModelConfig):
         """Make the block of a layer: latent attention, and an MLP, or after the dense layers a mixture of experts."""
         attention, mlp = LatentAttention(self, layer, **options), None
         if self.n_experts and layer >= self.n_dense_layers:
-            fields = {name: getattr(self, name) for name in ModelConfig.__dataclass_fields__} | options
-            fields |= {"hidden_size": self.expert_size, "shared_size": self.n_shared_experts * self.expert_size}
-            fields |= {"n_groups": self.n_groups, "n_active_groups": self.n_active_groups}
-            fields |= {"sigmoid": self.sigmoid_router, "expert_scale": self.expert_scale}
-            mlp = MixtureOfExperts(MLPBlock, **fields)
+            how = self.n_active_experts, self.normalize_experts, self.sigmoid_router
+            routing = Routing(*how, self.n_groups, self.n_active_groups, self.expert_scale)
+            expert, shared_size = replace(self, hidden_size=self.expert_size), self.n_shared_experts * self.expert_size
+            mlp = MixtureOfExperts(expert, routing, shared_size, **options)
         return TransformerBlock(replace(self, n_experts=0), layer, attention=attention, mlp=mlp, **options)
 
 

@@ -15,7 +15,7 @@ from tricycle_accelerators.instruction_sets import widest_instruction_set
 
 Shape = tuple[int, int, int]  # N, K, M
 
-MIN_VECTOR_BYTES = 2**17  # of the right matrix: for fewer NumPy is as fast
+MIN_VECTOR_BYTES = 2**12  # of the right matrix: for fewer NumPy is about as fast
 MIN_TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
 MIN_TILED_WORK = 2**24  # multiplications
 MIN_FEW_ROWS_WORK = MIN_SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
@@ -106,7 +106,7 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
 
 # -------------------------------------------------------------------- providers
 def vector_decline_reason(n_rows: int, n_bytes: int, right: str) -> str | None:
-    """Return why Numba's vector product declines; None for 1 row and a right matrix by "columns" of 128 KiB or more.
+    """Return why Numba's vector product declines; None for 1 row and a right matrix by "columns" of 4 KiB or more.
 
     `n_bytes` is the size of the right matrix.
     """

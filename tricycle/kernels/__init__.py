@@ -157,14 +157,13 @@ def softmax(x: Array, off_by_one: bool = False) -> Array:
     xp = array_module(x)
     if not x.size:
         return x.copy()
-    shift = x.max(axis=-1, keepdims=True)
-    shift = xp.maximum(shift, 0) if off_by_one else xp.where(xp.isneginf(shift), 0, shift)
+    shift = xp.maximum(x.max(axis=-1, keepdims=True), 0 if off_by_one else np.finfo(x.dtype).min)
     with np.errstate(over="ignore"):  # differences beyond the range of the dtype correctly give 0
         y = xp.exp(x - shift)
     total = y.sum(axis=-1, keepdims=True)
     if off_by_one:  # the 1 equals an additional score of 0
         total += xp.exp(-shift)
-    return y / xp.where(total == 0, 1, total)
+    return y / xp.maximum(total, 1)  # below 1 only in a row of -inf
 
 
 @upcasting_kernel(1)

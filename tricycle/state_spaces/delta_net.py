@@ -94,12 +94,12 @@ class DeltaNetConfig(ModelConfig):
 
     def new_block(self, layer: int, **options: Any) -> TransformerBlock:
         """Make a layer's block: `GatedAttention` or `GatedDeltaNet`, and an MLP or mixture, with any shared expert."""
-        fields = {name: getattr(self, name) for name in ModelConfig.__dataclass_fields__} | options
         if layer in self.attention_layers:
-            attention: Layer = GatedAttention(**fields, layer=layer)
+            fields = {name: getattr(self, name) for name in ModelConfig.__dataclass_fields__}
+            attention: Layer = GatedAttention(**fields, **options, layer=layer)
         else:
             attention = GatedDeltaNet(self, **options)
-        mlp = SharedExpertMixture(self.shared_size, **fields) if self.shared_size else None
+        mlp = SharedExpertMixture(self, **options) if self.shared_size else None
         return TransformerBlock(self, layer, attention=attention, mlp=mlp, **options)
 
 
@@ -118,23 +118,22 @@ class GatedAttention(MultiHeadSelfAttention):
 
 
 class SharedExpertMixture(MixtureOfExperts):
-    """A mixture of experts with one more expert, which processes all tokens, multiplied by a sigmoid for each token.
+    """A mixture of experts and a shared MLP, whose result is multiplied by a sigmoid for each token.
 
     Args:
-        shared_size: the width of this expert. fields: see `MixtureOfExperts`.
+        config: of the model. initialiser, generator: see `MixtureOfExperts`.
     """
 
-    def __init__(self, shared_size: int, **fields: Any) -> None:
-        generator = new_generator(fields.get("generator"))
-        fields |= {"generator": generator}
-        super().__init__(MLPBlock, **fields)
-        self.shared_expert = MLPBlock(**{**fields, "hidden_size": shared_size})
-        self.shared_gate = Dense(self.embedding_dim, 1, False, fields.get("initialiser", xavier), generator)
+    def __init__(
+        self, config: DeltaNetConfig, *, initialiser: Initialiser = xavier, generator: Generator = None
+    ) -> None:
+        generator = new_generator(generator)
+        super().__init__(config, None, config.shared_size, initialiser=initialiser, generator=generator)
+        self.shared_gate = Dense(config.embedding_dim, 1, False, initialiser, generator)
 
-    def forward(self, x: Operand) -> Tensor:
-        """Return the selected experts' weighted sum for each token of x (..., C), plus the gated shared expert."""
-        x = as_tensor(x)
-        return super().forward(x) + self.shared_expert(x) * sigmoid(self.shared_gate(x))
+    def run_shared(self, shared: MLPBlock, x: Tensor) -> Tensor:
+        """Return the result of the shared MLP, multiplied by the sigmoid of its gate for each token."""
+        return shared(x) * sigmoid(self.shared_gate(x))
 
 
 class GatedDeltaNet(Layer):

@@ -150,12 +150,11 @@ def new_block(config: MambaConfig, layer: int, **options: Any) -> Layer:
     has_attention = layer in config.attention_layers
     if not has_attention and not config.mamba_mlp:
         return MambaBlock(config, **options)
-    fields = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
     mlp: Any
     if config.n_experts:
-        mlp = MixtureOfExperts(MLPBlock, shared_size=config.shared_size, **fields, **options)
+        mlp = MixtureOfExperts(config, shared_size=config.shared_size, **options)
     else:
-        mlp = MLPBlock(**fields, **options)
+        mlp = MLPBlock(**{name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}, **options)
     return TransformerBlock(config, layer, mlp=mlp, **options) if has_attention else MambaBlock(config, mlp, **options)
 
 

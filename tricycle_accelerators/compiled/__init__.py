@@ -73,7 +73,7 @@ def register(array: type) -> None:
         (vector_matmul, (k.matmul, quantized_matmul)),
         (split_precision, (narrow.int8_split_matmul, narrow.bfloat16_split_matmul)),
         (tiled_matmul, [k.matmul]),
-        (elementwise, (*activated, k.sum_rows, k.sum_squares, k.apply_rope)),
+        (elementwise, (*activated, k.softmax, k.sum_rows, k.sum_squares, k.apply_rope)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (recurrence, (r.prepare_matrix, r.run_batch_parallel, r.project, *layers)),
         (losses, [k.cross_entropy]),

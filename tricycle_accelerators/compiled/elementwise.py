@@ -1,4 +1,4 @@
-"""Elementwise kernels by Numba, each in one pass over memory: GELU, SwiGLU, RoPE and sums."""
+"""Elementwise kernels by Numba, each in one pass over memory: GELU, SwiGLU, RoPE and sums; softmax of few rows."""
 
 from __future__ import annotations
 
@@ -116,6 +116,20 @@ def swiglu(x: np.ndarray) -> Any:
         load_loops("loops").swiglu(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
         return y
     return _over_rows(load_loops("loops").swiglu, [x], x.shape[-1] // 2)
+
+
+def _softmax_decline_reason(x: np.ndarray, off_by_one: bool = False) -> str | None:
+    """Return why x is not 1 to FEW_ROWS contiguous float32 rows of fewer than MIN_SIZE elements; None if it is."""
+    return few_rows_decline_reason(x) if x.size < MIN_SIZE else f"{MIN_SIZE} elements or more"
+
+
+@decline_when(_softmax_decline_reason)
+def softmax(x: np.ndarray, off_by_one: bool = False) -> Any:
+    """Return softmax (softmax1 if `off_by_one`) over the last axis of a few rows, such as a router's, by Numba."""
+    y = np.empty_like(x)
+    rows = x.reshape(-1, x.shape[-1])
+    load_loops("loops").softmax(rows, y.reshape(rows.shape), off_by_one)
+    return y
 
 
 @decline_when(lambda grad, x: large_array_decline_reason(grad, x))

@@ -22,6 +22,7 @@ from tricycle_accelerators.compiled.jit import (
     contiguous_row,
     convert_for,
     exp,
+    exp_underflowing_to_zero,
     float32_to_bfloat16,
     max_abs_if_finite,
     maximum,
@@ -31,6 +32,7 @@ from tricycle_accelerators.compiled.jit import (
 )
 
 WIDENED_KEYS = 16  # keys or values of 16 or 8 bits that are float32 at a time
+LOWEST_FLOAT32 = np.finfo(np.float32).min
 HALF_TO_SINGLE = np.float32(2.0**112)  # a float16's exponent is 112 less than a float32's with the same bits
 
 
@@ -115,6 +117,23 @@ def gelu(x: np.ndarray, y: np.ndarray) -> None:
     """Write GELU (tanh approximation) of a vector into `y`."""
     for i in range(len(x)):
         y[i] = convert_for(y, _gelu(to_float32(x[i])))
+
+
+@compile_loop("void(f4[:, ::1], f4[:, ::1], b1)")
+def softmax(x: np.ndarray, y: np.ndarray, off_by_one: bool) -> None:
+    """Write softmax (softmax1 if `off_by_one`) of rows (R, C) into `y`; a row of -inf gives 0."""
+    n_rows, size = x.shape
+    for i in range(n_rows):
+        largest = ZERO if off_by_one else LOWEST_FLOAT32
+        for j in range(size):
+            largest = maximum(largest, x[i, j])
+        total = exp_underflowing_to_zero(-largest) if off_by_one else ZERO
+        for j in range(size):
+            y[i, j] = exp_underflowing_to_zero(x[i, j] - largest)
+            total += y[i, j]
+        share = ONE if total == ZERO else ONE / total
+        for j in range(size):
+            y[i, j] *= share
 
 
 # -------------------------------------------------------------------- attention of one query

@@ -26,8 +26,8 @@ QWEN3_NEXT_NAMES: TensorNames = {
     "blocks.N.attention.log_rates": [f"{LINEAR}.A_log"],
     "blocks.N.attention.output.norm": [f"{LINEAR}.norm"],
     "blocks.N.attention.output.projection": [f"{LINEAR}.out_proj"],
-    "blocks.N.mlp.shared_expert.up": [f"{MLP}.shared_expert.up_proj", f"{MLP}.shared_expert.gate_proj"],
-    "blocks.N.mlp.shared_expert.projection": [f"{MLP}.shared_expert.down_proj"],
+    "blocks.N.mlp.shared.up": [f"{MLP}.shared_expert.up_proj", f"{MLP}.shared_expert.gate_proj"],
+    "blocks.N.mlp.shared.projection": [f"{MLP}.shared_expert.down_proj"],
     "blocks.N.mlp.shared_gate": [f"{MLP}.shared_expert_gate"],
 }
 SIZES = {
