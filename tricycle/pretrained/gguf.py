@@ -21,7 +21,7 @@ from tricycle.pretrained.gguf_config import (
 )
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
-from tricycle.pretrained.stored_model import StoredModel, StoredTensor
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 
 _BLOCK = re.compile(r"^blk\.(0|[1-9][0-9]{0,8})\.")
 _MAX_EXPERT_TENSORS = 2**17  # the largest models have 2**16
@@ -91,10 +91,11 @@ def _check_sizes(file: GGUFFile, metadata: ModelMetadata) -> None:
     numbers = [int(match[1]) for name in file.tensors if (match := _BLOCK.match(name))]
     n_blocks = 1 + max(numbers, default=-1)
     sizes = {"block_count": n_blocks, "embedding_length": metadata.shape("token_embd")[1]}
-    if metadata.n_experts():
-        sizes |= {"expert_count": metadata.shape("blk.0.ffn_up_exps", 3)[0]}
-        sizes |= {metadata.expert_width_key(): metadata.shape("blk.0.ffn_up_exps", 3)[1]}
-    else:
+    n_dense = metadata.n_dense_layers() if metadata.n_experts() else n_blocks
+    if n_dense < n_blocks:
+        sizes |= {"expert_count": metadata.shape(f"blk.{n_dense}.ffn_up_exps", 3)[0]}
+        sizes |= {metadata.expert_width_key(): metadata.shape(f"blk.{n_dense}.ffn_up_exps", 3)[1]}
+    if n_dense > 0:
         n_parts = 2 if metadata.architecture in WITH_FUSED_GATES else 1
         sizes |= {"feed_forward_length": metadata.shape("blk.0.ffn_up")[0] // n_parts}
     n_expert_tensors = sum(info.shape[0] for info in file.tensors.values() if len(info.shape) == 3)
@@ -125,7 +126,8 @@ class TensorConversion:
                 if hf_name in tensors:
                     raise self.metadata.error(f"tensor {short_repr(name)} is a second {short_repr(hf_name)}")
                 tensors[hf_name] = tensor
-        return tensors
+        with error_prefix(f"{self.file.path}: "):
+            return self.mapping.join(tensors)
 
     def convert(self, name: str, info: GGUFTensorInfo) -> list[tuple[str, StoredTensor]]:
         """Return transformers' [(name, tensor)] for one tensor of the file; ValueError if unknown or misshapen."""

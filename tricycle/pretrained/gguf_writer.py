@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -96,13 +97,17 @@ def export_gguf(
     if isinstance(model, TextEncoder):
         metadata[f"{architecture}.pooling_type"] = POOLING_TYPES[pooling]
         metadata["tokenizer.ggml.token_type_count"] = model.config.token_types
-    shapes, arrays = export_tensors(model, family, config)
+    split = partial(TENSOR_MAPPINGS[architecture].split, config)
+    whole_shapes, arrays = export_tensors(model, family, config)
+    zeros = ((name, np.broadcast_to(np.float32(0), shape)) for name, shape in whole_shapes.items())
+    shapes = {part: values.shape for name, array in zeros for part, values in split(name, array)}
     mixture = Mixture(dtype_name, config, bool(importance))
     plan = {name: _plan_tensor(architecture, name, shape, mixture) for name, shape in shapes.items()}
     heads = AttentionHeads(config.n_heads, config.key_heads, config.channels_per_head)
     mapping = TensorMapping(family, model)
     importances = {part.name: array for name, array in (importance or {}).items() for part in mapping.hf_tensors(name)}
-    named_arrays = tqdm(arrays, "Writing", len(plan), unit=" tensors", delay=2, disable=not progress)
+    parts = (part for name, array in arrays for part in split(name, array))
+    named_arrays = tqdm(parts, "Writing", len(plan), unit=" tensors", delay=2, disable=not progress)
     tensors = ((plan[name], _encode(plan[name], array, heads, importances.get(name))) for name, array in named_arrays)
     divisors = _divisor_tensors(rope_divisors(config))
     with atomic_write(path) as file:
