@@ -10,6 +10,7 @@ import pytest
 from transformers_families import FAMILIES, LIKE_LLAMA
 
 from tricycle.configs import EncoderConfig, ModelConfig
+from tricycle.configs.encoder_decoder import EncoderDecoderConfig
 from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.pretrained.gguf_config import CONFIG_READERS, POOLING_TYPES
 from tricycle.pretrained.gguf_metadata_writer import (
@@ -38,6 +39,9 @@ LATENT = {"norm_eps": 1e-6, "rotary_attention_factor": 1.0, "qkv_bias": False, "
 CONFIGS |= {name: replace(CONFIGS[name], **LATENT) for name in ("DeepSeek-V2", "DeepSeek-V3")}
 CONFIGS["DeepSeek-V2"] = replace(CONFIGS["DeepSeek-V2"], n_groups=1, n_active_groups=1)
 CONFIGS["BERT"] = EncoderConfig()
+T5 = {"relative_buckets": 32, "activation": "relu", "positions": "none", "norm": "rms_norm", "score_scale": 1.0}
+CONFIGS["T5"] = EncoderDecoderConfig(**T5, context_window=2**15, n_decoder_layers=9, bias=False, tied=False)
+CONFIGS["T5, gated"] = replace(CONFIGS["T5"], activation="gelu", gated=True)
 ARCHITECTURES = {
     **dict.fromkeys(("Llama", "Llama 3", "Llama, linear"), "llama"),
     **{"Qwen2": "qwen2", "Qwen3": "qwen3", "OLMo 2": "olmo2", "Gemma 2": "gemma2", "Gemma 3": "gemma3"},
@@ -50,6 +54,8 @@ ARCHITECTURES = {
         "OLMoE": "olmoe",
         "Granite-MoE": "granitemoe",
         "gpt-oss": "gpt-oss",
+        "T5": "t5",
+        "T5, gated": "t5",
         "DeepSeek-V2": "deepseek2",
         "DeepSeek-V3": "deepseek2",
     },
@@ -66,7 +72,7 @@ def test_architecture_of_each_family(name):
     readable = {hf_name for hf_names in TENSOR_MAPPINGS[architecture].names.values() for hf_name in hf_names}
     splits = TENSOR_MAPPINGS[architecture].splits.values()
     readable -= {part.removesuffix(".weight") for split in splits for part in split.parts}
-    assert architecture in ("llama", "falcon") or names == readable  # which have those of two families
+    assert architecture in ("llama", "falcon", "t5") or names == readable  # which have those of two families
     metadata = architecture_metadata(architecture, converted)
     assert metadata[f"{architecture}.block_count"] == config.n_layers
     # llama.cpp reads a number with a decimal point as a float and another one as an integer.

@@ -603,6 +603,34 @@ def _bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     return _sizes(metadata, "layer") | {"model_type": "bert", "hidden_act": "gelu", **shapes}
 
 
+def _t5(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of T5, with one matrix for embedding and logits, or of its version 1.1; ignore `divisors`.
+
+    llama.cpp does not multiply the logits of the former by a factor, as transformers does. This does not change which
+    token has the largest one.
+    """
+    key = "decoder_start_token_id"
+    sizes = {
+        "d_model": "embedding_length",
+        "d_ff": "feed_forward_length",
+        "num_heads": "attention.head_count",
+        "num_layers": "block_count",
+        "relative_attention_num_buckets": "attention.relative_buckets_count",
+    }
+    return {
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        **{name: metadata.positive_int(size) for name, size in sizes.items()},
+        "d_kv": metadata.head_size(),
+        "num_decoder_layers": metadata.positive_int("decoder_block_count", metadata.positive_int("block_count")),
+        "relative_attention_max_distance": 128,
+        "layer_norm_epsilon": metadata.positive_float("attention.layer_norm_rms_epsilon"),
+        "feed_forward_proj": "gated-gelu" if metadata.has_tensor("enc.blk.0.ffn_gate.weight") else "relu",
+        key: metadata.positive_int(key) if metadata.get(key) else 0,
+        **metadata.vocabulary_fields(),
+    }
+
+
 def _deepseek2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return the fields of DeepSeek-V2, or of V3, whose router has sigmoids.
 
@@ -686,5 +714,6 @@ CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] 
     "command-r": _command_r,
     "falcon": _falcon,
     "bert": _bert,
+    "t5": _t5,
     "deepseek2": _deepseek2,
 }

@@ -37,8 +37,8 @@ FILE_TYPES = {
     "Q4_0": FileType(2, "Q4_0"),
 }
 
-# With all tensors that are not matrices; ffn_gate_inp is a router.
-_ALWAYS_F32 = ("position_embd.weight", "token_types.weight", "ffn_gate_inp.weight", ".bias")
+# With all tensors that are not matrices; ffn_gate_inp is a router, attn_rel_b a table of relative positions.
+_ALWAYS_F32 = ("position_embd.weight", "token_types.weight", "ffn_gate_inp.weight", "attn_rel_b.weight", ".bias")
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # for rows that are not whole blocks of 256 values
 _LAYERS_OF_70B = 80  # llama.cpp recognizes models of 70B parameters by their layers and grouped-query attention
 

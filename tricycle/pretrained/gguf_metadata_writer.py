@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from tricycle.configs.encoder import EncoderConfig
+from tricycle.configs.encoder_decoder import EncoderDecoderConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.latent_attention import LatentConfig
 from tricycle.pretrained.config_equivalence import has_bias
-from tricycle.pretrained.config_fields import ConfigFields, rotary_scaling_fields, size_fields
+from tricycle.pretrained.config_fields import ConfigFields, field_error, rotary_scaling_fields, size_fields
 from tricycle.pretrained.export import match_family
 from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.families.bert import BERT
@@ -37,6 +38,7 @@ from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
 from tricycle.pretrained.families.stacks import Stack
+from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.gguf_config import (
     CONFIG_READERS,
     SIZE_METADATA,
@@ -137,6 +139,8 @@ def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["position_embd.weight"] = (config.context_window, width)
     if isinstance(config, EncoderConfig) and config.token_types:
         shapes["token_types.weight"] = (config.token_types, width)
+    if isinstance(config, EncoderDecoderConfig) and config.is_gated:
+        shapes["enc.blk.0.ffn_gate.weight"] = (config.mlp_width, width)
     if config.parallel and not config.shared_norm:
         shapes["blk.0.attn_norm_2.weight"] = (width,)
     has_output_bias = has_bias(config, "output")
@@ -268,6 +272,28 @@ def _bert(config: ModelConfig) -> Metadata:
     return {**_layer_norm(config), "attention.causal": False}
 
 
+def _t5(config: EncoderDecoderConfig) -> Metadata:
+    """Return T5's metadata; ValueError for tied embeddings and deeper decoders, with which llama.cpp fails.
+
+    llama-cpp-python 0.3.36 does not load a decoder that has more layers than its encoder.
+    """
+    if config.tied:
+        expected = f"False, as llama.cpp does not multiply the logits of tied embeddings by {config.output_scale:.3g}"
+        raise field_error("tied", expected, True)
+    n_decoder_layers = config.n_decoder_layers or config.n_layers
+    if n_decoder_layers > config.n_layers:
+        raise field_error("n_decoder_layers", f"at most n_layers, {config.n_layers}", n_decoder_layers)
+    return {
+        "context_length": 512,  # of all T5 in transformers; llama.cpp allocates memory for sources of this length
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "attention.key_length": config.channels_per_head,
+        "attention.value_length": config.channels_per_head,
+        "attention.relative_buckets_count": config.relative_buckets,
+        "decoder_block_count": n_decoder_layers,
+        "decoder_start_token_id": config.start_token,
+    }
+
+
 def _deepseek2(config: LatentConfig) -> Metadata:
     """Return the metadata of newer files, in which each token has one key, of its latent and its rotated channels.
 
@@ -321,5 +347,6 @@ METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[Any], Metadata]]
     "command-r": ((COHERE,), _command_r),
     "falcon": ((FALCON, FALCON_TWO_NORMS), _phi2),
     "bert": ((BERT,), _bert),
+    "t5": ((T5, T5_GATED), _t5),
     "deepseek2": ((DEEPSEEK_V2, DEEPSEEK_V3), _deepseek2),
 }

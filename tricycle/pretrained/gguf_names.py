@@ -30,6 +30,7 @@ from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
+from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.stored_model import StoredTensor
 
 
@@ -254,6 +255,28 @@ _LATENT_INPUTS = ("q", "q_a", "q_b", "kv_a_mqa", "kv_b", "k_b", "v_b")
 _EXPANSION = DEEPSEEK_V3.names["blocks.N.attention.expansion"][0]
 _PARTS = {f"blk.N.attn_{part}_b": _EXPANSION.replace("kv_b_proj", f"{part}_b_proj") for part in "kv"}
 
+_T5_BLOCK = {
+    "attention.softmax_scales": ["attn_rel_b.weight"],
+    "attention.qkv": ["attn_q", "attn_k", "attn_v"],
+    "attention.projection": ["attn_o"],
+    "attention_norm": ["attn_norm"],
+    "cross.query": ["cross_attn_q"],
+    "cross.key": ["cross_attn_k"],
+    "cross.value": ["cross_attn_v"],
+    "cross.projection": ["cross_attn_o"],
+    "cross_norm": ["cross_attn_norm"],
+    "mlp.up": ["ffn_up", "ffn_gate"],
+    "mlp.projection": ["ffn_down"],
+    "mlp_norm": ["ffn_norm"],
+}
+_T5 = {"encoder.embedding": "token_embd", "head": "output"}
+for _stack in ("encoder", "decoder"):
+    _T5[f"{_stack}.norm"] = f"{_stack[:3]}.output_norm"
+    for _layer, _parts in _T5_BLOCK.items():
+        _T5[f"{_stack}.blocks.N.{_layer}"] = " ".join(f"{_stack[:3]}.blk.N.{part}" for part in _parts)
+# A table of some files that no computation uses.
+_UNUSED = "decoder.block.N.layer.1.EncDecAttention.relative_attention_bias.weight"
+
 # By `general.architecture`, which is llama for Mistral, Mixtral and SmolLM2.
 TENSOR_MAPPINGS: dict[str, TensorMapping] = {
     "llama": TensorMapping(_LLAMA, _PERMUTED),
@@ -278,6 +301,10 @@ TENSOR_MAPPINGS: dict[str, TensorMapping] = {
         aliases={"transformer.h.N.ln_mlp": "transformer.h.N.input_layernorm"},
     ),
     "bert": _map_tensors(BERT, table=_NAMES | _BERT),
+    "t5": TensorMapping(
+        _map_tensors(T5_GATED, table=_T5).names | {"dec.blk.N.cross_attn_rel_b.weight": (_UNUSED,)},
+        aliases={names[0]: T5_GATED.names[name][0] for name, names in T5.names.items() if name.endswith("mlp.up")},
+    ),
     "deepseek2": TensorMapping(
         _map_tensors(DEEPSEEK_V3, table=_NAMES | _DEEPSEEK).names | {name: (part,) for name, part in _PARTS.items()},
         splits={

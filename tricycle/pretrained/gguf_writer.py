@@ -27,6 +27,7 @@ from tricycle.pretrained.gguf_metadata_writer import architecture_metadata, matc
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, WeightTransform
 from tricycle.pretrained.gguf_tokenizer_writer import tokenizer_metadata
 from tricycle.pretrained.stored_model import error_prefix
+from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.files import atomic_write
 
@@ -64,7 +65,8 @@ def export_gguf(
     """Write a GPT or encoder and its tokenizer (or None) to a GGUF file; return its architecture; else ValueError.
 
     Args:
-        model: a `GPT` or `TextEncoder` that an architecture in `gguf_metadata_writer.METADATA_WRITERS` computes.
+        model: a `GPT`, a `TextEncoder` or an `EncoderDecoderTransformer` that an architecture in
+            `gguf_metadata_writer.METADATA_WRITERS` computes.
         tokeniser: Tricycle's with GPT-2's pre-tokenizer, or another byte-level BPE, a SentencePiece BPE or a lower-case
             WordPiece. With None the file has no tokenizer: llama.cpp cannot run it, but other programs can read it.
         path: of the file, which is replaced.
@@ -81,8 +83,9 @@ def export_gguf(
     """
     from tqdm import tqdm
 
-    if not isinstance(model, (GPT, TextEncoder)):
-        raise ValueError(f"export_gguf: expected a GPT or a TextEncoder, got {type(model).__name__}")
+    if not isinstance(model, (GPT, TextEncoder, EncoderDecoderTransformer)):
+        kinds = "GPT, TextEncoder or EncoderDecoderTransformer"
+        raise ValueError(f"export_gguf: expected a {kinds}, got {type(model).__name__}")
     if dtype_name not in FILE_TYPES:
         raise ValueError(f"export_gguf: expected dtype_name to be one of {', '.join(FILE_TYPES)}, got {dtype_name!r}")
     if pooling not in POOLING_TYPES:
@@ -174,6 +177,7 @@ def write_gguf(
             float: writer.add_float32,
             str: writer.add_string,
             list: writer.add_array,
+            bytes: writer.add_array,
         }
         for key, value in metadata.items():
             add[type(value)](key, value)
