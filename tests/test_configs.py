@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -25,10 +27,16 @@ from tricycle.configs import (
     ShakespeareConfig,
     SmolGPTConfig,
 )
-from tricycle.configs.presets import EncoderDecoderTrainingConfig, MambaTrainingConfig
+from tricycle.configs.encoder_decoder import EncoderDecoderConfig
+from tricycle.configs.mamba import MambaConfig
+from tricycle.configs.model import ModelConfig
+from tricycle.configs.presets import EncoderDecoderTrainingConfig, MambaTrainingConfig, trainable_fields
+from tricycle.latent_attention import LatentConfig
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimiser_rules.schedules import SCHEDULES
+from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.softmaxes import SOFTMAXES
+from tricycle.state_spaces.delta_net import DeltaNetConfig
 
 FIELDS = {field.name: field for field in dataclasses.fields(GPTConfig)}
 
@@ -238,6 +246,28 @@ def test_from_dict_makes_the_kind_that_has_the_fields() -> None:
         GPTConfig.from_dict({"state_size": 4, "batch_size": 0})
     with pytest.raises(ValueError, match=r"^EncoderDecoderTrainingConfig: .*recompute.*False.*got True"):
         GPTConfig.from_dict({"start_token": 1, "recompute": True})
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"), [("linear_key_size", "DeltaNetTrainingConfig"), ("latent_size", "LatentTrainingConfig")]
+)
+def test_from_dict_imports_the_module_that_has_the_fields(field: str, kind: str) -> None:
+    """In a new process, as when a checkpoint is loaded."""
+    program = f"from tricycle.configs import GPTConfig; print(type(GPTConfig.from_dict(dict({field}=4))).__name__)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == kind
+
+
+@pytest.mark.parametrize("config", [MambaConfig(), DeltaNetConfig(), LatentConfig(router_loss=0.5), GPTConfig()])
+def test_trainable_fields_are_those_of_the_model(config: ModelConfig) -> None:
+    run = GPTConfig.from_dict(trainable_fields(config) | {"batch_size": 7})
+    assert isinstance(run, type(config)) and run.batch_size == 7
+    assert differing_fields(run, config) == []
+    assert trainable_fields(run) == trainable_fields(config)
+
+
+def test_trainable_fields_of_encoders_are_refused() -> None:
+    with pytest.raises(ValueError, match="without an encoder, got one with the config EncoderDecoderConfig"):
+        trainable_fields(EncoderDecoderConfig(positions="none"))
 
 
 def test_shakespeare_preset_has_the_fields_of_the_toy_script() -> None:

@@ -6,7 +6,9 @@ import json
 import re
 import shutil
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -17,20 +19,27 @@ pytest.importorskip("jinja2")
 
 from chaos.runs import differences
 from tiny_models import tiny_tokeniser, write_folder
+from transformers_families import LIKE_LLAMA
 
 from tricycle import training
 from tricycle.checkpoint import load_checkpoint
+from tricycle.configs import ModelConfig
+from tricycle.configs.mamba import MambaConfig
 from tricycle.generate import generate
+from tricycle.latent_attention import LatentConfig
+from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.gguf_writer import export_gguf
+from tricycle.state_spaces.delta_net import DeltaNetConfig
 from tricycle_cli import updates
 from tricycle_cli.evaluate import main as evaluate
 from tricycle_cli.export import main as export
 from tricycle_cli.finetune import main as finetune
 from tricycle_cli.finetune import read_prompts
 from tricycle_cli.generate import main as generate_main
+from tricycle_cli.init_from import check_shape, default_config, initialize_from
 from tricycle_cli.run import read_metrics
 from tricycle_datasets.examples import ExampleEncoder, Record, _record, load_examples, read_records
 
@@ -148,6 +157,79 @@ def test_resuming_is_bit_exact(method, loss, base_folder, data, tmp_path):
     (tmp_path / "cut" / ".best.safetensors.1-1.part").touch()  # as a kill leaves it
     finetune(["--resume", str(tmp_path / "cut")])
     assert differences(tmp_path / "cut", tmp_path / "whole") == []
+
+
+# As many tokens as the tokenizer has.
+SIZES: dict[str, Any] = {"vocab_size": 317, "embedding_dim": 32, "n_layers": 2, "chunk_size": 8}
+SMALL: dict[str, Any] = {**SIZES, **LIKE_LLAMA, "context_window": 100, "hidden_size": 24, "attention_layers": (1,)}
+SMALL |= {"n_experts": 4, "n_active_experts": 2, "shared_size": 16}
+MAMBA = {"state_size": 8, "n_groups": 2}
+HYBRID = {**SMALL, **MAMBA, "n_heads": 4, "head_size": 0, "n_mamba_heads": 4, "mamba_head_size": 16, "mamba_mlp": True}
+DELTA_NET = {**SMALL, "n_heads": 2, "n_key_heads": 1, "head_size": 16, "qk_norm": True, "qk_norm_gain": True}
+DELTA_NET |= {"n_linear_heads": 4, "n_linear_key_heads": 2, "linear_head_size": 8, "linear_key_size": 6}
+DELTA_NET |= {"norm_unit_offset": True, "qk_norm_eps": 1e-5, "tied": False}
+OTHER_CONFIGS: dict[str, ModelConfig] = {
+    "mamba2": MambaConfig(**SIZES, **MAMBA, n_heads=4, head_size=16),
+    "granitemoehybrid": MambaConfig(**{**HYBRID, "positions": "none"}),
+    "qwen3_next": DeltaNetConfig(**DELTA_NET),
+    "deepseek_v2": LatentConfig(
+        **{**{name: SIZES[name] for name in ("vocab_size", "embedding_dim", "n_layers")}, "n_heads": 2, "head_size": 8},
+        **{"hidden_size": 48, "n_experts": 4, "n_active_experts": 2, "latent_size": 16, "rotary_size": 4},
+        **{"value_size": 8, "expert_size": 16, "context_window": 100},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("name", OTHER_CONFIGS)
+def test_each_kind_of_model_is_fine_tuned(name, method, data, tmp_path, capsys):
+    """From a folder of transformers; the result is used by other commands, and exported to a folder again."""
+    base, run, whole = tmp_path / "base", tmp_path / "run", tmp_path / "whole"
+    assert export_folder(lively(GPT(OTHER_CONFIGS[name])), tiny_tokeniser(), base) == name
+    tune(base, data, run, "--method", method, "--context-window", "64", "--steps", "30", "--eval-interval", "15")
+    losses = held_out_losses(run)
+    assert losses[-1] < losses[0] - 0.5
+    adapter = ["--adapter", str(run)] if method == "lora" else []
+    result = str(base if adapter else run)
+    loaded = load(result)
+    if adapter:
+        load_adapter(loaded, run)
+    prompt = loaded.tokeniser.encode("the quick brown")
+    expected = loaded.tokeniser.decode(list(generate(loaded.model, prompt, 6, temperature=0))).partition("<|")[0]
+    capsys.readouterr()
+    greedy = "--length 6 --temperature 0 --repetition-penalty 1 --no-repeat-ngram-size 0".split()
+    generate_main([result, "the quick brown", *greedy, *adapter])
+    assert capsys.readouterr().out.rstrip() == f"the quick brown{expected}".rstrip()
+    export([result, str(whole), *adapter])
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox")
+    results = []
+    for words in ([result, *adapter], [str(whole)], [str(base)]):
+        capsys.readouterr()
+        evaluate([*words, str(text), "--json"])
+        results.append(json.loads(capsys.readouterr().out)["total"]["loss"])
+    assert results[1] == pytest.approx(results[0], rel=1e-5) != pytest.approx(results[2], rel=1e-2)
+
+
+@pytest.mark.parametrize("name", OTHER_CONFIGS)
+def test_training_starts_from_each_kind_of_model(name):
+    """With `tricycle train --init-from`."""
+    model, field = lively(GPT(OTHER_CONFIGS[name])), "latent_size" if name == "deepseek_v2" else "conv_width"
+    config = default_config(model)
+    tokens = np.arange(40).reshape(2, 20)
+    np.testing.assert_array_equal(initialize_from(model, config)(tokens).numpy(), model(tokens).numpy())
+    with pytest.raises(ValueError, match=f"expected --{field.replace('_', '-')} to be .*, like the model .* got 7"):
+        check_shape(model, replace(config, **{field: 7}))
+
+
+def lively(model: GPT) -> GPT:
+    """Return the model with random matrices, so that a token depends on the earlier ones."""
+    generator = np.random.default_rng(3)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.array[...] = generator.normal(0, 0.3, parameter.shape)
+    return model
 
 
 def test_full_finetuning_saves_a_loadable_checkpoint(base_folder, data, tmp_path):

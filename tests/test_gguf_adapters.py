@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from transformers_families import FAMILIES, VOCABULARY, difference
 
-from tricycle.configs import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense, Adapter, LoRAConfig
 from tricycle.generate import generate
 from tricycle.models import GPT
@@ -53,15 +52,14 @@ def new_loaded(name: str = "Llama", **changes: Any) -> Pretrained:
 
 
 def targets_of(loaded: Pretrained) -> tuple[str, ...]:
-    """Return the names of all matrices but those to which llama.cpp applies no adapter.
+    """Return the names of all matrices but those that llama.cpp lacks, or to which it applies no adapter.
 
     These are experts, and the matrices before latent attention.
     """
     names = tuple(TargetModules(loaded).by_name)
     is_latent = any("kv_a_proj" in name for name in names)
-    return tuple(
-        name for name in names if ".experts." not in name and not (is_latent and re.search(r"self_attn\.(q|kv)_", name))
-    )
+    excluded = r"\.(experts|shared_mlp)\." + (r"|self_attn\.(q|kv)_" if is_latent else "")
+    return tuple(name for name in names if not re.search(excluded, name))
 
 
 def test_adapters_of_experts_are_refused(tmp_path):
@@ -336,10 +334,14 @@ def check_llama_cpp(loaded: Pretrained, base: Path, adapter: Path, vocabulary: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "llama, untied, other base and eps", "llama, wide heads", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "llama, untied, other base and eps", "llama, wide heads", "gpt2", "mamba2", "granitehybrid, experts"],
+)
 def test_llama_cpp_generates_equal_tokens_with_exported_models(name, tmp_path):
-    _, fields = test_gguf_writer.MODELS[name]
-    model = test_gguf_writer.lively(GPT(ModelConfig(**{**fields, "context_window": 128})))
+    config = test_gguf_writer.new_model(name).config
+    config = replace(config, context_window=max(128, config.context_window))
+    model = test_gguf_writer.lively(GPT(config))
     loaded = Pretrained(model, None, GenerationSettings())
     export_gguf(model, test_gguf_writer.bpe_tokeniser(), tmp_path / "base.gguf", "F32")
     adapter = enlivened(new_adapter(loaded, LoRAConfig(rank=3, alpha=5, targets=targets_of(loaded)), seed=1))

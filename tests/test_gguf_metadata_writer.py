@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers_families import FAMILIES, LIKE_LLAMA
+from transformers_families import FAMILIES, LIKE_LLAMA, TRICYCLE_SIZES
 
 from tricycle.configs import EncoderConfig, ModelConfig
 from tricycle.configs.encoder_decoder import EncoderDecoderConfig
+from tricycle.configs.mamba import MambaConfig
 from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.pretrained.gguf_config import CONFIG_READERS, POOLING_TYPES
 from tricycle.pretrained.gguf_metadata_writer import (
@@ -42,11 +43,18 @@ CONFIGS["BERT"] = EncoderConfig()
 T5 = {"relative_buckets": 32, "activation": "relu", "positions": "none", "norm": "rms_norm", "score_scale": 1.0}
 CONFIGS["T5"] = EncoderDecoderConfig(**T5, context_window=2**15, n_decoder_layers=9, bias=False, tied=False)
 CONFIGS["T5, gated"] = replace(CONFIGS["T5"], activation="gelu", gated=True)
+CONFIGS["Mamba-2"] = MambaConfig()
+CONFIGS["Granite 4"] = MambaConfig(
+    **{**TRICYCLE_SIZES, **LIKE_LLAMA, "positions": "none", "n_heads": 4, "n_key_heads": 2, "head_size": 0},
+    **{"n_mamba_heads": 3, "mamba_head_size": 16, "mamba_mlp": True, "attention_layers": (1,), "score_scale": 0.2},
+)
+CONFIGS["Granite 4, experts"] = replace(CONFIGS["Granite 4"], n_experts=4, n_active_experts=2, shared_size=20)
 ARCHITECTURES = {
     **dict.fromkeys(("Llama", "Llama 3", "Llama, linear"), "llama"),
     **{"Qwen2": "qwen2", "Qwen3": "qwen3", "OLMo 2": "olmo2", "Gemma 2": "gemma2", "Gemma 3": "gemma3"},
     **{"Pythia": "gptneox", "GPT-NeoX, one after the other": "gptneox", "GPT-2": "gpt2", "Phi": "phi2", "BERT": "bert"},
-    **{"Granite": "granite", "Cohere": "command-r", "Qwen2, YaRN": "qwen2"},
+    **{"Granite": "granite", "Cohere": "command-r", "Qwen2, YaRN": "qwen2", "Mamba-2": "mamba2"},
+    **dict.fromkeys(("Granite 4", "Granite 4, experts"), "granitehybrid"),
     **{"Phi-3": "phi3", "Falcon": "falcon", "Falcon, 40B": "falcon"},
     **{
         "Mixtral": "llama",
@@ -169,6 +177,20 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "RoBERTa": ("BERT", {"position_offset": 2}, "bert .*position_offset=2"),
     "activation of BERT": ("BERT", {"activation": "relu"}, "bert .*activation='relu'"),
     "rotary BERT": ("BERT", {"positions": "rotary"}, "bert"),
+    "biases of Mamba-2": ("Mamba-2", {"bias": True}, "mamba2 .*bias=True"),
+    "Mamba-2 with attention": ("Mamba-2", {"attention_layers": (1,)}, "attention_layers"),
+    "norms of Mamba-2": ("Mamba-2", {"norm": "layer_norm"}, "mamba2 .*norm='layer_norm'"),
+    "biases of Granite 4's mixers": ("Granite 4", {"bias": True, "mlp_bias": False}, "granitehybrid .*bias=True"),
+    "biases of Granite 4's MLPs": ("Granite 4", {"mlp_bias": True}, "granitehybrid .*mlp_bias=True"),
+    "Granite 4 with attention alone": ("Granite 4", {"attention_layers": (0, 1)}, "granitehybrid: .*some without"),
+    "Granite 4 without attention": (
+        "Granite 4",
+        {"attention_layers": ()},
+        "granitehybrid: .*some layers with attention",
+    ),
+    "another width of Granite 4's mixers": ("Granite 4", {"mamba_head_size": 24}, "granitehybrid: .*inner_size.*twice"),
+    "MLPs in attention layers alone": ("Granite 4", {"mamba_mlp": False}, "granitehybrid .*mamba_mlp=False"),
+    "no shared MLP": ("Granite 4, experts", {"shared_size": 0}, "granitehybrid: .*expert_shared_feed_forward_length"),
     "no token types": ("BERT", {"token_types": 0}, "bert.*token_types"),
 }
 

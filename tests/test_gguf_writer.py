@@ -18,6 +18,7 @@ from transformers_families import LIKE_LLAMA
 
 from tricycle.configs import EncoderConfig, ModelConfig
 from tricycle.configs.encoder_decoder import EncoderDecoderConfig
+from tricycle.configs.mamba import MambaConfig
 from tricycle.decoding.encoder_decoder import generate_target
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
@@ -77,6 +78,11 @@ DEEPSEEK = {**GPT2, "n_layers": 3, "hidden_size": 96, "latent_size": 24, "rotary
 DEEPSEEK |= {"value_size": 12, "n_experts": 6, "n_active_experts": 2, "expert_size": 32}
 DEEPSEEK_V3 = {**DEEPSEEK, "query_rank": 20, "sigmoid_router": True, "normalize_experts": True, "expert_scale": 2.5}
 DEEPSEEK_V3 |= {"n_groups": 3, "n_active_groups": 2, "n_dense_layers": 2, "tied": False}
+MAMBA = {**GPT2, "n_layers": 3, "state_size": 16, "n_groups": 2, "chunk_size": 8, "tied": False}
+MAMBA |= {"context_window": 2**20, "n_heads": 8, "head_size": 16}
+HYBRID = {**LLAMA, **GRANITE, "n_layers": 3, "state_size": 16, "n_groups": 2, "chunk_size": 8, "attention_layers": (1,)}
+HYBRID |= {"n_mamba_heads": 8, "mamba_head_size": 16, "head_size": 0, "mamba_mlp": True, "positions": "none"}
+HYBRID_MIXTURE = {**HYBRID, "n_experts": 6, "n_active_experts": 2, "shared_size": 48, "attention_layers": (0, 2)}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama, as swiglu": ("llama", {**LLAMA, "activation": "swiglu", "gated": False}),
@@ -126,6 +132,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek2, 27 layers": ("deepseek2", {**DEEPSEEK, "n_layers": 27, "n_experts": 2, "n_dense_layers": 25}),
     "deepseek2, dense": ("deepseek2", {**DEEPSEEK, "n_dense_layers": 3}),
+    "mamba2": ("mamba2", MAMBA),
+    "mamba2, tied, wide, one group, no bias": (
+        "mamba2",
+        {**MAMBA, "tied": True, "n_heads": 12, "n_groups": 1, "conv_width": 3, "conv_bias": False},
+    ),
+    "granitehybrid": ("granitehybrid", HYBRID),
+    "granitehybrid, rotary, biases": (
+        "granitehybrid",
+        {**HYBRID, **YARN, "positions": "rotary", "qkv_bias": True, "output_bias": True, "tied": False},
+    ),
+    "granitehybrid, experts": ("granitehybrid", HYBRID_MIXTURE),
     "gpt2, narrow": ("gpt2", {**GPT2, "embedding_dim": 48, "hidden_size": 100, "n_heads": 3}),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -134,7 +151,9 @@ TEXTS = ("the thing in the wind", " sing\n\n  12345 don't", "Grüße, 世界 �
 
 def new_model(name: str) -> GPT:
     fields = MODELS[name][1]
-    return lively(GPT(LatentConfig(**fields) if "latent_size" in fields else ModelConfig(**fields)))
+    kinds = {"latent_size": LatentConfig, "state_size": MambaConfig}
+    kind: Any = next((kind for field, kind in kinds.items() if field in fields), ModelConfig)
+    return lively(GPT(kind(**fields)))
 
 
 def lively(model: Any) -> Any:
@@ -170,7 +189,8 @@ def test_exported_model_round_trips(tmp_path, name):
     back = load(tmp_path / "a.gguf").model
     # An architecture has biases in all layers of a kind: those that the model lacks are 0, and gains 1.
     assert set(differing_fields(model.config, back.config)) <= set(NEUTRAL_FIELDS)
-    rounding = 3e-7 if architecture.startswith("gemma") else 0  # 1 + gain, and back
+    # 1 + gain, or the exponential of a rate, and back
+    rounding = 3e-7 if architecture.startswith(("gemma", "mamba", "granitehybrid")) else 0
     expected = dict(back.named_parameters())
     for key, parameter in model.named_parameters():
         np.testing.assert_allclose(expected.pop(key).numpy(), parameter.numpy(), rtol=0, atol=rounding, err_msg=key)
@@ -204,7 +224,12 @@ def test_f16_and_q8_0_export_round_matrices_once(tmp_path, name, kind):
         values = exact[key].read()
         # Lies transposed in the file, and is rounded along its rows there.
         conv = MODELS[name][0] == "gpt2" and "transformer.h" in key
-        if values.ndim == 1 or "wpe" in key or re.search(r"\.(gate|router|router\.layer)\.weight$", key):
+        if (
+            values.ndim == 1
+            or "wpe" in key
+            or "conv1d" in key
+            or re.search(r"\.(gate|router|router\.layer)\.weight$", key)
+        ):
             expected, expected_kind = values, "F32"
         elif kind == "F16" or tensor.shape[:: -1 if conv else 1][-1] % 32:
             expected, expected_kind = values.astype(np.float16), "F16"
@@ -219,6 +244,57 @@ def test_f16_and_q8_0_export_round_matrices_once(tmp_path, name, kind):
     largest = np.median if model.config.n_experts else np.max  # rounding may select other experts
     difference = largest(np.abs(logits(back, TOKENS) - logits(model, TOKENS)))
     assert 0 < difference < {"F16": 0.02, "Q8_0": 0.2}[kind] * np.abs(logits(model, TOKENS)).max()
+
+
+# -------------------------------------------------------------------- models with a state
+WRONG_STATES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "heads that do not divide": ("mamba2", {"ssm.time_step_rank": 7}, r"mamba2\.ssm\.inner_size .*7 heads, got 128"),
+    "no groups": ("mamba2", {"ssm.group_count": None}, r"a key mamba2\.ssm\.group_count"),
+    "other groups": ("mamba2", {"ssm.group_count": 4}, r"in_proj\.weight: expected shape \(392, 64\)"),
+    "too wide a kernel": ("mamba2", {"ssm.conv_kernel": 2**30}, "at least .* parameters"),
+    "too large a state": ("mamba2", {"ssm.state_size": 2**30}, "at least .* parameters"),
+    "too many layers": ("mamba2", {"block_count": 2**30}, r"block_count is 1073741824, but the tensors have 3"),
+    "layers with attention": ("granitehybrid", {"attention.head_count_kv": [2]}, "to have 3 values, got 1"),
+    "attention everywhere": ("granitehybrid", {"attention.head_count_kv": 2}, "some layers with attention"),
+    "other key heads": ("granitehybrid", {"attention.head_count_kv": [0, 3, 0]}, "4 query heads and 3 key heads"),
+    "not twice the width": ("granitehybrid", {"ssm.inner_size": 192}, "twice the width, 128, got 192"),
+    "no width of the shared MLP": (
+        "granitehybrid, experts",
+        {"expert_shared_feed_forward_length": None},
+        r"a key granitehybrid\.expert_shared_feed_forward_length",
+    ),
+}
+
+
+def rewritten(path: Path, keys: dict[str, Any] | None = None, tensors: dict[str, np.ndarray] | None = None) -> Path:
+    """Write a file with other metadata (None removes a key) and tensors beside the file, and return its path."""
+    import gguf_models
+
+    file = read_gguf_header(path)
+    architecture = file.metadata["general.architecture"]
+    values = {name: file.read(info) for name, info in file.tensors.items()}
+    old = {name: value for name, value in file.metadata.items() if name.startswith(architecture)}
+    new = old | {f"{architecture}.{name}": value for name, value in (keys or {}).items()}
+    metadata = {f":{name}": value for name, value in new.items() if value is not None}
+    return gguf_models.write(path.with_name("b.gguf"), architecture, metadata, values | (tensors or {}))
+
+
+@pytest.mark.parametrize("case", WRONG_STATES)
+def test_invalid_metadata_of_states_is_rejected(tmp_path, case):
+    name, keys, message = WRONG_STATES[case]
+    export_gguf(new_model(name), None, tmp_path / "a.gguf")
+    with pytest.raises(ValueError, match=message):
+        load(rewritten(tmp_path / "a.gguf", keys))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, -np.inf, np.nan])
+def test_rates_of_decay_are_negative(tmp_path, rate):
+    export_gguf(new_model("mamba2"), None, tmp_path / "a.gguf")
+    rates = np.full((8, 1), -1, np.float32)
+    load(rewritten(tmp_path / "a.gguf", tensors={"blk.1.ssm_a": rates}))
+    rates[3] = rate
+    with pytest.raises(ValueError, match=r"the rates of decay, ssm_a, to be finite and below 0"):
+        load(rewritten(tmp_path / "a.gguf", tensors={"blk.1.ssm_a": rates}))
 
 
 # -------------------------------------------------------------------- quantized files
@@ -786,10 +862,9 @@ def test_llama_cpp_computes_equal_logits_and_tokens(tmp_path, name):
     theirs = open_llama_cpp(tmp_path / "a.gguf", logits_all=True)
     theirs.eval(TOKENS[0].tolist())
     expected = logits(model, TOKENS[:1])[0]
-    tolerance = 5e-3 if "gelu" in model.config.activation else 1e-5  # GELU is a table of 16 bits in llama.cpp
-    np.testing.assert_allclose(
-        theirs.scores[: len(expected)], expected, rtol=0, atol=tolerance * np.abs(expected).max()
-    )
+    has_gelu = "gelu" in model.config.activation and not isinstance(model.config, MambaConfig)
+    tolerance = (5e-3 if has_gelu else 1e-5) * np.abs(expected).max()  # llama.cpp has a table of GELU in 16 bits
+    np.testing.assert_allclose(theirs.scores[: len(expected)], expected, rtol=0, atol=tolerance)
     for prompt in TOKENS[:, :8].tolist():
         generated = [int(token) for token in generate(model, prompt, 32, temperature=0)][-32:]
         assert len(set(generated)) > 3
@@ -839,6 +914,18 @@ def check_against_llama_cpp(model: GPT, tokeniser: Any, folder: Path, file_types
 @pytest.mark.parametrize("base", [{**LLAMA, "tied": False}, LLAMA, GPT2], ids=["untied", "llama", "gpt2"])
 def test_quantized_files_equal_those_of_llama_cpp(tmp_path, base):
     check_against_llama_cpp(wide_model({**base, "n_heads": 8}), bpe_tokeniser(), tmp_path, tuple(FILE_TYPES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba2", "granitehybrid", "granitehybrid, experts"])
+def test_quantized_models_with_states_equal_those_of_llama_cpp(tmp_path, name):
+    sizes = WIDE | {"n_layers": 8, "n_heads": 8}
+    sizes |= (
+        {"head_size": 64, "hidden_size": 0} if name == "mamba2" else {"mamba_head_size": 64, "attention_layers": (1, 5)}
+    )
+    sizes |= {"shared_size": 256} if "experts" in name else {}
+    model = lively(GPT(MambaConfig(**{**MODELS[name][1], **sizes})))
+    check_against_llama_cpp(model, bpe_tokeniser(), tmp_path, ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q4_0", "Q8_0"))
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from tricycle.attention.cache import KeyValueCache, Segments, concatenate_texts
 from tricycle.attention.rotary import POSITIONS
 from tricycle.blocks import MLPBlock, MultiHeadSelfAttention, TransformerBlock
 from tricycle.configs.model import ModelConfig, Norm
+from tricycle.configs.presets import GPTConfig
 from tricycle.configs.validated import OneOf
 from tricycle.devices import Array, array_module
 from tricycle.einsum import Einsum
@@ -149,6 +150,11 @@ class LatentConfig(ModelConfig):
             fields |= {"sigmoid": self.sigmoid_router, "expert_scale": self.expert_scale}
             mlp = MixtureOfExperts(MLPBlock, **fields)
         return TransformerBlock(replace(self, n_experts=0), layer, attention=attention, mlp=mlp, **options)
+
+
+@dataclass(frozen=True)
+class LatentTrainingConfig(LatentConfig, GPTConfig):
+    """The architecture and the training of a decoder with latent attention."""
 
 
 class LatentAttention(MultiHeadSelfAttention):

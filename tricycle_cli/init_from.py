@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from tricycle.configs import GPTConfig, LaptopConfig
-from tricycle.configs.model import ModelConfig
 from tricycle.configs.presets import trainable_fields
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
@@ -42,7 +41,7 @@ def default_config(model: GPT) -> GPTConfig:
 def check_shape(model: GPT, config: GPTConfig) -> None:
     """Raise ValueError if the config has another architecture than the model, or a longer context window."""
     own = model.config
-    for name in ModelConfig.__dataclass_fields__:
+    for name in trainable_fields(own):
         expected, given = getattr(own, name), getattr(config, name)
         if name not in FREE_FIELDS and given != expected:
             flag = "--" + name.replace("_", "-")

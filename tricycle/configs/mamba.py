@@ -80,7 +80,8 @@ class MambaConfig(ModelConfig):
     @property
     def mixer_weights(self) -> int:
         """A lower bound of the number of weights of a Mamba mixer."""
-        return self.embedding_dim * (2 * self.inner_size + self.conv_size + self.mamba_heads)
+        kernels = self.conv_width * self.conv_size
+        return kernels + self.embedding_dim * (2 * self.inner_size + self.conv_size + self.mamba_heads)
 
     def new_block(self, layer: int, **options: Any) -> Any:
         """Make the block of a layer: a `TransformerBlock` if it has attention, else a `MambaBlock`."""

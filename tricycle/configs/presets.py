@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Self
 
 from tricycle.activation import ACTIVATIONS
@@ -14,6 +15,9 @@ from tricycle.configs.training import TrainingConfig
 from tricycle.configs.validated import OneOf
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimiser_rules.schedules import SCHEDULES
+
+# Modules with further subclasses of `GPTConfig`; they import layers, so they are imported only for their fields.
+MODULES = ("tricycle.state_spaces.delta_net", "tricycle.latent_attention")
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,16 @@ class GPTConfig(TrainingConfig, ModelConfig):
         Raises:
             ValueError: a field that is unknown, or has an invalid value.
         """
-        kinds = [kind for kind in (cls, *cls.__subclasses__()) if values.keys() <= kind.__dataclass_fields__.keys()]
+        if not cls._kinds_with(values):
+            for module in MODULES:
+                import_module(module)
+        kinds = cls._kinds_with(values)
         return super().from_dict(values) if cls in kinds or not kinds else kinds[0].from_dict(values)
+
+    @classmethod
+    def _kinds_with(cls, values: dict[str, Any]) -> list[type[Self]]:
+        """Return this class and its known subclasses that have all fields of a dict."""
+        return [kind for kind in (cls, *cls.__subclasses__()) if values.keys() <= kind.__dataclass_fields__.keys()]
 
 
 @dataclass(frozen=True)
@@ -229,8 +241,7 @@ def model_fields(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def trainable_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a model's config that a `GPTConfig` has; ValueError if the config has others, as Mamba's."""
-    others = sorted({*config.__dataclass_fields__} - {*GPTConfig.__dataclass_fields__})
-    if others:
-        raise ValueError(f"expected a transformer, whose config can be that of a run, got one with {', '.join(others)}")
-    return model_fields(config.to_dict())
+    """Return the fields of a decoder's config but those of training, for `GPTConfig.from_dict`; else ValueError."""
+    if not config.is_decoder:
+        raise ValueError(f"expected a model without an encoder, got one with the config {type(config).__name__}")
+    return {name: value for name, value in config.to_dict().items() if name not in TrainingConfig.__dataclass_fields__}

@@ -48,7 +48,8 @@ from tricycle.tokeniser import BPETokeniser
 
 TENSOR_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # A family may require these although the model lacks them: they are written as biases of 0 and gains of 1.
-NEUTRAL_FIELDS = ("bias", "qkv_bias", "output_bias", "mlp_bias", "head_bias", "qk_norm_gain")
+NEUTRAL_FIELDS = ("bias", "qkv_bias", "output_bias", "mlp_bias", "head_bias", "conv_bias", "qk_norm_gain")
+UNRELATED = 7  # with as many unsupported fields, a family is farther than one that rejects a value
 # Constructors of models whose configs are not a GPT's.
 MODELS: dict[type, Any] = {
     EncoderConfig: uninitialized_encoder,
@@ -102,13 +103,13 @@ def match_family(
             fields = {"model_type": kind, **family.to_fields(config)}
             converted = family.to_config(ConfigFields(fields))
         except ValueError as error:  # its message names the unsupported field
-            nearest = min(nearest, (99, rank, f"{kind}: {error}"))
+            nearest = min(nearest, (UNRELATED, rank, f"{kind}: {error}"))
             continue
         if not family.applies_to(fields):
             continue
         differences = differing_fields(config, converted, tolerance)
         ours, theirs = effective_fields(config), effective_fields(converted)
-        neutral = {name for name in NEUTRAL_FIELDS if not ours[name] and theirs[name]}
+        neutral = {name for name in NEUTRAL_FIELDS if not ours.get(name) and theirs.get(name)}
         unsupported = [name for name in differences if name not in neutral]
         if not unsupported:
             candidates.append((len(differences), family, fields, converted))

@@ -65,7 +65,11 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
             [file.read(file.tensors[name]).reshape(metadata.rotary_size() // 2) for name in LONGROPE_DIVISORS]
         )
     fields = CONFIG_READERS[architecture](metadata, divisors) | metadata.special_tokens()
-    heads = AttentionHeads(metadata.positive_int("attention.head_count"), metadata.n_key_heads(), metadata.head_size())
+    heads = AttentionHeads(0, 0, 0)
+    if metadata.get("attention.head_count") != 0:  # as in models without attention
+        heads = AttentionHeads(
+            metadata.positive_int("attention.head_count"), metadata.n_key_heads(), metadata.head_size()
+        )
     mapping = TENSOR_MAPPINGS[architecture]
     tensors = TensorConversion(file, metadata, mapping, heads).tensors()
     output, embedding = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
@@ -98,7 +102,7 @@ def _check_sizes(file: GGUFFile, metadata: ModelMetadata) -> None:
         sizes |= {metadata.expert_width_key(): metadata.shape(f"blk.{n_dense}.ffn_up_exps", 3)[1]}
     if n_decoder_blocks and (n_decoder_blocks != n_blocks or metadata.get("decoder_block_count") is not None):
         sizes |= {"decoder_block_count": n_decoder_blocks}
-    if n_dense > 0:
+    if n_dense > 0 and metadata.get("feed_forward_length") != 0:  # 0 in models without MLPs
         n_parts = 2 if metadata.architecture in WITH_FUSED_GATES else 1
         sizes |= {
             "feed_forward_length": metadata.shape(f"{'enc.' if n_decoder_blocks else ''}blk.0.ffn_up")[0] // n_parts
@@ -194,7 +198,7 @@ class TensorConversion:
                 return blocks
             return blocks._replace(packed=transform.to_hf(blocks.packed, heads))
 
-        hf_shape = shape[::-1] if transform.transposes else shape
+        hf_shape = transform.hf_shape(shape)
         has_blocks = info.dtype_name in BLOCK_FORMATS and len(shape) == 2
         return StoredTensor(hf_shape, info.dtype_name, read, read_blocks if has_blocks else None)
 

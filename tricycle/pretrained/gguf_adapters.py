@@ -91,7 +91,9 @@ def write_gguf_adapter(
         try:
             layer, transform = mapping.gguf_layer(name)
         except KeyError:
-            raise ValueError(f"{architecture} in llama.cpp has no matrix {name}, or ignores its adapter") from None
+            advice = "choose other targets, or merge the adapter into the model"
+            reason = f"has no matrix {name}, or ignores its adapter"
+            raise ValueError(f"{architecture} in llama.cpp {reason}: {advice}") from None
         scaled = np.asarray(up * np.float32(alphas[name] / alpha), np.float32)
         tensors[f"{layer}.weight.lora_a"] = np.ascontiguousarray(down, np.float32)
         tensors[f"{layer}.weight.lora_b"] = np.ascontiguousarray(transform.to_gguf(scaled, heads))

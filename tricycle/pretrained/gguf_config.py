@@ -75,12 +75,15 @@ class ModelMetadata:
             raise self.error(f"expected a key {full_key}, which is missing")
         return full_key, value
 
-    def positive_int(self, key: str, default: Any = _REQUIRED) -> int:
+    def positive_int(self, key: str, default: Any = _REQUIRED, skip_zeros: bool = False) -> int:
         """Return the integer above 0 of a key without its prefix, or `default` if it is missing; else ValueError.
 
-        A list with one value for all layers counts as that value. The largest integer is 2**31 - 1.
+        A list with one value for all layers counts as that value, with `skip_zeros` also if it is 0 in some layers. The
+        largest integer is 2**31 - 1.
         """
         full_key, value = self._get(key, default)
+        if isinstance(value, list) and skip_zeros:
+            value = [count for count in value if count != 0]
         if isinstance(value, list) and value and value == [value[0]] * len(value):
             value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
@@ -135,8 +138,16 @@ class ModelMetadata:
 
     # ---------------------------------------------------------------- values of several architectures
     def n_key_heads(self) -> int:
-        """Return the number of key and value heads; by default that of the query heads."""
-        return self.positive_int("attention.head_count_kv", self.positive_int("attention.head_count"))
+        """Return the number of key and value heads of layers with attention; by default that of the query heads."""
+        return self.positive_int("attention.head_count_kv", self.positive_int("attention.head_count"), skip_zeros=True)
+
+    def attention_layers(self) -> tuple[int, ...]:
+        """Return the layers that have attention: all, unless head_count_kv is a list with 0 for the others."""
+        value, n_layers = self.get("attention.head_count_kv"), self.positive_int("block_count")
+        counts = value if isinstance(value, list) else [value] * n_layers
+        if len(counts) != n_layers:
+            raise self.error(f"expected attention.head_count_kv to have {n_layers} values, got {len(counts)}")
+        return tuple(layer for layer, count in enumerate(counts) if count != 0)
 
     def head_size(self) -> int:
         """Return the channels of a head: key_length, else width // heads; ValueError if value_length differs.
@@ -418,19 +429,90 @@ def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     return fields
 
 
-def _granite(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return Granite's or Granite-MoE's config.json fields: Llama's, four factors with Llama's defaults, and biases."""
-    is_mixture = metadata.architecture == "granitemoe"
-    fields = _like_llama(metadata, divisors, metadata.architecture, is_mixture)
-    fields |= _expert_fields(metadata) if is_mixture else {}
-    biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
-    factors = {
-        "attention_multiplier": metadata.positive_float("attention.scale", fields.pop("head_dim") ** -0.5),
+def _granite_factors(metadata: ModelMetadata, head_size: int) -> Fields:
+    """Return the four factors of Granite, by default those of llama."""
+    return {
+        "attention_multiplier": metadata.positive_float("attention.scale", head_size**-0.5),
         "embedding_multiplier": metadata.positive_float("embedding_scale", 1.0),
         "residual_multiplier": metadata.positive_float("residual_scale", 1.0),
         "logits_scaling": metadata.positive_float("logit_scale", 1.0),
     }
+
+
+def _granite(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Granite, which is llama with four factors, also with experts."""
+    is_mixture = metadata.architecture == "granitemoe"
+    fields = _like_llama(metadata, divisors, metadata.architecture, is_mixture)
+    fields |= _expert_fields(metadata) if is_mixture else {}
+    biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
+    factors = _granite_factors(metadata, fields.pop("head_dim"))
     return fields | {"hidden_act": "silu"} | factors | {name: metadata.has_tensor(key) for name, key in biases.items()}
+
+
+def _mixers(metadata: ModelMetadata) -> tuple[int, int, Fields]:
+    """Return the heads and channels per head of Mamba layers, and their other sizes as in Mamba-2's config.json."""
+    n_heads, inner = metadata.positive_int("ssm.time_step_rank"), metadata.positive_int("ssm.inner_size")
+    if inner % n_heads:
+        key = f"{metadata.architecture}.ssm.inner_size"
+        raise metadata.error(f"expected {key} to be a multiple of the {n_heads} heads, got {inner}")
+    keys = {"state_size": "state_size", "n_groups": "group_count", "conv_kernel": "conv_kernel"}
+    sizes: Fields = {name: metadata.positive_int(f"ssm.{key}") for name, key in keys.items()}
+    width = metadata.positive_int("embedding_length")
+    return n_heads, inner // n_heads, {**sizes, "expand": inner // width}
+
+
+def _mamba2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Mamba-2, which has biases of the convolution alone; ignore `divisors`."""
+    n_heads, head_size, sizes = _mixers(metadata)
+    return {
+        "model_type": "mamba2",
+        "hidden_act": "silu",
+        "hidden_size": metadata.positive_int("embedding_length"),
+        "num_hidden_layers": metadata.positive_int("block_count"),
+        "num_heads": n_heads,
+        "head_dim": head_size,
+        **sizes,
+        "layer_norm_epsilon": metadata.positive_float("attention.layer_norm_rms_epsilon"),
+        "use_bias": False,
+        "use_conv_bias": True,
+        **metadata.vocabulary_fields(),
+    }
+
+
+def _granite_hybrid(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of Granite 4, whose Mamba layers have twice the width and biases of the convolution alone."""
+    layers, n_layers = metadata.attention_layers(), metadata.positive_int("block_count")
+    if not 0 < len(layers) < n_layers:
+        raise metadata.error("expected some layers with attention and some without (attention.head_count_kv 0)")
+    n_heads, head_size, sizes = _mixers(metadata)
+    fields = _like_llama(metadata, divisors, "granitemoehybrid", is_mixture=True)
+    expected = 2 * fields["hidden_size"]
+    if n_heads * head_size != expected:
+        key = f"{metadata.architecture}.ssm.inner_size"
+        raise metadata.error(f"expected {key} to be twice the width, {expected}, got {n_heads * head_size}")
+    if metadata.n_experts():
+        fields |= _expert_fields(metadata)
+        fields["shared_intermediate_size"] = metadata.positive_int("expert_shared_feed_forward_length")
+    else:
+        fields |= {"num_local_experts": 0, "shared_intermediate_size": fields["intermediate_size"]}
+    mixers = {
+        "n_heads": n_heads,
+        "d_head": head_size,
+        "d_state": sizes["state_size"],
+        "n_groups": sizes["n_groups"],
+        "d_conv": sizes["conv_kernel"],
+        "expand": 2,
+        "conv_bias": True,
+        "proj_bias": False,
+    }
+    return fields | {
+        **_granite_factors(metadata, fields.pop("head_dim")),
+        **{f"mamba_{name}": value for name, value in mixers.items()},
+        "hidden_act": "silu",
+        "attention_bias": any(metadata.has_tensor(f"blk.{layer}.attn_q.bias") for layer in layers),
+        "position_embedding_type": "rope" if metadata.boolean("rope.scaling.finetuned", True) else "nope",
+        "layer_types": ["attention" if layer in layers else "mamba" for layer in range(n_layers)],
+    }
 
 
 def _qwen2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
@@ -699,6 +781,8 @@ CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] 
     "llama": _llama,
     "granite": _granite,
     "granitemoe": _granite,
+    "granitehybrid": _granite_hybrid,
+    "mamba2": _mamba2,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,

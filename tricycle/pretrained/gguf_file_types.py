@@ -37,8 +37,12 @@ FILE_TYPES = {
     "Q4_0": FileType(2, "Q4_0"),
 }
 
-# With all tensors that are not matrices; ffn_gate_inp is a router, attn_rel_b a table of relative positions.
-_ALWAYS_F32 = ("position_embd.weight", "token_types.weight", "ffn_gate_inp.weight", "attn_rel_b.weight", ".bias")
+# With all tensors that are not matrices; ffn_gate_inp is a router, attn_rel_b a table of relative positions, and those
+# of ssm are small.
+_ALWAYS_F32 = (
+    *("position_embd.weight", "token_types.weight", "ffn_gate_inp.weight", "attn_rel_b.weight", ".bias"),
+    *("ssm_conv1d.weight", "ssm_norm.weight", "ssm_a", "ssm_d"),
+)
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # for rows that are not whole blocks of 256 values
 _LAYERS_OF_70B = 80  # llama.cpp recognizes models of 70B parameters by their layers and grouped-query attention
 
@@ -72,7 +76,7 @@ class Mixture:
         if name == "output.weight" or (name == "token_embd.weight" and self.config.tied):
             is_whole = shape[-1] % BLOCK_FORMATS[format_name].n_values == 0
             format_name = "Q6_K" if is_whole and format_name != "Q8_0" else "Q8_0"
-        elif match := re.fullmatch(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down)\.weight", name):
+        elif match := re.fullmatch(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down)(?:_exps|_shexp)?\.weight", name):
             format_name = self._format_in_block(int(match[1]), match[2])
         for fallback in (_FALLBACKS.get(format_name, "F16"), "F16"):
             if format_name in BLOCK_FORMATS and shape[-1] % BLOCK_FORMATS[format_name].n_values:
@@ -82,7 +86,10 @@ class Mixture:
     def _format_in_block(self, layer: int, matrix: str) -> str:
         """Return the format of a block's value, QKV or second MLP matrix: finer in some layers, by the file type."""
         format_name, n_layers = FILE_TYPES[self.file_type].format_name, self.config.n_layers
-        eighth, is_down = n_layers // 8, matrix == "ffn_down"
+        is_down, attention_layers = matrix == "ffn_down", sorted(set(getattr(self.config, "attention_layers", ())))
+        if not is_down and attention_layers:  # in a hybrid, only these are counted
+            layer, n_layers = attention_layers.index(layer), len(attention_layers)
+        eighth = n_layers // 8
         if self.file_type in ("Q4_K_M", "Q5_K_M"):
             if layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2:
                 return "Q6_K"
@@ -90,5 +97,5 @@ class Mixture:
             return "Q5_K"
         elif self.file_type in ("Q4_0", "Q5_0") and is_down and self.has_importance and layer < eighth:
             return {"Q4_0": "Q4_1", "Q5_0": "Q5_1"}[self.file_type]
-        is_70b = n_layers == _LAYERS_OF_70B and self.config.key_heads < self.config.n_heads
+        is_70b = self.config.n_layers == _LAYERS_OF_70B and self.config.key_heads < self.config.n_heads
         return "Q5_K" if is_70b and not is_down and format_name == "Q4_K" else format_name

@@ -32,7 +32,9 @@ from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.gpt_oss import GPT_OSS
 from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
+from tricycle.pretrained.families.granite_hybrid import GRANITE_HYBRID
 from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
+from tricycle.pretrained.families.mamba2 import MAMBA2
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
@@ -98,18 +100,19 @@ def rope_divisors(config: ModelConfig) -> np.ndarray | None:
 def _as_family(architecture: str, family: Family) -> Family:
     """Return a copy of the family whose fields are only those that a GGUF file of the architecture can hold.
 
-    The matrices of all experts are one tensor. A family has experts in all of its models or in none.
+    The matrices of all experts are one tensor. A family without names of an MLP has experts in all of its models.
     """
     family = replace(family, **TENSOR_MAPPINGS[architecture].family_changes)
     layers = [name for names in family.names.values() for name in names if ".M." in name]
     stacks = {f"{name}.{kind}": Stack(f"{name}.{kind}") for name in layers for kind in ("weight", "bias")}
+    kinds = {bool(stacks), bool(stacks) and "blocks.N.mlp.up" not in family.names}  # with experts, or without
     return replace(
         family,
         model_types=(architecture,),
         to_fields=partial(_read_back, architecture),
         to_config=_to_config,
         stacks=stacks,
-        applies_to=lambda fields: family.applies_to(fields) and bool(stacks) == ("num_experts_per_tok" in fields),
+        applies_to=lambda fields: family.applies_to(fields) and ("num_experts_per_tok" in fields) in kinds,
     )
 
 
@@ -144,11 +147,12 @@ def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.parallel and not config.shared_norm:
         shapes["blk.0.attn_norm_2.weight"] = (width,)
     has_output_bias = has_bias(config, "output")
+    layer = min(getattr(config, "attention_layers", ()), default=0)
     # An architecture with biases of the output matrix also has those of queries, keys and values.
     if has_bias(config, "qkv") or has_output_bias:
-        shapes["blk.0.attn_q.bias"] = (config.n_heads * config.channels_per_head,)
+        shapes[f"blk.{layer}.attn_q.bias"] = (config.n_heads * config.channels_per_head,)
     if has_output_bias:
-        shapes["blk.0.attn_output.bias"] = (width,)
+        shapes[f"blk.{layer}.attn_output.bias"] = (width,)
     if has_bias(config, "mlp"):
         shapes["blk.0.ffn_up.bias"] = (config.mlp_width,)
     return shapes
@@ -214,6 +218,33 @@ def _granite(config: ModelConfig) -> Metadata:
         "residual_scale": config.residual_scale,
         "logit_scale": 1 / config.logit_scale,
     }
+
+
+def _mixers(config: Any) -> Metadata:
+    """Return the metadata of Mamba layers."""
+    return {
+        "ssm.conv_kernel": config.conv_width,
+        "ssm.inner_size": config.inner_size,
+        "ssm.state_size": config.state_size,
+        "ssm.time_step_rank": config.mamba_heads,
+        "ssm.group_count": config.n_groups,
+    }
+
+
+def _mamba2(config: ModelConfig) -> Metadata:
+    """Return the metadata of Mamba-2, with 0 for the attention heads and the width of MLPs, which it lacks."""
+    sizes = {"feed_forward_length": 0, "attention.head_count": 0}
+    return {**sizes, "attention.layer_norm_rms_epsilon": config.norm_eps, **_mixers(config)}
+
+
+def _granite_hybrid(config: Any) -> Metadata:
+    """Return the metadata of Granite 4: 0 key heads in Mamba layers, and whether attention has RoPE."""
+    metadata = _granite(config) | _mixers(config)
+    if config.n_experts:
+        metadata["expert_shared_feed_forward_length"] = config.shared_size
+    has_attention = [layer in config.attention_layers for layer in range(config.n_layers)]
+    metadata["attention.head_count_kv"] = [config.key_heads * present for present in has_attention]
+    return metadata | {"rope.scaling.finetuned": config.positions == "rotary"}
 
 
 def _gemma2(config: ModelConfig) -> Metadata:
@@ -338,6 +369,8 @@ METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[Any], Metadata]]
     "gpt-oss": ((GPT_OSS,), _gpt_oss),
     "granitemoe": ((GRANITE_MOE,), _granite),
     "granite": ((GRANITE,), _granite),
+    "granitehybrid": ((GRANITE_HYBRID,), _granite_hybrid),
+    "mamba2": ((MAMBA2,), _mamba2),
     "gemma2": ((GEMMA2,), _gemma2),
     "gemma3": ((GEMMA3,), _gemma3),
     "gpt2": ((GPT2,), _layer_norm),

@@ -25,7 +25,9 @@ from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.gpt_oss import GPT_OSS
 from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
+from tricycle.pretrained.families.granite_hybrid import GRANITE_HYBRID
 from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
+from tricycle.pretrained.families.mamba2 import MAMBA2
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
@@ -33,13 +35,16 @@ from tricycle.pretrained.families.phi3 import PHI3
 from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.stored_model import StoredTensor
 
+Shape = tuple[int, ...]
+
 
 class AttentionHeads(NamedTuple):
-    """The number of query heads, the number of key and value heads, and the channels of a head."""
+    """The numbers of query heads, of key and value heads, of channels of a head, and of groups of a Mamba layer."""
 
     n_heads: int
     n_key_heads: int
     head_size: int
+    n_groups: int = 1
 
     @property
     def n_rows(self) -> tuple[int, int, int]:
@@ -61,12 +66,16 @@ class WeightTransform:
         to_hf: converts values of a GGUF file to those of transformers.
         to_gguf: the inverse of `to_hf`.
         transposes: whether the matrix is transposed.
+        hf_shape: returns the shape in transformers for that in a GGUF file.
+        gguf_shape: the inverse of `hf_shape`.
         n_rows: for permutations of rows that depend on the heads, returns the expected number of rows.
     """
 
     to_hf: Callable[[np.ndarray, AttentionHeads], np.ndarray] = _unchanged
     to_gguf: Callable[[np.ndarray, AttentionHeads], np.ndarray] = _unchanged
     transposes: bool = False
+    hf_shape: Callable[[Shape], Shape] = lambda shape: shape
+    gguf_shape: Callable[[Shape, AttentionHeads], Shape] = lambda shape, heads: shape
     n_rows: Callable[[AttentionHeads], int] | None = None
 
 
@@ -167,10 +176,49 @@ _QUERIES = _permute_rows(lambda heads: (heads.n_heads, heads.head_size // 2, 2, 
 _KEYS = _permute_rows(lambda heads: (heads.n_key_heads, heads.head_size // 2, 2, 1))
 # llama.cpp stores all queries, all keys, all values; GPT-NeoX in transformers interleaves them by head.
 _INTERLEAVED = _permute_rows(lambda heads: (1, 3, heads.n_heads, heads.head_size))
-_CONV1D = WeightTransform(lambda values, heads: values.T, lambda values, heads: values.T, transposes=True)
+_CONV1D = WeightTransform(
+    lambda values, heads: values.T,
+    lambda values, heads: values.T,
+    transposes=True,
+    hf_shape=lambda shape: shape[::-1],
+    gguf_shape=lambda shape, heads: shape[::-1],
+)
 # Gemma multiplies by 1 + gain, and llama.cpp stores this sum.
 _GAIN_PLUS_ONE = WeightTransform(
     lambda values, heads: values - np.float32(1), lambda values, heads: values + np.float32(1)
+)
+# Kernels of a convolution of single channels: (channels, width) in llama.cpp, (channels, 1, width) in transformers.
+_CHANNEL_KERNELS = WeightTransform(
+    lambda values, heads: values.reshape(len(values), 1, -1),
+    lambda values, heads: values.reshape(len(values), -1),
+    hf_shape=lambda shape: (*shape[:1], 1, *shape[1:]),
+    gguf_shape=lambda shape, heads: (shape[0], shape[2]),
+)
+
+
+def _vector(gguf_shape: Callable[[Shape, AttentionHeads], Shape]) -> WeightTransform:
+    """Return the transform of a matrix of llama.cpp that is a vector in transformers."""
+    return WeightTransform(
+        lambda values, heads: values.reshape(-1),
+        lambda values, heads: values.reshape(gguf_shape(values.shape, heads)),
+        hf_shape=lambda shape: (math.prod(shape),),
+        gguf_shape=gguf_shape,
+    )
+
+
+def _log_rates(values: np.ndarray, heads: AttentionHeads) -> np.ndarray:
+    """Return the logarithms (H,) of the rates of Mamba's decay from their negatives (H, 1); ValueError unless < 0."""
+    if not (np.isfinite(values).all() and np.all(values < 0)):
+        raise ValueError("expected the rates of decay, ssm_a, to be finite and below 0")
+    return np.log(-values.astype(np.float64)).astype(np.float32).reshape(-1)
+
+
+_HEAD_VECTOR = _vector(lambda shape, heads: (*shape, 1))
+_GROUP_GAINS = _vector(lambda shape, heads: (heads.n_groups, shape[0] // heads.n_groups))
+_DECAY = replace(
+    _HEAD_VECTOR,
+    to_hf=_log_rates,
+    to_gguf=lambda values, heads: (-np.exp(values.astype(np.float64))).astype(np.float32).reshape(-1, 1),
 )
 
 
@@ -199,6 +247,25 @@ _NAMES = {
 }
 _FUSED = "blk.N.attn_qkv"  # queries, keys and values in one matrix
 _OLMO2 = {"blocks.N.attention_norm": "blk.N.post_attention_norm", "blocks.N.mlp_norm": "blk.N.post_ffw_norm"}
+_MAMBA = {
+    "blocks.N.norm": "blk.N.attn_norm",
+    "blocks.N.mixer.input": "blk.N.ssm_in",
+    "blocks.N.mixer.conv_weights": "blk.N.ssm_conv1d.weight",
+    "blocks.N.mixer.conv_bias": "blk.N.ssm_conv1d.bias",
+    "blocks.N.mixer.step_bias": "blk.N.ssm_dt.bias",
+    "blocks.N.mixer.log_rates": "blk.N.ssm_a",
+    "blocks.N.mixer.skip": "blk.N.ssm_d",
+    "blocks.N.mixer.norm_gain": "blk.N.ssm_norm.weight",
+    "blocks.N.mixer.projection": "blk.N.ssm_out",
+    "blocks.N.mlp.shared.up": "blk.N.ffn_up_shexp blk.N.ffn_gate_shexp",
+    "blocks.N.mlp.shared.projection": "blk.N.ffn_down_shexp",
+}
+_MAMBA_TRANSFORMS = {
+    "blk.N.ssm_conv1d.weight": _CHANNEL_KERNELS,
+    "blk.N.ssm_a": _DECAY,
+    "blk.N.ssm_d": _HEAD_VECTOR,
+    "blk.N.ssm_norm.weight": _GROUP_GAINS,
+}
 _BERT = {"blocks.N.attention_norm": "blk.N.attn_output_norm", "blocks.N.mlp_norm": "blk.N.layer_output_norm"}
 
 
@@ -217,9 +284,18 @@ def _map_tensors(
 
 
 def _separate_gates(names: TensorNames) -> dict[str, Any]:
-    """Return the changes to a mixture family by which experts' gates are separate matrices, without stacks."""
+    """Return the changes to a mixture family by which experts' gates are separate matrices, without stacks.
+
+    Where checkpoints have the same names for an MLP without experts and one beside them, llama.cpp has different ones.
+    """
     up, expert = "blocks.N.mlp.experts.M.up", names["blocks.N.mlp.experts.M.up"][0].rpartition(".")[0]
-    return {"names": {**names, up: [f"{expert}.up_proj", f"{expert}.gate_proj"]}, "layouts": {}, "stacks": {}}
+    separate = {**names, up: [f"{expert}.up_proj", f"{expert}.gate_proj"]}
+    for ours, theirs in (("mlp", "mlp"), ("mlp.shared", "shared_mlp")):
+        if f"blocks.N.{ours}.up" in names:
+            layer = f"model.layers.N.{theirs}"
+            separate[f"blocks.N.{ours}.up"] = [f"{layer}.up_proj", f"{layer}.gate_proj"]
+            separate[f"blocks.N.{ours}.projection"] = [f"{layer}.down_proj"]
+    return {"names": separate, "layouts": {}, "stacks": {}}
 
 
 _GEMMA_NORMS = {name: _GAIN_PLUS_ONE for name in _NAMES.values() if name.endswith("_norm")}
@@ -282,6 +358,10 @@ TENSOR_MAPPINGS: dict[str, TensorMapping] = {
     "llama": TensorMapping(_LLAMA, _PERMUTED),
     "granite": _map_tensors(GRANITE, _PERMUTED),
     "granitemoe": _map_tensors(GRANITE_MOE, _PERMUTED, changes=_separate_gates(GRANITE_MOE.names)),
+    "granitehybrid": _map_tensors(
+        GRANITE_HYBRID, _PERMUTED | _MAMBA_TRANSFORMS, _NAMES | _MAMBA, _separate_gates(GRANITE_HYBRID.names)
+    ),
+    "mamba2": _map_tensors(MAMBA2, _MAMBA_TRANSFORMS, _NAMES | _MAMBA),
     "qwen2": _map_tensors(QWEN2),
     "qwen3": _map_tensors(QWEN3),
     "qwen3moe": _map_tensors(QWEN3_MOE),

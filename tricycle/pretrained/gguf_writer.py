@@ -105,8 +105,9 @@ def export_gguf(
     zeros = ((name, np.broadcast_to(np.float32(0), shape)) for name, shape in whole_shapes.items())
     shapes = {part: values.shape for name, array in zeros for part, values in split(name, array)}
     mixture = Mixture(dtype_name, config, bool(importance))
-    plan = {name: _plan_tensor(architecture, name, shape, mixture) for name, shape in shapes.items()}
-    heads = AttentionHeads(config.n_heads, config.key_heads, config.channels_per_head)
+    n_groups = getattr(config, "n_groups", 1)
+    heads = AttentionHeads(config.n_heads, config.key_heads, config.channels_per_head, n_groups)
+    plan = {name: _plan_tensor(architecture, name, shape, mixture, heads) for name, shape in shapes.items()}
     mapping = TensorMapping(family, model)
     importances = {part.name: array for name, array in (importance or {}).items() for part in mapping.hf_tensors(name)}
     parts = (part for name, array in arrays for part in split(name, array))
@@ -127,11 +128,12 @@ def _divisor_tensors(divisors: np.ndarray | None) -> dict[WrittenTensor, np.ndar
     return {WrittenTensor(name, "F32", row.shape, WeightTransform()): row for name, row in rows.items()}
 
 
-def _plan_tensor(architecture: str, name: str, shape: tuple[int, ...], mixture: Mixture) -> WrittenTensor:
+def _plan_tensor(
+    architecture: str, name: str, shape: tuple[int, ...], mixture: Mixture, heads: AttentionHeads
+) -> WrittenTensor:
     """Return the name, data type, shape and transform of a transformers tensor in the written file."""
     gguf_name, transform = TENSOR_MAPPINGS[architecture].gguf_tensor(name)
-    if transform.transposes:
-        shape = shape[::-1]
+    shape = transform.gguf_shape(shape, heads)
     return WrittenTensor(gguf_name, mixture.format_of(gguf_name, shape), shape, transform)
 
 

@@ -21,6 +21,7 @@ from tricycle.attention.cache import KeyValueCache
 from tricycle.attention.rotary import POSITIONS
 from tricycle.blocks import MLPBlock, MultiHeadSelfAttention, TransformerBlock
 from tricycle.configs.model import ModelConfig, Norm
+from tricycle.configs.presets import GPTConfig
 from tricycle.configs.validated import OneOf
 from tricycle.experts import MixtureOfExperts
 from tricycle.extra_ops import split_sizes
@@ -100,6 +101,11 @@ class DeltaNetConfig(ModelConfig):
             attention = GatedDeltaNet(self, **options)
         mlp = SharedExpertMixture(self.shared_size, **fields) if self.shared_size else None
         return TransformerBlock(self, layer, attention=attention, mlp=mlp, **options)
+
+
+@dataclass(frozen=True)
+class DeltaNetTrainingConfig(DeltaNetConfig, GPTConfig):
+    """The architecture and the training of a Gated DeltaNet."""
 
 
 class GatedAttention(MultiHeadSelfAttention):
