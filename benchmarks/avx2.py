@@ -97,7 +97,7 @@ def run(command: list[str], environment: dict[str, str]) -> tuple[int, dict[int,
 
 
 def main() -> int:
-    """Run the benchmark of sys.argv, and return its exit status, or 1 if that is 0 but a process used AVX-512."""
+    """Run sys.argv's benchmark, print processes that used AVX-512; return its status, or 1 if 0 but there were some."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmark", help="module of benchmarks/, such as train")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark")

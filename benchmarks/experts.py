@@ -35,7 +35,7 @@ def new_mixture(width: int, hidden: int, n_experts: int, n_active: int) -> Mixtu
 
 
 def tricycle_step(layer: Layer, inputs: np.ndarray, trains: bool) -> Step:
-    """Return a function that runs a layer on inputs (N, C), with a backward pass if `trains`."""
+    """Return a function that returns a layer's output (N, C); it runs backward, too, if `trains`, else in eval mode."""
     x = to_tensor(inputs, requires_grad=trains)
     if not trains:  # as `tricycle.pretrained.load` does for decoding
         set_memory_order(layer.eval(), "F")
@@ -54,7 +54,7 @@ def tricycle_step(layer: Layer, inputs: np.ndarray, trains: bool) -> Step:
 
 
 def transformers_step(mixture: MixtureOfExperts, inputs: np.ndarray, trains: bool) -> Step:
-    """Return the function of transformers' block of Mixtral with the weights of a mixture."""
+    """Return a function that returns the output (N, C) of transformers' Mixtral block with a mixture's weights."""
     import torch
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -87,7 +87,7 @@ def transformers_step(mixture: MixtureOfExperts, inputs: np.ndarray, trains: boo
 
 
 def _output(y: Any) -> np.ndarray:
-    """Return the output of a block as an array; older versions also return the router's logits."""
+    """Return a block's output, a tensor or the first item of a tuple, as an array (N, C)."""
     array: np.ndarray = (y[0] if isinstance(y, tuple) else y).detach().numpy().reshape(-1, y[0].shape[-1])
     return array
 

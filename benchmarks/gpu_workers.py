@@ -63,7 +63,7 @@ class Side:
         """Wait until the device has completed all work; the base class does nothing."""
 
     def steps(self, n: int) -> list[float]:
-        """Make n training updates of the model, and return their n losses (nats per token)."""
+        """Make n training updates, and return their n losses (nats per token); NotImplementedError here."""
         raise NotImplementedError
 
     def burst(self, n: int) -> dict[str, Any]:
@@ -389,6 +389,7 @@ def torch_gpt(config: GPTConfig) -> Any:
             self.drop = nn.Dropout(dropout)
 
         def forward(self, x):
+            """Return x (B, T, C) after causal attention and MLP, each with LayerNorm, dropout and residual."""
             n_items, n_tokens, _ = x.shape
             qkv = self.qkv(self.norms[0](x)).view(n_items, n_tokens, 3, n_heads, -1).permute(2, 0, 3, 1, 4)
             y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True).transpose(1, 2).reshape(x.shape)
@@ -412,6 +413,7 @@ def torch_gpt(config: GPTConfig) -> Any:
                 self.head.weight = self.tokens.weight
 
         def forward(self, ids):
+            """Return the logits (B, T, V) of token ids (B, T)."""
             places = torch.arange(ids.shape[1], device=ids.device)
             x = self.drop(self.tokens(ids) + self.places(places))
             for block in self.blocks:

@@ -34,13 +34,14 @@ def make_items(n: int, texts: list[str], code: list[str], seed: int = 0) -> dict
 
 
 def _item(prompt: str, right: str, others: list[str], generator: random.Random) -> Item:
+    """Return {"prompt", "choices": `right` and N_CHOICES - 1 drawn `others`, shuffled, "answer": index of `right`}."""
     choices = [right, *generator.sample(sorted({*others} - {right}), N_CHOICES - 1)]
     generator.shuffle(choices)
     return {"prompt": prompt, "choices": choices, "answer": choices.index(right)}
 
 
 def _endings(texts: list[str], generator: random.Random) -> Iterator[Item]:
-    """Yield beginnings of sentences; the choices are their last word and other words of the text."""
+    """Yield endless items: words that precede a sentence's last one; the choices are that and other last words."""
     words = " ".join(texts).split()
     ends = [i for i, word in enumerate(words) if i > CONTEXT_WORDS and re.fullmatch(r"[a-z]{4,}\.", word)]
     others = [words[i].rstrip(".") for i in ends]
@@ -51,7 +52,7 @@ def _endings(texts: list[str], generator: random.Random) -> Iterator[Item]:
 
 
 def _code(texts: list[str], generator: random.Random) -> Iterator[Item]:
-    """Yield lines of code; the choices are the next line and other lines."""
+    """Yield endless items: CONTEXT_LINES lines of code; the choices are the next line and random lines, stripped."""
     lines = [line for text in texts for line in text.splitlines() if 8 < len(line.strip()) < 80]
     while True:
         i = generator.randrange(CONTEXT_LINES, len(lines))
@@ -60,6 +61,7 @@ def _code(texts: list[str], generator: random.Random) -> Iterator[Item]:
 
 
 def _numbers(generator: random.Random) -> Iterator[Item]:
+    """Yield endless sums of two numbers; the wrong choices differ from the sum by 1, 2 or 10."""
     while True:
         a, b = generator.randrange(2, 90), generator.randrange(2, 9)
         right = str(a + b)
@@ -68,6 +70,7 @@ def _numbers(generator: random.Random) -> Iterator[Item]:
 
 
 def _counting(generator: random.Random) -> Iterator[Item]:
+    """Yield endless items that count six numbers at a constant step; the only choice is the next three."""
     while True:
         first, step = generator.randrange(1, 60), generator.choice([1, 1, 2, 5, 10])
         numbers = [str(first + step * i) for i in range(9)]
@@ -75,7 +78,7 @@ def _counting(generator: random.Random) -> Iterator[Item]:
 
 
 def write_tasks(folder: Path, items: dict[str, list[Item]]) -> list[str]:
-    """Write the harness's task files for items; return the names of the tasks."""
+    """Write NAME.jsonl and NAME.yaml of each task of `items` to `folder`; return the harness's task names."""
     for name, rows in items.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -98,7 +101,7 @@ def write_tasks(folder: Path, items: dict[str, list[Item]]) -> list[str]:
 
 
 def run(model: str, model_args: str, folder: Path, tasks: list[str]) -> tuple[dict[str, list[Any]], float]:
-    """Return the responses of each task's items, and the seconds of the evaluation without loading the model."""
+    """Evaluate tasks, print a model's scores, and return ({task: its items' responses}, seconds without loading)."""
     import lm_eval
     import lm_eval.models
     from lm_eval.api.registry import get_model
@@ -119,7 +122,7 @@ def run(model: str, model_args: str, folder: Path, tasks: list[str]) -> tuple[di
 
 
 def main() -> int:
-    """Parse sys.argv, run the tasks with one or both models, and print the comparison."""
+    """Parse sys.argv, run the tasks with one or both models, print scores, seconds and the comparison; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2", help="as in `tricycle generate`")
     parser.add_argument("--folder", help="the same model in Hugging Face format, for transformers")
@@ -142,7 +145,7 @@ def main() -> int:
 
 
 def print_comparison(ours: dict[str, list[Any]], theirs: dict[str, list[Any]]) -> None:
-    """Print for each task how two models' responses differ."""
+    """Print for each task the number of different texts, or choices and the largest log-likelihood difference."""
     for task, rows in ours.items():
         if isinstance(rows[0][0], str):
             n_other = sum(a != b for a, b in zip(rows, theirs[task]))

@@ -48,6 +48,7 @@ class Schedule:
         return Schedule(**{field.name: getattr(arguments, field.name) for field in fields(Schedule)})
 
     def __str__(self) -> str:
+        """Return rounds, measured seconds and warm-up as words, such as "8 interleaved rounds of 1 s after ..."."""
         return f"{self.rounds} interleaved rounds of {self.seconds:g} s after a warm-up of {self.warmup:g} s"
 
 

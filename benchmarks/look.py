@@ -97,7 +97,7 @@ def time_action(driver: Any, action: str) -> float:
 
 @contextmanager
 def look_server(model: str, text: str, weights: str) -> Iterator[tuple[str, float]]:
-    """Run `tricycle look` in a context that yields (page address, seconds until printed) and then terminates it."""
+    """Yield (page address of a new `tricycle look`, seconds until printed), then terminate it; ValueError if none."""
     command = [sys.executable, "-m", "tricycle", "look", model, text, "--no-browser", "--weights", weights]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -36,7 +36,7 @@ def multiply_add_chain(n_steps: int, x: Any, b: Any, c: Any) -> Any:
 # Each generator yields after the creation of its inputs, after the forward pass, and the gradients after the backward
 # pass.
 def tricycle(n_steps: int) -> Iterator[Any]:
-    """Run the chain with Tricycle; yield after the setup, after forward, and the gradients [x, b, c] after backward."""
+    """Run the chain with Tricycle; yield None after setup and after forward, then the gradients [x, b, c]."""
     from tricycle import to_tensor
 
     inputs: Any = [to_tensor([value]) for value in VALUES]

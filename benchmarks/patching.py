@@ -45,7 +45,7 @@ def measure(folder: Path, options: argparse.Namespace) -> tuple[list[float], lis
 
 
 def largest_difference(values: Sequence[np.ndarray]) -> float:
-    """Return the largest difference of an effect from that of the first side.
+    """Return the largest difference of an effect from the first side's; ValueError if it is above MAX_DIFFERENCE.
 
     Raises:
         ValueError: it is larger than MAX_DIFFERENCE.
@@ -57,7 +57,7 @@ def largest_difference(values: Sequence[np.ndarray]) -> float:
 
 
 def table(seconds: Sequence[float], scale: float, batch_size: int) -> str:
-    """Return the seconds of the whole grid as a Markdown table.
+    """Return a Markdown table of seconds, the loops' multiplied by `scale`, and their ratio to Tricycle's.
 
     Args:
         seconds: of a step of each side.
@@ -70,7 +70,7 @@ def table(seconds: Sequence[float], scale: float, batch_size: int) -> str:
 
 
 def report(folder: Path, options: argparse.Namespace) -> str:
-    """Measure all sides with a model in a folder, and return the conditions and the table."""
+    """Measure all sides with a folder's model; return conditions and table as text; ValueError if effects differ."""
     from transformers import AutoConfig
 
     import tricycle

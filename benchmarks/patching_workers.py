@@ -30,7 +30,7 @@ Cell = tuple[int, int, int]  # layer, head, position
 
 
 def make_prompts(tokeniser: Any) -> Prompts:
-    """Return the prompts of 32 tokens (with SmolLM2's tokenizer) that differ from the second token on.
+    """Return clean and corrupted prompts' tokens, and both answers' tokens; ValueError if the lengths differ.
 
     Raises:
         ValueError: a tokenizer with which the prompts differ in length.
@@ -43,20 +43,20 @@ def make_prompts(tokeniser: Any) -> Prompts:
 
 
 def all_cells(prompts: Prompts, n_layers: int, n_heads: int) -> list[Cell]:
-    """Return the cells of the grid at positions from the first token that differs on; the others have no effect."""
+    """Return all (layer, head, position) of the grid from the first position on at which the prompts differ."""
     first = next(i for i, pair in enumerate(zip(prompts.clean, prompts.corrupted)) if pair[0] != pair[1])
     return list(product(range(n_layers), range(n_heads), range(first, len(prompts.clean))))
 
 
 def sample_cells(cells: list[Cell], n_layers: int, n_cells: int) -> list[Cell]:
-    """Return about `n_cells` evenly spaced cells of each of `n_layers` evenly spaced layers."""
+    """Return at most `n_cells` cells of each of `n_layers` evenly spaced layers, each layer's at a constant stride."""
     chosen = set(np.linspace(0, cells[-1][0], n_layers).astype(int))
     rows = [[cell for cell in cells if cell[0] == layer] for layer in sorted(chosen)]
     return [cell for row in rows for cell in row[:: max(1, len(row) // n_cells)][:n_cells]]
 
 
 def torch_effects(folder: Path, prompts: Prompts, batch_size: int) -> Callable[[list[Cell]], np.ndarray]:
-    """Return a function from cells to their effects, computed by transformers with a forward hook for each patch.
+    """Return a function from cells to effects (0: corrupted, 1: clean); transformers with a forward hook per patch.
 
     Args:
         batch_size: the number of patches of a layer in a forward pass; 1 for a plain loop.

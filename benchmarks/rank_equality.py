@@ -142,7 +142,7 @@ def load_result(folder: Path, name: str) -> Result:
 
 
 def equality_table(folder: Path, counts: list[int], n_steps: int) -> str:
-    """Run all jobs that compare `counts` (first 1) of ranks, for minutes, files in `folder`; return a Markdown table.
+    """Run all jobs that compare `counts` (first 1) of ranks, with files in `folder`; return a Markdown table.
 
     Args:
         counts: numbers of ranks; the first is 1.
@@ -167,7 +167,7 @@ def equality_table(folder: Path, counts: list[int], n_steps: int) -> str:
 
 
 def equality_row(folder: Path, counts: list[int], precision: str, optimiser: str) -> str:
-    """Return a Markdown row of stored results: the largest loss difference by count, and which runs are bit-exact."""
+    """Return a Markdown row of stored results: largest loss difference by count, bit-exactness, kB of state."""
 
     def result(n: int, kind: str) -> Result:
         return load_result(folder, f"{n}-{precision}-{optimiser}-{kind}")

@@ -69,10 +69,10 @@ class CompletedReduce:
     """An all-reduce that is complete."""
 
     def make_progress(self) -> None:
-        """Do nothing."""
+        """Do nothing, because the all-reduce is complete."""
 
     def wait(self) -> None:
-        """Do nothing."""
+        """Do nothing, because the all-reduce is complete."""
 
 
 class DelayedReduce:

@@ -120,7 +120,7 @@ def strong_efficiency(profile: StepProfile, n: int, link: Link, n_batches: int, 
 
 
 def min_tokens_to_hide_reduce(flops: float, bandwidth: float) -> float:
-    """Return the number of tokens per rank and step with which the backward pass hides the all-reduces.
+    """Return the tokens per rank with which backward hides a ring all-reduce: 2 * FLOP/s / (bytes/s).
 
     The backward pass of P parameters and T tokens takes 4 P T operations, and a ring moves 2 x 4 P bytes, so the number
     does not depend on P.
@@ -161,7 +161,7 @@ class PredictionCheck(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The relative error of the prediction: predicted / measured - 1."""
+        """Return the relative error of the prediction: predicted / measured - 1."""
         return self.predicted / self.measured - 1
 
 

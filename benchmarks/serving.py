@@ -141,7 +141,7 @@ class LoadGenerator:
         return RequestResult(kind, correct, time.monotonic() - start, n_tokens, error, max(0.0, first_time - start))
 
     def _send_valid(self, kind: str, prompt: str) -> tuple[bool, int, str, float]:
-        """Send a valid request; return (texts are as expected, number of tokens, error, time of the first text)."""
+        """Send a valid request; return (texts correct, tokens, error or "", time of the first text or 0.0)."""
         streamed = kind.endswith("streaming")
         options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
         if kind.startswith("chat"):

@@ -36,7 +36,7 @@ class LocalShards(Shards):
     """Shards that do not send updated parameters."""
 
     def broadcast(self, arrays: object, owners: object) -> None:
-        """Do nothing."""
+        """Do nothing, because the other ranks do not exist."""
 
 
 def update_seconds(model: GPT, optimiser: Optimiser, n_times: int) -> float:

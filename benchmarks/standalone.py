@@ -25,7 +25,7 @@ STATUS = "return document.getElementById('status').textContent"
 
 
 def export_random_model(folder: Path) -> Path:
-    """Write a page of a model of the preset "laptop" with random weights to a folder, and return its path."""
+    """Write best.safetensors and laptop.html of a random "laptop" model to `folder`; return the page's path."""
     from tricycle.checkpoint import save_checkpoint
     from tricycle.configs import LaptopConfig
     from tricycle.models import GPT
@@ -40,7 +40,7 @@ def export_random_model(folder: Path) -> Path:
 
 
 def tokens_per_second(status: str) -> int:
-    """Return the tokens per second that the page's status line states.
+    """Return the tokens per second that the page's status line states; ValueError if it states none.
 
     Raises:
         ValueError: it states none.

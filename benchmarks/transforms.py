@@ -46,7 +46,7 @@ def title_of(task: str, batch_size: int) -> str:
 
 
 def cell(task: str, seconds: float, own: float) -> str:
-    """Return a time in the unit of its row, and its ratio to Tricycle's."""
+    """Return `seconds` as text in the task's unit, with the ratio to Tricycle's (`own`) if they differ."""
     value = 1e6 * seconds / (2 * CHAIN_LENGTH) if task == "chain" else 1e3 * seconds
     digits = 2 if value < 100 else 0
     return f"{value:,.{digits}f}" + (f" ({seconds / own:,.2f})" if seconds != own else "")
@@ -93,7 +93,7 @@ def first_step(worker: Worker, task: str) -> float:
 
 
 def speed_table(times: Times, columns: Mapping[str, str], batch_size: int) -> str:
-    """Return the times as a Markdown table; in parentheses the ratio to Tricycle's time."""
+    """Return the times as a Markdown table, with the ratio to Tricycle's in parentheses; "-" if not measured."""
     lines = [f"| | {' | '.join(columns)} |", f"|:---|{'---:|' * len(columns)}"]
     for task, row in times.items():
         cells = [cell(task, row[side], row["tricycle"]) if row[side] == row[side] else "-" for side in columns.values()]
@@ -102,7 +102,7 @@ def speed_table(times: Times, columns: Mapping[str, str], batch_size: int) -> st
 
 
 def probe_table(libraries: Mapping[str, str]) -> str:
-    """Return what each library differentiates as a Markdown table; each library is probed in a process."""
+    """Probe each library in a new process, and return a Markdown table of what it differentiates."""
     results: dict[str, dict[str, str]] = {}
     for title, library in libraries.items():
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.transforms_probes", library]
@@ -124,7 +124,7 @@ def processor() -> str:
 
 
 def replace_block(page: Path, name: str, text: str) -> None:
-    """Replace the text between the comments `<!-- NAME -->` and `<!-- end of NAME -->` of a page.
+    """Replace the text between `<!-- NAME -->` and `<!-- end of NAME -->` of a page; ValueError if one is missing.
 
     Raises:
         ValueError: the page does not contain both comments.

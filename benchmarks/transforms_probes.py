@@ -34,7 +34,7 @@ LINEAR_ALGEBRA: dict[str, Callable[[Any, Any, Any], Any]] = {  # functions (libr
 # Each has array (NumPy array to its own), numpy (back), grad, jvp, vmap and attention, None where there is no such
 # function, linalg, svd, and the functions transpose, tanh and sum.
 def tricycle() -> SimpleNamespace:
-    """Return Tricycle's functions."""
+    """Return Tricycle's functions under the names that the probes use, such as array, grad and vmap."""
     from tricycle import extra_ops, linalg, ops, transforms
     from tricycle.attention.attend import Attention
     from tricycle.tensor import Tensor
@@ -55,7 +55,7 @@ def tricycle() -> SimpleNamespace:
 
 
 def autograd() -> SimpleNamespace:
-    """Return the functions of HIPS autograd."""
+    """Return HIPS autograd's functions under the names that the probes use; None for those it lacks."""
     import autograd.numpy as anp
     from autograd import grad, make_jvp
 
@@ -75,7 +75,7 @@ def autograd() -> SimpleNamespace:
 
 
 def torch() -> SimpleNamespace:
-    """Return PyTorch's functions."""
+    """Return PyTorch's functions under the names that the probes use, such as array, grad and vmap."""
     import torch
 
     return SimpleNamespace(
@@ -94,7 +94,7 @@ def torch() -> SimpleNamespace:
 
 
 def jax() -> SimpleNamespace:
-    """Return JAX's functions, in float64."""
+    """Return JAX's functions under the names that the probes use, and enable float64 in the whole process."""
     import jax
     import jax.numpy as jnp
 
@@ -133,14 +133,14 @@ def required(lib: Any, name: str) -> Any:
 
 
 def check_close(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
-    """Raise a ValueError unless two arrays are close."""
+    """Raise ValueError if arrays differ by over `tolerance` times the largest expected absolute value (at least 1)."""
     error = np.max(np.abs(np.asarray(actual) - expected))
     if not error <= tolerance * max(1.0, np.max(np.abs(expected))):
         raise ValueError(f"expected {expected}, got {actual}")
 
 
 def check_orders(lib: Any, f: Callable[[Any], Any], x: Vector, step: float = 1e-5, tolerance: float = 1e-5) -> None:
-    """Compare first and second derivatives of f, of one element, in a random direction with finite differences."""
+    """Raise ValueError if first or second derivatives of f (to a scalar) differ from finite differences."""
     direction = np.random.default_rng(0).standard_normal(x.shape)
     value = lambda z: float(lib.numpy(f(lib.array(z))))
     slope = lambda z: lib.numpy(lib.grad(f)(lib.array(z)))
@@ -152,14 +152,14 @@ def check_orders(lib: Any, f: Callable[[Any], Any], x: Vector, step: float = 1e-
 
 
 def forward_mode(lib: Any) -> str:
-    """Compute a directional derivative."""
+    """Return "yes" if the jvp of tanh is right; ValueError if not, MissingFunction without a jvp."""
     tangent = required(lib, "jvp")(lib.tanh, lib.array(X), lib.array(V))
     check_close(lib.numpy(tangent), V / np.cosh(X) ** 2)
     return "yes"
 
 
 def nested_gradients(lib: Any) -> str:
-    """Compute the third derivative of a function by a gradient of gradients."""
+    """Return "yes" if the third derivative by nested gradients is right, else raise ValueError."""
     f = lambda x: lib.sum(lib.tanh(x))
     third = lib.grad(lambda x: lib.sum(lib.grad(lambda x: lib.sum(lib.grad(f)(x)))(x)))(lib.array(X))
     t = np.tanh(X)
@@ -168,7 +168,7 @@ def nested_gradients(lib: Any) -> str:
 
 
 def batching(lib: Any) -> str:
-    """Compute the gradient for each item of a batch, and count the calls of the function."""
+    """Return "yes" if vmap of grad calls the function once, else "in a loop"; raise if it is wrong or missing."""
     calls = []
 
     def f(x: Any) -> Any:
@@ -182,7 +182,7 @@ def batching(lib: Any) -> str:
 
 
 def nested_containers(lib: Any) -> str:
-    """Compute gradients with respect to arrays in a dict of lists and tuples."""
+    """Return "yes" if gradients with respect to a dict of lists and tuples are right, else raise ValueError."""
     tree = {"a": [lib.array(X), (lib.array(V),)], "b": lib.array(X + 1)}
     slopes = lib.grad(lambda tree: lib.sum(tree["a"][0] * tree["a"][1][0] * tree["b"]))(tree)
     check_close(lib.numpy(slopes["a"][1][0]), X * (X + 1))
@@ -190,7 +190,7 @@ def nested_containers(lib: Any) -> str:
 
 
 def attention(lib: Any) -> str:
-    """Differentiate the gradient of the library's attention function, called as usual."""
+    """Return "yes" if attention's first and second derivatives are right; raise if they are wrong or it is missing."""
     function, (heads, rest) = (
         required(lib, "attention"),
         np.split(np.random.default_rng(0).random((1, 2, 8, 2, 4)), 2, 1),
@@ -202,7 +202,7 @@ def attention(lib: Any) -> str:
 
 
 def numpy_functions(lib: Any) -> str:
-    """Differentiate functions of NumPy itself that are called with the library's arrays."""
+    """Return "yes" if the gradient of NumPy's own functions is right, else raise ValueError."""
     matrix = np.random.default_rng(0).random((3, 3)) + 2 * np.eye(3)
     f = lambda x: np.sum(np.linalg.solve(matrix, np.tanh(x)) * np.exp(x))
     expected = [(f(X + step) - f(X - step)) / 2e-6 for step in 1e-6 * np.eye(3)]
@@ -211,7 +211,7 @@ def numpy_functions(lib: Any) -> str:
 
 
 def linear_algebra(lib: Any) -> str:
-    """Return the functions of LINEAR_ALGEBRA whose derivatives of both orders are not right."""
+    """Return "yes", or "all but NAMES": the functions of LINEAR_ALGEBRA with a wrong first or second derivative."""
     start = np.random.default_rng(0).random((3, 3)) + 2 * np.eye(3)
     missing = []
     for name, function in LINEAR_ALGEBRA.items():
@@ -239,7 +239,7 @@ PROBES: dict[str, Callable[[Any], str]] = {
 
 
 def probe(library: str) -> Iterator[tuple[str, str]]:
-    """Yield each probe and its result in a library of LIBRARIES."""
+    """Yield (probe, result text) for all PROBES in a library of LIBRARIES; exceptions become results, too."""
     lib = LIBRARIES[library]()
     for name, function in PROBES.items():
         try:

@@ -44,14 +44,14 @@ def mlp_inputs(name: str) -> tuple[list[Any], np.ndarray, np.ndarray]:
 
 
 def mlp_loss(weights: Any, x: Any, y: Any, tanh: Callable[[Any], Any]) -> Any:
-    """Return the mean squared error of an MLP with tanh, for pairs of matrix and bias."""
+    """Return the mean squared error, a scalar, of an MLP with tanh; `weights` are pairs of matrix and bias."""
     for matrix, bias in weights[:-1]:
         x = tanh(x @ matrix + bias)
     return ((x @ weights[-1][0] + weights[-1][1] - y) ** 2).mean()
 
 
 def gpt_config(shape: str, batch_size: int) -> GPTConfig:
-    """Return a shape of SHAPES with a batch size (0: its own)."""
+    """Return the configuration of a shape of SHAPES with a batch size (0: its own)."""
     return replace(SHAPES[shape], batch_size=batch_size or SHAPES[shape].batch_size)
 
 
@@ -102,7 +102,7 @@ def gpt_loss(p: Any, ids: np.ndarray, labels: np.ndarray, config: GPTConfig, xp:
 
 # -------------------------------------------------------------------- the sides
 def tricycle_step(task: str, config: GPTConfig) -> Step:
-    """Return a step of Tricycle's transforms."""
+    """Return a function that computes a task's gradients (for "hvp-", the Hessian-vector product) by Tricycle."""
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.ops import tanh
@@ -126,7 +126,7 @@ def tricycle_step(task: str, config: GPTConfig) -> Step:
 
 
 def autograd_step(task: str, config: GPTConfig) -> Step:
-    """Return a step of HIPS autograd; the Hessian-vector product is the gradient of <gradient, tangents>."""
+    """Return a function that computes a task's gradients by HIPS autograd; for "hvp-", of <gradient, tangents>."""
     import autograd.numpy as anp
     from autograd import grad
     from autograd.scipy.special import logsumexp
@@ -150,7 +150,7 @@ def autograd_step(task: str, config: GPTConfig) -> Step:
 
 
 def torch_step(task: str, config: GPTConfig) -> Step:
-    """Return a step of eager PyTorch; the Hessian-vector product is the gradient of <gradient, tangents>."""
+    """Return a function that computes a task's gradients by eager PyTorch; for "hvp-", of <gradient, tangents>."""
     import torch
     from torch.autograd import grad
     from torch.nn import functional as F
@@ -199,7 +199,7 @@ def torch_step(task: str, config: GPTConfig) -> Step:
 
 
 def jax_step(task: str, config: GPTConfig, jitted: bool = False) -> Step:
-    """Return a step of JAX, compiled if `jitted`; the Hessian-vector product is the jvp of the gradient."""
+    """Return a function that computes a task's gradients by JAX; for "hvp-", the gradient's jvp. `jitted`: compiled."""
     import jax
     import jax.numpy as jnp
     from jax.scipy.special import logsumexp
@@ -228,7 +228,7 @@ def jax_step(task: str, config: GPTConfig, jitted: bool = False) -> Step:
 
 
 def jitted_step(task: str, config: GPTConfig) -> Step:
-    """Return a step of JAX that is compiled."""
+    """Return `jax_step` of a task, compiled by jax.jit."""
     return jax_step(task, config, jitted=True)
 
 

@@ -154,6 +154,7 @@ def torch_step(
                 self.head.weight = self.tokens.weight
 
         def forward(self, ids, labels):
+            """Return the mean cross-entropy, a scalar, of labels (B, T) for token ids (B, T)."""
             x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
             logits = self.head(self.norm(self.blocks(x)))
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten())

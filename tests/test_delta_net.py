@@ -8,18 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hf_checks import PROMPT, check_adapter, check_tokens_and_export, differences_in_float64
 from recurrent_models import check_batches, check_learning
-from transformers_families import difference, hf_logits, randomize_weights
+from transformers_families import randomize_weights
 
 from tricycle.activation_checkpointing import checkpoint_activations
-from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
-from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
-from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.pretrained import load
-from tricycle.pretrained.adapters import load_adapter, new_adapter, save_adapter
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import build_model
 from tricycle.pretrained.gguf_writer import export_gguf
@@ -38,7 +34,6 @@ SMALL |= {"n_layers": 3, "attention_layers": (1,), "activation": "swish", "gated
 SMALL |= {"n_linear_heads": 4, "n_linear_key_heads": 2, "linear_head_size": 6, "linear_key_size": 5, "chunk_size": 8}
 SMALL |= {"context_window": 128, "norm_unit_offset": True, "qk_norm": True, "qk_norm_gain": True}
 TOKENS = np.random.default_rng(5).integers(0, 61, (2, 25))
-PROMPT = [3, 1, 4, 15, 9, 2, 6]
 TOKENISER = BPETokeniser(257)
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -171,21 +166,8 @@ def test_logits_and_gradients_agree(name: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.is_floating_point() else x.double())
     hf_model = new_hf_model(name)
     hf_model.save_pretrained(tmp_path / "model")
-    hf_model = hf_model.double()
-    model = load(tmp_path / "model").model
-    for parameter in model.parameters():
-        parameter.array = parameter.array.astype(np.float64)
-    inputs, labels = (torch.from_numpy(x.copy()) for x in (TOKENS[:, :-1], TOKENS[:, 1:]))
-    logits, theirs = model(TOKENS[:, :-1]), hf_model(inputs).logits
-    assert difference(logits.array, theirs.detach().numpy()) < 1e-12
-    CrossEntropy()(TOKENS[:, 1:], logits).backward()
-    torch.nn.functional.cross_entropy(theirs.flatten(0, 1), labels.flatten()).backward()
-    with torch.no_grad():
-        for theirs in hf_model.parameters():
-            theirs.copy_(theirs.grad)
-    hf_model.save_pretrained(tmp_path / "gradients")
-    grads = load(tmp_path / "gradients").model.state_dict()  # in float32
-    worst = {name: difference(p.grad.array, grads[name]) for name, p in model.named_parameters()}
+    by_logits, worst = differences_in_float64(tmp_path, hf_model.double(), TOKENS)
+    assert by_logits < 1e-12
     assert max(worst.values()) < 1e-7, worst
 
 
@@ -193,43 +175,15 @@ def test_logits_and_gradients_agree(name: str, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_exports_agree(name: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    hf_model = new_hf_model(name)
-    hf_model.save_pretrained(tmp_path / "model")
-    model = load(tmp_path / "model").model
-    prompt = torch.tensor([PROMPT])
-    for options in ({}, {"no_repeat_ngram_size": 2}):
-        expected = hf_model.generate(prompt, max_new_tokens=64, do_sample=False, **options)[0, len(PROMPT) :].tolist()
-        assert list(generate(model, PROMPT, 64, PenalizedSamplingParams(0, **options))) == expected
-
-    assert export_folder(model, None, tmp_path / "exported") == "qwen3_next"
-    again = load(tmp_path / "exported").model
-    np.testing.assert_array_equal(again(TOKENS).array, model(TOKENS).array)
-    theirs = type(hf_model).from_pretrained(tmp_path / "exported").state_dict()
-    assert all(torch.equal(tensor, theirs[key]) for key, tensor in hf_model.state_dict().items())
+    check_tokens_and_export(new_hf_model(name), TOKENS, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_torch_thread")
 def test_adapters_have_the_names_of_peft(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    hf_model = new_hf_model("three heads per key head")
-    hf_model.save_pretrained(tmp_path / "model")
-    loaded = load(tmp_path / "model")
-    before = loaded.model(TOKENS).array
+    pytest.importorskip("peft")
     targets = "q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"
-    adapter = new_adapter(loaded, LoRAConfig(rank=2, targets=targets))
-    generator = np.random.default_rng(0)
-    for up in (up for low_rank in adapter.low_ranks.values() for up in low_rank.ups):
-        up.array[...] = generator.normal(0, 0.2, up.shape)
-    adapted = loaded.model(TOKENS).array
-    assert difference(adapted, before) > 0.01
-    save_adapter(adapter, loaded, tmp_path / "adapter")
-    hf_model = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter").eval()
-    assert difference(adapted, hf_logits(hf_model, TOKENS)) < 1e-4  # in float32
-    adapter.detach()
-    load_adapter(loaded, tmp_path / "adapter")
-    np.testing.assert_array_equal(loaded.model(TOKENS).array, adapted)
+    check_adapter(new_hf_model("three heads per key head"), targets, TOKENS, tmp_path)
 
 
 REFUSED = {

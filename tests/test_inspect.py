@@ -9,7 +9,7 @@ import pytest
 from programs import good, run_here
 from tiny_models import write_folder
 
-from tricycle_cli.inspect import main
+from tricycle_cli.inspect import TASKS, main
 from tricycle_cli.models import load_model
 from tricycle_lab.attribution import attribute_logit
 
@@ -90,3 +90,11 @@ def test_logit_is_that_of_the_model(folder):
 def test_wrong_flags_fail_with_one_line(folder, words, message):
     done = inspect(folder, *words)
     assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_help_and_errors_of_a_subcommand_begin_with_its_name(tmp_path):
+    for word in TASKS:
+        assert good(run_here(main, "tricycle inspect", (word, "--help"), tmp_path)).startswith(
+            f"usage: tricycle inspect {word} [-h]"
+        )
+        assert run_here(main, "tricycle inspect", (word,), tmp_path).stderr.startswith(f"tricycle inspect {word}: ")

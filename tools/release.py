@@ -53,6 +53,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
+    """Parse sys.argv: a version ("next" by default), and the folders --dry-run and --check (None by default)."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("version", nargs="?", default="next", help="such as 0.2.0; default: the next minor version")
     parser.add_argument("--dry-run", type=Path, metavar="FOLDER", help="work in a copy, and write the archives here")
@@ -70,7 +71,7 @@ def dry_run(folder: Path, version: str) -> None:
 
 
 def read_version(root: Path) -> str:
-    """Return the version in tricycle/__init__.py."""
+    """Return the version that tricycle/__init__.py states; ValueError if it states none."""
     return _match(root / "tricycle" / "__init__.py", VERSION_PATTERNS["tricycle/__init__.py"])[1]
 
 

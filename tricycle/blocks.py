@@ -62,6 +62,15 @@ class MultiHead(Layer):
             scales.to_gpu(self.projection.weights.array.device.id)
         self.softmax_scales = scales
 
+    def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, mask: Mask) -> Tensor:
+        """Append keys and values to the cache; return each text's attention to its cached ones, computed in float32."""
+        results = []
+        for rows, text in cache.texts(q.array.shape[1]):
+            tensors = [Tensor(x, False) for x in (q.array[:, rows], *text.append(k.array[:, rows], v.array[:, rows]))]
+            # float32, as converting the cache for every token would take longer than 16-bit products save
+            results.append(self.attention(*tensors, mask, self.softmax_scales, "float32"))
+        return concatenate_texts(results)
+
 
 def merge_heads(x: Tensor) -> Tensor:
     """Reshape x (B, T, H, D) to (B, T, H * D)."""
@@ -171,15 +180,6 @@ class MultiHeadSelfAttention(MultiHead):
             q, k = self.rotary(q, segments), self.rotary(k, segments)
         return [q, *gates, k, v]
 
-    def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, mask: Mask) -> Tensor:
-        """Append keys and values to the cache; return each text's attention to its cached ones, computed in float32."""
-        results = []
-        for rows, text in cache.texts(q.array.shape[1]):
-            tensors = [Tensor(x, False) for x in (q.array[:, rows], *text.append(k.array[:, rows], v.array[:, rows]))]
-            # float32, as converting the cache for every token would take longer than 16-bit products save
-            results.append(self.attention(*tensors, mask, self.softmax_scales, "float32"))
-        return concatenate_texts(results)
-
 
 class MLPBlock(Layer):
     """The MLP of a block: a wider hidden layer with an activation, for each token; `fields` are of `ModelConfig`."""
@@ -251,7 +251,7 @@ class TransformerBlock(Layer):
         self.norm_placement, self.parallel, self.scale = config.norm_placement, config.parallel, config.residual_scale
         self.attention_norm = new_norm(config)
         self.attention: Any = attention or MultiHeadSelfAttention(**fields, layer=layer, causal=causal)
-        self.attention_post_norm = new_norm(config) if both else None
+        self.attention_post_norm: Any = new_norm(config) if both else None
         self.mlp_norm = None if config.shared_norm else new_norm(config)
         self.mlp: Any = mlp or (MIXTURES["experts"](MLPBlock, **fields) if config.n_experts else MLPBlock(**fields))
         self.mlp_post_norm = new_norm(config) if both else None

@@ -40,6 +40,7 @@ class BlockStack(Layer):
     config: ModelConfig
     generator: np.random.Generator
     blocks: list[TransformerBlock]
+    streams: Any = None  # models pickled before the option existed have none
     recompute: Callable[..., Tensor] | None = None  # `activation_checkpointing.checkpoint_activations`, or None
 
     @property
@@ -76,8 +77,7 @@ class GPT(BlockStack):
         if not config.is_decoder:
             raise TypeError("GPT: expected the config of a decoder, got an EncoderConfig: use TextEncoder")
         self.config = config
-        # one generator for weights and dropout masks, saved in checkpoints
-        self.generator = np.random.default_rng(config.seed)
+        self.generator = np.random.default_rng(config.seed)  # for weights and dropout masks; saved in checkpoints
         width, narrow = config.embedding_dim, config.embedding_size or config.embedding_dim
         self.token_embedding = Embedding(config.vocab_size, narrow, zeros)
         self.embedding_projection = Dense(narrow, width, False, zeros) if narrow != width else None
@@ -86,6 +86,7 @@ class GPT(BlockStack):
         options: Any = {"initialiser": zeros, "generator": self.generator}
         new_block: Any = getattr(config, "new_block", partial(TransformerBlock, config))  # configs may have their own
         self.blocks = [new_block(layer, **options) for layer in range(config.n_layers)]
+        self.streams = getattr(config, "new_streams", lambda **_: None)(**options)  # if blocks have more channels
         self.norm = new_norm(config) if config.norm_placement != "after" else None
         self.head_projection = Dense(width, narrow, False, zeros) if narrow != width else None
         self.head = None if config.tied else Dense(narrow, config.vocab_size, config.head_bias, zeros, role="head")
@@ -137,12 +138,10 @@ class GPT(BlockStack):
             if not 0 < new <= window - seen:
                 got = f"{new} after {seen} earlier ones" if seen else f"{new}"
                 raise ValueError(f"GPT(context_window={window}): expected 1 to {window} tokens, got {got}")
-        if positions is None:
-            positions = np.concatenate([np.arange(first, first + n) for first, n in segments])
+        positions = positions if positions is not None else np.concatenate([np.arange(i, i + n) for i, n in segments])
         x = self.dropout(to_compute_dtype(self._embed(tokens, positions), self.precision))
-        run = self.run_block
         for i, block in enumerate(self.blocks):
-            x = caches[i].call(block, x, mask) if caches else run(block, x, None, mask)
+            x = caches[i].call(block, x, mask) if caches else self.run_block(block, x, None, mask)
         return x
 
     def _embed(self, tokens: Tensor, positions: Array) -> Tensor:
@@ -152,10 +151,11 @@ class GPT(BlockStack):
         x = x if self.embedding_projection is None else self.embedding_projection(x)
         if self.position_embedding is not None:
             x = x + self.position_embedding(self.place(positions + self.config.position_offset))
-        return x
+        return x if self.streams is None else self.streams.open(tokens, x)
 
     def logits(self, x: Tensor, dtype: Any = None) -> Tensor:
         """Apply the last norm and head (or tied embedding) to x (..., C); return scaled and capped logits (..., V)."""
+        x = x if self.streams is None else self.streams.close(x)
         x = x if self.norm is None else self.norm(x)
         x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
         x = x if self.head_projection is None else self.head_projection(x)

@@ -36,7 +36,7 @@ class QueryBlock(NamedTuple):
 
 
 def _query_blocks(n_queries: int, n_keys: int, score_options: ScoreOptions, step: int) -> list[QueryBlock]:
-    """Return blocks of `step` queries, each with its visible key blocks, diagonal and window edge."""
+    """Return QueryBlocks of `step` queries (the last shorter), with visible key blocks, diagonal and window edge."""
     blocks = []
     for start in range(0, n_queries, step):
         queries = slice(start, min(start + step, n_queries))

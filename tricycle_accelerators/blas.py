@@ -43,7 +43,7 @@ def unavailable_reason() -> str | None:
 # Cache: valid for the life of the process: depends on the processor and on what is installed.
 @cache
 def _mkl() -> _Mkl | str:
-    """Load MKL on the first call, and return its functions, or the reason (a text) why it is not used."""
+    """Load MKL on the first call (cached); return its functions, or one line of text that says why it is not used."""
     if why := exclusion_reason("mkl"):
         return why
     if not processor.is_intel():
@@ -72,7 +72,7 @@ def load_mkl(path: str) -> _Mkl:
 
 
 def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the matrix product (M, K) x (K, N) by MKL if it is usable, else `np.matmul`, in `out` if that is given."""
+    """Return the matrix product (M, K) x (K, N), in `out` if given, by MKL if usable and float32, else `np.matmul`."""
     mkl = _mkl()
     if isinstance(mkl, str) or not (_fits(a, np.float32) and _fits(b, np.float32)):
         product: np.ndarray = np.matmul(a, b, out=out)

@@ -48,7 +48,7 @@ class _Range:
 
     @property
     def end(self) -> int:
-        """The address behind the last byte."""
+        """Return the address after the last byte of the mapped memory."""
         return self.start + self.bytes.size
 
 
@@ -117,7 +117,7 @@ class _Arena:
         return self.reserve(size) and self.grow(size)
 
     def reserve(self, size: int) -> bool:
-        """Map another memory range of at least `size` bytes and 1 GiB; return False if the system refuses."""
+        """Map another memory range of at least `size` bytes and 1 GiB; return False if refused, and on Windows."""
         if sys.platform == "win32":
             return False
         n_pages = -(-max(size, RANGE_BYTES) // mmap.PAGESIZE) + 1
@@ -190,7 +190,7 @@ _arena = _Arena()
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return an uninitialized array: from 1 MiB on in memory that deleted arrays have freed, below by `np.empty`."""
+    """Return an uninitialized array: from 1 MiB on in memory of deleted arrays if possible, else by `np.empty`."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     # tracemalloc cannot see into a range, and a forked process may inherit the lock held

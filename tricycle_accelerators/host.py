@@ -22,7 +22,7 @@ class Tuning(NamedTuple):
 
 
 def tune_host() -> Tuning:
-    """Make malloc keep freed memory and BLAS use one thread (not with TRICYCLE_TUNE_HOST=0); return what was changed.
+    """Make malloc keep freed memory and BLAS use one thread, unless TRICYCLE_TUNE_HOST=0; return what was changed.
 
     Two things change.
 

@@ -23,7 +23,7 @@ def parse_cpuinfo(cpuinfo: str) -> dict[str, str]:
 # Cache: valid for the life of the process: depends on the processor and on NPY_DISABLE_CPU_FEATURES alone.
 @cache
 def vendor_and_features() -> tuple[str, frozenset[str]]:
-    """Return the vendor and Linux-named features of the processor, by /proc/cpuinfo, else `platform` and NumPy.
+    """Return the processor's vendor and features as Linux names them, by /proc/cpuinfo, else NumPy's; cached.
 
     Without AVX-512 and AMX where NPY_DISABLE_CPU_FEATURES names X86_V4 or AVX512F. Elsewhere than on Linux the
     features are those of `NUMPY_FEATURES` that NumPy uses.

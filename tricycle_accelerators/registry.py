@@ -25,7 +25,7 @@ def register_cupy(array: type) -> None:
 
 
 def _register(provider: ModuleType, array: type) -> None:
-    """Register a provider's kernels for arrays of a type, or store why it is unavailable."""
+    """Register a provider's kernels for arrays of a type, or store in UNAVAILABLE why it cannot be used."""
     problem = provider.unavailable_reason()
     if problem is None:
         UNAVAILABLE.pop(provider.PROVIDER, None)

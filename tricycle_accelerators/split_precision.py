@@ -32,7 +32,7 @@ class LowPrecisionMatmul(Protocol):
     out: np.ndarray
 
     def run(self) -> None:
-        """Compute the product of `numbers` and the matrix into `out`."""
+        """Compute the product of `numbers` and the matrix into `out` (protocol method without an implementation)."""
 
 
 def row_max_abs(x: np.ndarray) -> np.ndarray | None:

@@ -35,7 +35,7 @@ BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS",
 # Cache: valid for the life of the process: NumPy's BLAS is loaded with NumPy.
 @cache
 def blas_libraries() -> tuple[Any, ...]:
-    """Return threadpoolctl's controllers of NumPy's BLAS; () if threadpoolctl is missing or finds none."""
+    """Return threadpoolctl's controllers of NumPy's BLAS, cached; () if threadpoolctl is missing or finds none."""
     import numpy  # noqa: F401, only what is loaded can be found
 
     try:
@@ -241,6 +241,7 @@ def single_blas_thread() -> Iterator[None]:
 
 # -------------------------------------------------------------------- helper threads
 def _no_work() -> None:
+    """Do nothing: the work of a helper thread that has no work."""
     pass
 
 
@@ -258,7 +259,7 @@ class _Helper:
         self.thread.start()
 
     def _run(self) -> None:
-        """Run the work of each `begin`, without end; store an exception in `error`."""
+        """Run in the worker thread forever: the work of each `begin`; store an exception in `error`, signal the end."""
         _thread_state.in_worker = True
         _limit_blas_threads(of_each_thread=True)
         while True:
@@ -272,7 +273,7 @@ class _Helper:
             self.done.release()
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Start to run `work` in the helper's thread, and return at once."""
+        """Start to run `work` in this worker's thread, and return at once."""
         self.work = work
         self.finished = False
         self.done.acquire(blocking=False)
@@ -303,7 +304,7 @@ _started: list[_Helper] = []
 
 
 def _helpers() -> list[_Helper]:
-    """Return the worker threads beside the caller's, n_threads() - 1, and start those that are missing.
+    """Return the n_threads() - 1 worker threads beside the caller's, and start those that are missing.
 
     The caller holds `pool_lock`.
     """

@@ -97,7 +97,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def register_softmax(path: Path) -> Iterator[str]:
-    """Execute a Python file and register its last softmax, checked, in SOFTMAXES within a `with`; yield its name.
+    """Execute a file, register its last softmax in SOFTMAXES within a `with`; yield its name; ValueError if unfit.
 
     Raises:
         FileNotFoundError, ValueError: no such file, no softmax in it, or one that `check_softmax` rejects.

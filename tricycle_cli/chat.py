@@ -104,7 +104,7 @@ class Conversation:
         self.state, self._generate = new_decoder(self.model, self.decoding)
 
     def ask(self, message: str) -> tuple[Iterator[str], int]:
-        """Add a user message; return an iterator of the answer's text, and how many messages were dropped to make room.
+        """Add a user message; return (iterator of the answer's text, number of dropped messages); ValueError if full.
 
         The conversation gets the part of the answer that the caller has consumed.
 

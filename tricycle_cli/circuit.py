@@ -36,7 +36,7 @@ class Arguments(InspectFlags):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle inspect circuit`: print the strongest heads and the faithfulness of the first of them."""
+    """Run `tricycle inspect circuit`: print the strongest heads and the faithfulness of the first n; --out plots it."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if arguments.prompts < 2:
         raise ValueError(f"--prompts: expected at least 2, got {arguments.prompts}")

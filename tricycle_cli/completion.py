@@ -26,7 +26,7 @@ class Flag(NamedTuple):
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
-    """Return `tricycle`'s completion script for bash, zsh or fish; `commands` maps names to help texts.
+    """Return `tricycle`'s completion script for a shell, else ValueError; `commands` maps names to help texts.
 
     Raises:
         ValueError: an unknown shell.

@@ -82,7 +82,7 @@ def require_one_process(command: str) -> None:
 
 
 def _exit_other_ranks() -> None:
-    """Exit on all ranks but rank zero, which reports an error that all ranks find before they can communicate."""
+    """Exit with status 1, after a wait, on all ranks but zero, which reports an error that all ranks find early."""
     if launch_info().rank:
         time.sleep(RANK_ZERO_SECONDS)  # the launcher ends all ranks when one exits
         raise SystemExit(1) from None

@@ -82,7 +82,7 @@ class Score:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle evaluate`: print a model's loss and bits per byte on each file and in total, as text or JSON."""
+    """Run `tricycle evaluate`: print loss and bits per byte of each file and in total, or with --task the accuracy."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if bool(arguments.files) == (arguments.task is not None):
         raise ValueError("expected at least one file, or --task, got " + ("both" if arguments.files else "none"))
@@ -122,7 +122,7 @@ def resolve_window(arguments: Arguments, loaded: Pretrained) -> int:
 
 
 def evaluate_task(arguments: Arguments, task: str) -> None:
-    """Print the accuracy of one or two models in a multiple-choice task; write the log of its items if requested.
+    """Print the accuracy of one or two models in a task, write the items' log if asked; ValueError if items differ.
 
     Raises:
         ValueError: an invalid task, or models whose tokenizers lead to different items.
@@ -144,7 +144,7 @@ def evaluate_task(arguments: Arguments, task: str) -> None:
 
 
 def _score_task(arguments: Arguments, task: str, source: str) -> tuple[list[Item], list[ItemScore]]:
-    """Return the items of a task, and a model's scores."""
+    """Return (items, a model's scores) of a task: a name in NAMES, or the path of a file with items."""
     items = [] if task in NAMES else read_items(Path(task))
     loaded = load_model(source, arguments.tokeniser, **vars(arguments.model))
     if items:

@@ -247,7 +247,7 @@ class FinetuneTask(Task):
         check_trackers(self.arguments.track)
 
     def prepare(self, run: Run) -> TuningState:
-        """Load data and model, add a LoRA adapter unless --method is full; return the new or resumed state."""
+        """Load data and model, add a LoRA adapter unless --method is full; return the state; ValueError if unfit."""
         arguments, lora = self.arguments, None
         if arguments.method == "lora":
             flags: dict[str, Any] = {"rank_stabilised": arguments.rslora, "dora": arguments.dora}

@@ -94,7 +94,7 @@ def _print_help(print_tyros: Callable[[], Any], show_all: bool, description: str
 
 
 def _resolve_aliases(kind: Any, args: Sequence[str]) -> list[str]:
-    """Return the words of a command line with the present names of flags and values."""
+    """Return the words of a command line, deprecated names of flags and values replaced by the present ones."""
     words: list[str] = []
     flag = ""  # the flag before a word
     for word in args:

@@ -84,7 +84,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _steer(model: GPT, path: Path, strength: float) -> None:
-    """Add the control vectors of a file to the residual stream of a model until the process ends."""
+    """Add a file's control vectors to a model's residual stream until the process ends; ValueError if no decoder."""
     from tricycle.pretrained.gguf_control_vectors import read_control_vectors
     from tricycle_lab.attribution import check_decoder
     from tricycle_lab.steering import steer
@@ -106,7 +106,7 @@ def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:
 def target_text(
     loaded: Pretrained, source: list[int], arguments: Arguments, sampling: PenalizedSamplingParams
 ) -> Iterator[str]:
-    """Return the parts of the text that an encoder-decoder generates for a source, by its own generation settings.
+    """Return an encoder-decoder's text for a source in parts, by its own settings; ValueError for decoding flags.
 
     Raises:
         ValueError: the source is too long, or a flag is given that only decoders support.

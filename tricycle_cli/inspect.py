@@ -65,13 +65,15 @@ TASKS = {
     "probe": "tricycle_cli.probe",
     "scores": "tricycle_cli.scores",
     "steer": "tricycle_cli.steer",
-}  # modules with flags of their own, by the first word
+}  # modules of the subcommands, which have other flags
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle inspect`: print the strongest entries of each table, and draw all of them if --out is given."""
     words = sys.argv[1:] if args is None else args
     if words and words[0] in TASKS:
+        if args is None:
+            sys.argv[0] += f" {words[0]}"  # the program's name in the help and in errors
         importlib.import_module(TASKS[words[0]]).main(words[1:])
         return
     arguments = parse(Arguments, args=words, description=__doc__ or "")
@@ -93,7 +95,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _check(arguments: Arguments) -> None:
-    """Raise a ValueError for flags that do not fit together."""
+    """Raise ValueError unless one of --attribute, --patch and --heads is given, with --answers and flags that fit."""
     given = [arguments.attribute is not None, arguments.patch is not None, arguments.heads]
     if sum(given) != 1:
         raise ValueError(f"expected one of --attribute, --patch and --heads, got {sum(given) or 'none'}")

@@ -39,7 +39,7 @@ class Arguments(InspectFlags):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle inspect lens`: print and draw the losses of both lenses for each layer, and write the lens."""
+    """Run `tricycle inspect lens`: fit or load a lens, print (--out: draw) both lenses' losses by layer, --save it."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     loaded, inspectable = arguments.load()
     passages = split_passages(inspectable, arguments.text, arguments.tokens, arguments.length)
@@ -57,7 +57,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def split_passages(inspectable: InspectableStack, path: Path, n_tokens: int, length: int) -> list[list[int]]:
-    """Return passages of `length` tokens of a text file, at least 5, from its first `n_tokens` tokens.
+    """Return 5 or more passages of `length` tokens, of a file's first `n_tokens` tokens; ValueError if there are fewer.
 
     Raises:
         OSError: the file cannot be read.

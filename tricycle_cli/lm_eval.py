@@ -72,22 +72,22 @@ class TricycleLM(TemplateLM):
 
     @property
     def model(self) -> GPT:
-        """The model."""
+        """Return the loaded GPT."""
         return self.loaded.model
 
     @property
     def eot_token_id(self) -> int:
-        """The id of the end-of-text token."""
+        """Return the id of the end-of-text token."""
         return int(self.tokenizer.end_of_text)
 
     @property
     def prefix_token_id(self) -> int:
-        """The id that precedes a text without context: beginning-of-sequence, or else end-of-text."""
+        """Return the id that precedes a text without context: beginning-of-sequence, or else end-of-text."""
         return int(self.tokenizer.new_text)
 
     @property
     def tokenizer_name(self) -> str:
-        """The name of the model, by which the harness caches its requests."""
+        """Return the model's name with "__" for "/", by which the harness caches its requests."""
         return self._name.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

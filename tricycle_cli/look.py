@@ -140,7 +140,7 @@ def load_inspectable(arguments: Arguments, source: str, is_second: bool = False)
 
 
 def _attach_files(inspectable: InspectableStack, arguments: Arguments) -> None:
-    """Read the files of --steer, --lens and --autoencoder; ValueError if they do not fit, or without a decoder."""
+    """Set vectors, lens and autoencoder from --steer, --lens, --autoencoder; ValueError if one does not fit."""
     model: Any = inspectable.model
     for name in ("steer", "lens", "autoencoder"):
         if getattr(arguments, name) is not None:

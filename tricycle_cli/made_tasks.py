@@ -37,7 +37,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a fact in the context; 0 for its begi
 def make_task(
     name: TaskName, tokeniser: Tokeniser, window: int, n_items: int = 200, seed: int = 0
 ) -> tuple[list[Item], list[list[Pair]]]:
-    """Return the items of a task, and for each item the token ids of its prompt with each of its choices.
+    """Return a task's items, and per item the ids of its prompt with each choice; ValueError if `window` is too short.
 
     Args:
         window: the maximum number of tokens of a prompt and a choice.
@@ -75,6 +75,7 @@ def _arithmetic_items(n_items: int, generator: np.random.Generator) -> Iterator[
 
 
 def _sum(operation: str, generator: np.random.Generator) -> tuple[str, int]:
+    """Return a question on two numbers from 0 to 10, such as "two plus one equals", larger first, and its result."""
     a, b = sorted(generator.integers(0, 11, 2), reverse=True)
     return f"{NUMBERS[a]} {operation} {NUMBERS[b]} equals", int(OPERATIONS[operation](a, b))
 
@@ -100,7 +101,7 @@ def _describe(tokeniser: Tokeniser, pairs: list[Pair]) -> Item:
 
 
 def _retrieval_items(tokeniser: Tokeniser, window: int, n_items: int, generator: np.random.Generator) -> Iterator[Item]:
-    """Yield lists of facts such as "The big red box holds a key.", and the beginning of one of them."""
+    """Yield items: facts such as "The big red box holds a key.", then one's beginning; the choices are things."""
     keys = [" ".join(words) for words in product(SIZES, COLORS, CONTAINERS)]
     sample = "".join(f"The {key} holds a {thing}.\n" for key, thing in zip(keys[::7], THINGS))
     n_facts = int(0.8 * window / (len(tokeniser.encode_plain(sample)) / len(THINGS))) - 1

@@ -135,7 +135,7 @@ def encode_pair(tokeniser: Tokeniser, prompt: str, choice: str) -> Pair:
 
 
 def summarize(scores: list[ItemScore]) -> dict[str, float]:
-    """Return the number of items, and for both ways to choose the accuracy and its standard error."""
+    """Return "items" (their number), "accuracy" and "standard_error", and both with "_per_character"."""
     n = len(scores)
     summary: dict[str, float] = {"items": n}
     for name, suffix in (("chosen", ""), ("chosen_per_character", "_per_character")):
@@ -153,7 +153,7 @@ def summarize_groups(scores: list[ItemScore]) -> dict[str, dict[str, float]]:
 
 
 def compare(scores: list[ItemScore], others: list[ItemScore]) -> dict[str, float]:
-    """Compare the accuracies of two models in the same items, with McNemar's exact test.
+    """Return two models' accuracy difference, its standard error, items only one has right, McNemar's exact p-value.
 
     Returns:
         The difference of the accuracies and the standard error of the paired difference, the numbers of items that

@@ -89,7 +89,7 @@ def _resolve_name(module: str, name: str) -> str | None:
 
 
 def _model_class(full: str) -> type | None:
-    """Return Tricycle's class of this full name if a model can contain its instances; imports nothing."""
+    """Return Tricycle's class of this full name if a model can contain its instances, else None; imports nothing."""
     module, _, name = full.rpartition(".")
     if not module.startswith("tricycle.") or module not in sys.modules:
         return None

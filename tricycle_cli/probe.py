@@ -32,7 +32,7 @@ class Arguments(InspectFlags):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle inspect probe`: print and draw the accuracy on held-out texts for each layer."""
+    """Run `tricycle inspect probe`: print and draw held-out accuracy by layer; ValueError for an invalid file."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if not arguments.penalty > 0:
         raise ValueError(f"--penalty: expected a number above 0, got {arguments.penalty}")

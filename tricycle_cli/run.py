@@ -72,6 +72,7 @@ class Run:
     _log: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Set the paths of the checkpoints `last` and `best`, `metrics` and `samples` in the run folder."""
         self.last, self.best = self.folder / "last.safetensors", self.folder / "best.safetensors"
         self.metrics, self.samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
 

@@ -31,6 +31,8 @@ class Arguments:
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle inspect scores`: print and draw the scores and the held-out loss against training steps."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
+    if not arguments.folders:
+        raise ValueError("expected one or more RUN, folders of runs with --score-heads, got none")
     if arguments.out is not None:
         require_matplotlib("--out")
     curves = {}
@@ -50,7 +52,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def read_scores(folder: Path) -> list[tuple[float, ...]]:
-    """Return step, held-out loss and the best head scores of each evaluation of a run, at least one.
+    """Return (step, held-out loss, best head scores) of each evaluation of a run; ValueError if there is none.
 
     Raises:
         ValueError: no evaluation with head scores.

@@ -82,6 +82,7 @@ class Arguments:
     model: ModelFlags = field(default_factory=ModelFlags)
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a count below its minimum, a timeout not above 0, or an invalid port."""
         lowest = {"length": 1, "max_batch_size": 1, "max_queue": 1, "max_request_bytes": 1, "cached_texts": 0}
         for name, least in lowest.items():
             if getattr(self, name) < least:
@@ -94,7 +95,7 @@ class Arguments:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle serve`: load a model, and serve it over HTTP with OpenAI's API until Ctrl-C."""
+    """Run `tricycle serve`: load a model, serve it over HTTP until Ctrl-C; ImportError without uvicorn or starlette."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
@@ -124,7 +125,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def api_key(arguments: Arguments) -> str | None:
-    """Return --api-key or TRICYCLE_API_KEY; ValueError if malformed, or missing for a host that is not loopback."""
+    """Return --api-key, else TRICYCLE_API_KEY, else None; ValueError if malformed, or None and not a loopback host."""
     key = os.environ.get(KEY_VARIABLE) if arguments.api_key is None else arguments.api_key
     if key is None:
         if not is_loopback(arguments.host):

@@ -16,6 +16,7 @@ class TolerantStream:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped stream."""
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:

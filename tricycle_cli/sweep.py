@@ -112,6 +112,7 @@ class SweepConfig:
     where: str
 
     def __post_init__(self) -> None:
+        """Raise ValueError for fewer than 1 trial or a negative seed."""
         if self.trials < 1:
             raise ValueError(f"expected --trials of 1 or more, got {self.trials}")
         if self.seed < 0:

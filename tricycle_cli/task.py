@@ -52,7 +52,7 @@ class Task:
         raise NotImplementedError
 
     def claim_folder(self, folder: Path, processes: ProcessGroup) -> None:
-        """Check that a new run can use the folder, or read the settings of a resumed run; the caller holds the lock.
+        """Check that a new run can use the folder, or read a resumed run's settings; NotImplementedError here.
 
         Raises:
             ValueError, FileNotFoundError: the folder contains another run, or no run of this command.
@@ -60,7 +60,7 @@ class Task:
         raise NotImplementedError
 
     def prepare(self, run: Run) -> TrainingState:
-        """Load the data and the model, from the last checkpoint if there is one, and write the folder's first files.
+        """Load data, model or checkpoint, write the folder's first files, return the state; NotImplementedError here.
 
         Raises:
             ValueError: the folder's files contradict each other, the data or the model.

@@ -193,7 +193,7 @@ class _Worker:
 
 
 def _position(line: Line) -> Position:
-    """Return the position of a line; within a step: the update, the evaluation, the final metrics."""
+    """Return (step, 0 for an update, 1 for an evaluation or 2 for the final metrics) of a line."""
     return line["step"], 2 if "final_loss" in line else 1 if "held_out_loss" in line else 0
 
 

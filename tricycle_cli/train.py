@@ -300,7 +300,7 @@ class TrainTask(TextTask):
         return run_description(self.arguments)
 
     def prepare(self, run: Run) -> TrainingState:
-        """Load text, set `held_out` and `prompts`, write config.json and data.json; return a new or resumed state."""
+        """Load text, write config.json and data.json; return a new or resumed state; ValueError if the text changed."""
         arguments, config, processes = self.arguments, self.arguments.config, run.processes
         on_gpu = use_gpu(arguments.device)
         with advise_on_memory(on_gpu, self.memory_advice(config, on_gpu)):

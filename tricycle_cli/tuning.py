@@ -67,6 +67,7 @@ class TuningState(TrainingState):
         return _Learning(self.adapter, self.config, self.model.generator)
 
     def __post_init__(self) -> None:
+        """Set `batch_loss`: DPO, which appends to `margins`, if `beta` is not 0, else the cross-entropy."""
         model, beta = self.model, self.beta
         self.batch_loss = dpo_loss(model, beta, self.margins.append) if beta else loss_of_batches(model)
 

@@ -263,7 +263,7 @@ class RunSession(StateSession):
             state.total_steps = self._affordable_steps(seconds)
 
     def _affordable_steps(self, seconds_per_step: float) -> int:
-        """Return the number of updates that fit in the config's minutes, less the time used and the final report."""
+        """Return the total updates, at most config.steps, for which the minutes less the final report suffice."""
         state, config = self.state, self.state.config
         forward = seconds_per_step / config.accumulation_steps / 3  # a forward pass takes about a third of an update
         estimates = config.eval_batches * forward / config.eval_interval
@@ -273,7 +273,7 @@ class RunSession(StateSession):
 
 
 def _roll_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
-    """Roll back to the last checkpoint, and continue with the batches after the bad one.
+    """Reload the last checkpoint into `state` but keep the position in the data, truncate and record metrics, save.
 
     The new state is saved at once, so that a killed run resumes from it. Source: Chowdhery et al. 2022, "PaLM",
     section 5.1, where the authors did this by hand.

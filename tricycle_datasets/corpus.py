@@ -98,37 +98,41 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size of the tokenizer."""
+        """Return the vocabulary size of the tokenizer."""
         return self.tokeniser.vocab_size
 
     # Cache: valid as long as the corpus, whose file is written once and checked by its hash.
     @cached_property
     def validation_bytes(self) -> bytes:
-        """The concatenated held-out texts."""
+        """Return the bytes of the concatenated held-out texts."""
         return self._validation_file.read_bytes()
 
     def __len__(self) -> int:
+        """Return the number of training tokens."""
         return len(self.train)
 
     def __getitem__(self, index: Any) -> Any:
+        """Return training tokens at an index or a slice."""
         return self.train[index]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the training tokens as an array in memory."""
         return np.array(self.train, dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
+        """Return the class name with vocabulary size and numbers of training and held-out tokens."""
         return (
             f"{type(self).__name__}(vocab_size={self.vocab_size}, {len(self.train):,} training and "
             f"{len(self.validation):,} held-out tokens)"
         )
 
     def _folder(self, fingerprint: str, tokeniser: Tokeniser, trained_here: bool) -> Path:
-        """Return the cache folder for these texts with these settings."""
+        """Return the path of the cache folder, not created, named by a hash of the texts and settings."""
         key = json.dumps([_FORMAT, fingerprint, tokeniser.to_dict(), trained_here, SAMPLE_BYTES, _BLOCK])
         return cache_folder() / "corpora" / f"{self.name}-{hashlib.sha256(key.encode('utf-8')).hexdigest()[:20]}"
 
     def _survey(self) -> str:
-        """Read all documents once: count the training bytes, and return a hash of all documents."""
+        """Read all documents once: add training bytes to `_n_train_bytes`; return a hash of the documents."""
         digest = hashlib.sha256()
         for text, held_out in self._documents():
             digest.update(f"{len(text)} {held_out} ".encode())
@@ -309,6 +313,6 @@ def _intact(folder: Path) -> bool:
 
 
 def _digest(folder: Path) -> str:
-    """Return a hash of the tokens and texts in an intact cache folder."""
+    """Return a hash (20 hexadecimal digits) of the tokens and texts, from the folder's hashes.json."""
     hashes = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
     return hashlib.sha256("".join(hashes[name] for name in _FILES).encode("ascii")).hexdigest()[:20]

@@ -53,7 +53,7 @@ class Record(NamedTuple):
 
     @property
     def content_hash(self) -> int:
-        """A 256-bit integer hash of kind and value; equal records are on the same side of the held-out split."""
+        """Return a 256-bit integer hash of kind and value; equal records are on one side of the held-out split."""
         content = json.dumps([self.kind, self.value], sort_keys=True)
         return int(hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest(), 16)
 
@@ -87,7 +87,7 @@ def _records_of(path: Path) -> Iterator[Record]:
 
 
 def _record(where: str, line: bytes) -> Record:
-    """Parse one line of a .jsonl file; raise the errors of `read_records`."""
+    """Return the Record of a line of a .jsonl file; `where` begins the message of a ValueError if it is invalid."""
     try:
         value = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:

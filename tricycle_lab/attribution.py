@@ -47,7 +47,7 @@ class LogitAttribution(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The sum of all contributions: the logit, except for rounding (with 8-bit weights also of activations)."""
+        """Return the sum of all contributions: the logit, up to rounding (also of activations with 8-bit weights)."""
         parts = (self.heads, self.attention_biases, self.mlps)
         return self.embedding + self.bias + sum(float(part.sum()) for part in parts)
 
@@ -55,7 +55,7 @@ class LogitAttribution(NamedTuple):
 def attribute_logit(
     model: GPT, tokens: Sequence[int], token: int, other: int | None = None, position: int = -1
 ) -> LogitAttribution:
-    """Split the logit of `token` after a position of a text, minus that of `other` if given, into contributions.
+    """Split the logit of `token` after a position, minus that of `other`, into contributions; ValueError if invalid.
 
     Args:
         model: a pre-norm decoder, sequential or parallel, without logit soft-capping.

@@ -24,20 +24,21 @@ TaskTexts = tuple[str, str, str, str]  # the clean and the corrupted prompt, and
 
 
 def _indirect_object(generator: np.random.Generator) -> TaskTexts:
+    """Return (clean prompt, corrupted prompt, answer, other answer): which of two named people gets a drink."""
     first, second = (str(name) for name in generator.choice(NAMES, 2, replace=False))
     text = f"When {first} and {second} went to the {generator.choice(PLACES)}, {{}} gave a drink to"
     return text.format(second), text.format(first), f" {first}", f" {second}"
 
 
 def _greater_than(generator: np.random.Generator) -> TaskTexts:
-    """Return prompts after which a later decade must follow; with tokenizers in which each digit is a token."""
+    """Return (clean, corrupted, answer, other): prompts that end before a later decade; needs one-digit tokens."""
     century, late, early = generator.integers(11, 20), generator.integers(6, 9), generator.integers(1, 4)
     text = f"The war lasted from the year {century}{{}}5 to the year {century}"
     return text.format(late), text.format(early), "9", str(early + 1)
 
 
 def _brackets(generator: np.random.Generator) -> TaskTexts:
-    """Return lists that end with a bracket of the kind that opened them."""
+    """Return (clean, corrupted, answer, other): lists to close with a bracket of the kind that opened them."""
     items = ", ".join(str(item) for item in generator.integers(1, 10, 4))
     name = generator.choice(list("abxyz"))
     return f"{name} = [{items}", f"{name} = ({items}", "]", ")"
@@ -51,7 +52,7 @@ TASKS: dict[str, Callable[[np.random.Generator], TaskTexts]] = {
 
 
 def task_prompts(task: str, encode: Callable[[str], list[int]], n: int = 10, seed: int = 0) -> list[Prompts]:
-    """Return n pairs of prompts of a task, one of TASKS, as tokens.
+    """Return n pairs of prompts of a task in TASKS as tokens; ValueError if unknown, or the tokenizer splits answers.
 
     Args:
         encode: a function from a text to tokens.

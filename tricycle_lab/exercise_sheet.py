@@ -70,6 +70,7 @@ def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 # -------------------------------------------------------------------- mistakes
 def _softmax(x: np.ndarray) -> np.ndarray:
+    """Return softmax over the last axis."""
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
 

@@ -35,7 +35,7 @@ class HeadScores(NamedTuple):
 
 
 def score_heads(model: GPT, n_tokens: int = 0, n_texts: int = 4, seed: int = 0, start: int | None = None) -> HeadScores:
-    """Compute the scores of all heads of a decoder, (L, H), on random tokens that are repeated once.
+    """Compute the scores of all heads, (L, H), on random tokens repeated once; ValueError if these do not fit.
 
     Args:
         model: any `GPT`.

@@ -123,7 +123,7 @@ def make_ablation(layer: Layer, caller: str, heads: Sequence[int] | None, positi
 
 
 def _selection_mask(caller: str, out: Tensor, heads: Sequence[int] | None, positions: Sequence[int] | None) -> Any:
-    """Return booleans that broadcast to the result, True for the selected heads and positions."""
+    """Return booleans that broadcast to a result: True for the selected heads and positions; ValueError if 1-D."""
     selected = np.ones((), bool)
     if heads is not None:
         selected = _index_mask(caller, "heads", heads, out.shape[-2])[:, None]

@@ -79,7 +79,7 @@ class LensScores(NamedTuple):
 
 
 def fit_lens(model: GPT, texts: Sequence[Sequence[int]], ridge: float = 0.01) -> TunedLens:
-    """Fit a tuned lens by weighted least squares between residual streams and the last one.
+    """Fit by weighted ridge regression; return a tuned lens for each layer but the last; ValueError if `ridge` <= 0.
 
     A token's weight is 1 / the mean square of its last stream, because the last norm divides by it. The penalty draws
     translators to the identity, which is the logit lens.
@@ -118,7 +118,7 @@ def fit_lens(model: GPT, texts: Sequence[Sequence[int]], ridge: float = 0.01) ->
 
 
 def evaluate_lens(model: GPT, texts: Sequence[Sequence[int]], lens: TunedLens | None = None) -> LensScores:
-    """Compute how well a lens predicts the model's next-token distribution, and the text, after each layer.
+    """Return a lens's KL divergence from the model and cross-entropy, by layer (L,), in nats; ValueError for one token.
 
     Args:
         texts: token ids of texts with at least two tokens, not those that the lens was fitted on.

@@ -129,7 +129,7 @@ def _curve_shapes(curve: Curve, x_axis: Scale, y_axis: Scale) -> list[str]:
 
 
 def _decimated(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Reduce a long line to the highest and the lowest point of each of many sections, which look the same."""
+    """Return x, y; of more than MAX_POINTS only the highest and lowest points of MAX_POINTS / 2 sections."""
     if len(y) <= MAX_POINTS:
         return x, y
     sections = np.array_split(np.arange(len(y)), MAX_POINTS // 2)

@@ -18,7 +18,7 @@ from tricycle_lab.probe import Probe
 
 
 def collect_activations(model: GPT, texts: Sequence[Sequence[int]], *patterns: str) -> dict[str, np.ndarray]:
-    """Return the results of layers at the last token of each text, (N, C), by the name of the layer.
+    """Return {layer: results at the last token of each text, (N, C)}; ValueError without texts.
 
     Args:
         texts: token ids.
@@ -43,7 +43,7 @@ def collect_activations(model: GPT, texts: Sequence[Sequence[int]], *patterns: s
 
 
 def probe_accuracy(activations: np.ndarray, labels: Sequence[str], n_folds: int = 5, penalty: float = 1.0) -> float:
-    """Return the accuracy of a logistic regression on texts that it was not fitted on, by cross-validation.
+    """Return cross-validated accuracy of logistic regression on (N, C), by scikit-learn; ValueError for few texts.
 
     Args:
         activations: (N, C), which are standardized with the statistics of the fitted texts.

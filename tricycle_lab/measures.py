@@ -69,7 +69,7 @@ def attribution_tables(result: LogitAttribution) -> Iterator[Table]:
 def patch_tables(
     inspectable: InspectableStack, prompts: Prompts, kinds: Sequence[str], batch_size: int = 64
 ) -> Iterator[Table]:
-    """Yield the effects of activation patching for each of `kinds` of `patch_activations`, after each layer."""
+    """Yield a Table per kind and layer: effects of activation patching up to that layer, NaN for later layers."""
     tokens = _token_labels(inspectable, prompts.clean)
     n_layers = len(inspectable.model.blocks)
     for kind in kinds:
@@ -99,7 +99,7 @@ def path_tables(
 def lens_tables(
     inspectable: InspectableStack, streams: Sequence[np.ndarray], tokens: Sequence[str], lens: TunedLens | None
 ) -> Iterator[Table]:
-    """Yield the probability of the model's prediction at each position, as a lens sees it, after each layer.
+    """Yield a Table per layer: a lens's probability of the final prediction by position, NaN for later layers.
 
     The texts of the table are the most probable tokens after each layer.
 
@@ -124,7 +124,7 @@ def lens_tables(
 def feature_tables(
     autoencoder: SparseAutoencoder, stream: np.ndarray, tokens: Sequence[str], position: int
 ) -> Iterator[Table]:
-    """Yield the activations, at all typical tokens, of the features that are strongest at one position.
+    """Yield a Table of the strongest features at a position, for all typical tokens; ValueError if it is not typical.
 
     Args:
         autoencoder: of the residual stream after a block.

@@ -104,7 +104,7 @@ def patch_activations(model: GPT, prompts: Prompts, kind: str = "stream", batch_
 
 
 def iterate_patches(model: GPT, prompts: Prompts, kind: str = "stream", batch_size: int = 64) -> Iterator[np.ndarray]:
-    """Yield the effects of `patch_activations` for each layer, (T,), (H,) or (H, T) by `kind`, as they are computed.
+    """Yield a layer's effects of `patch_activations`, (T,), (H,) or (H, T), one by one; ValueError for an unknown kind.
 
     Raises:
         ValueError: as of `patch_activations`, at the first layer.
@@ -173,7 +173,7 @@ def estimate_patches(model: GPT, prompts: Prompts) -> dict[str, np.ndarray]:
 
 
 def _gradients(runs: PromptRuns) -> dict[Site, Array]:
-    """Return the gradients of the metric of the corrupted run by activations, for all kinds and layers."""
+    """Return {(kind, layer): gradient of the corrupted run's metric by that activation} for the ESTIMATED kinds."""
     model, offsets = runs.model, dict[Site, Tensor]()
 
     def add_offset(site: Site, out: Tensor, *args: Any) -> Tensor:

@@ -63,6 +63,7 @@ def patch_paths(
 
 
 def _check_receiver(receiver: tuple[int, int] | None, inputs: Sequence[str], n_layers: int, n_heads: int) -> None:
+    """Raise ValueError for inputs that are not in INPUTS, or a receiver (layer, head) that the model does not have."""
     if not inputs or any(name not in INPUTS for name in inputs):
         raise ValueError(f"patch_paths: expected inputs of {', '.join(INPUTS)}, got {inputs!r}")
     if receiver is not None and not (0 <= receiver[0] < n_layers and 0 <= receiver[1] < n_heads):

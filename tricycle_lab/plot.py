@@ -36,7 +36,7 @@ def require_matplotlib(feature: str) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure, without a display; sizes are in inches."""
+    """Return an empty matplotlib figure, sizes in inches, without a display; ModuleNotFoundError without matplotlib."""
     require_matplotlib("a plot")
     from matplotlib.figure import Figure
 
@@ -131,7 +131,7 @@ def _loss_curves(
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], x: str, y: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return two fields of the lines that contain both, the second one multiplied by `scale`."""
+    """Return arrays of two fields, x and y times `scale`, of the lines that contain both."""
     pairs = [(line[x], line[y] * scale) for line in metrics if x in line and y in line]
     steps, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     return steps, values
@@ -324,7 +324,7 @@ def plot_curves(
 
 
 def _draw_line(axes: Any, label: str, x: Any, ys: Any, index: int) -> Any:
-    """Draw a line with the color and line style of its index, for several runs with a band; return the line."""
+    """Draw a line in its index's color and style, several runs with a band; return it; ValueError if malformed."""
     x = np.asarray(x)
     ys = np.atleast_2d(ys)
     if x.ndim != 1 or ys.shape[1:] != x.shape:
@@ -343,7 +343,7 @@ def _draw_line(axes: Any, label: str, x: Any, ys: Any, index: int) -> Any:
 def write_attention_page(
     path: Path, weights: Mapping[str, Mapping[str, Array]], tokens: Sequence[str], title: str = "Attention"
 ) -> None:
-    """Write a self-contained interactive HTML page of attention weights[variant][layer], (H, T, T), clipped to 0..1.
+    """Write an interactive HTML page of weights[variant][layer], (H, T, T), clipped to 0..1; ValueError if malformed.
 
     Weights are stored as bytes, round(255 sqrt(weight)), with an error of at most 1/255, and less for small weights.
     Weights above 1 or below 0, which learned scales can produce, are clipped.

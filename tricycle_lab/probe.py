@@ -94,6 +94,7 @@ class Probe:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Stop recording, and remove the hooks."""
         self._is_active = False
         self._hooks.close()
 
@@ -200,7 +201,7 @@ class Probe:
         return self._add_hooks(caller, "changes", targets)
 
     def _add_hooks(self, caller: str, kind: str, targets: Sequence[tuple[Any, Change | Substitution]]) -> ExitStack:
-        """Add hooks of a kind to layers until the probe ends; return an ExitStack that removes them earlier."""
+        """Add hooks to layers until the probe ends; return an ExitStack to remove them; RuntimeError if not active."""
         if not self._is_active:
             raise RuntimeError(f"{caller}: expected an active probe; call it within the probe's `with` block")
         if any(getattr(layer, "recompute", False) for layer in self._model.layers()):
@@ -261,7 +262,7 @@ def unassigned_weight(weights: Array) -> Array:
 
 
 def spikiness(weights: Array, n_visible: Array | int | None = None) -> Array:
-    """Compute 1 - entropy / ln(number of visible keys) of each row, (..., S) to (...): 1 for one key, 0 for equal ones.
+    """Compute 1 - entropy / ln(visible keys) of rows, (..., S) to (...), from 0 to 1; ValueError if not causal.
 
     Zhang et al. 2024, "The Hedgehog & the Porcupine" (arXiv 2402.04347), call attention with low entropy spiky. The
     division by the highest possible entropy is an addition that makes rows of different lengths comparable. Rows are

@@ -49,7 +49,7 @@ class RangeTest:
 
     @property
     def suggestion(self) -> float | None:
-        """Suggested rate: steepest, or its geometric mean with divergence / 10, at most that; None if no descent."""
+        """Return the steepest rate, its geometric mean with divergence / 10, or that if lower; None if no descent."""
         if self.steepest_rate is None:
             return None
         limit = self.steepest_rate if self.divergence_rate is None else DIVERGENCE_FRACTION * self.divergence_rate
@@ -112,7 +112,7 @@ def range_test(
 
 @np.errstate(all="ignore")
 def _losses(state: _RangeTestState, n_steps: int, progress: Callable[[int], None]) -> list[float]:
-    """Train until the loss rises above its first value; return the losses, the last one NaN if not finite."""
+    """Train until the smoothed loss is 10% above the first; return the losses, the last one NaN if not finite."""
     losses: list[float] = []
     mean = weight = 0.0
     for step in range(1, n_steps + 1):

@@ -42,7 +42,7 @@ class Recording(NamedTuple):
 
 
 def record_run(model: GPT, tokens: Sequence[int]) -> Recording:
-    """Run a model on a text and return its activations."""
+    """Run a model on a text in evaluation mode, and return its activations by layer as a Recording."""
     recording = Recording([], [], [], [], [], [])
 
     def record_heads(op: Any, out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> None:
@@ -65,7 +65,7 @@ def record_run(model: GPT, tokens: Sequence[int]) -> Recording:
 def run_block(
     model: GPT, layer: int, x: Array, earlier: Recording, changes: Sequence[tuple[Any, Change]] = ()
 ) -> Array:
-    """Return the result (B, n, C) of a block for the last n tokens of a text.
+    """Return the result (B, n, C) of a block for the last n tokens of a text; they attend to the `earlier` run's keys.
 
     Args:
         layer: the index of the block.

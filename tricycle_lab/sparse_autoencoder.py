@@ -178,7 +178,7 @@ class TrainingOptions:
 def train_autoencoder(
     rows: np.ndarray, n_features: int, k: int = 16, kind: Kind = "topk", options: TrainingOptions | None = None
 ) -> SparseAutoencoder:
-    """Train a sparse autoencoder on rows (R, C), such as those of `collect_stream`.
+    """Train a sparse autoencoder on rows (R, C) by AdamW and return it; ValueError if not finite, or under 2 rows.
 
     The loss is the mean squared error, relative to the variance of the rows. With "topk", features that were not active
     for 50 steps reconstruct the remaining error, which revives them; with "jumprelu", active features are counted.
@@ -233,7 +233,7 @@ def _loss(
 
 # -------------------------------------------------------------------- a model's stream
 def typical_tokens(stream: np.ndarray) -> np.ndarray:
-    """Return the indices of the tokens of a text whose residual stream (T, C) an autoencoder describes.
+    """Return the indices of a text's tokens, without the first and those of over 8 times the median norm, in `stream`.
 
     The first token and others with more than 8 times the median norm (attention sinks) are left out: their massive
     activations would be most of the variance.
@@ -276,14 +276,14 @@ class AutoencoderScores(NamedTuple):
 
     @property
     def recovered(self) -> float:
-        """The fraction of the loss between the ablated and the intact model that the reconstructions recover."""
+        """Return the fraction of the loss between the ablated and the intact model that the reconstructions recover."""
         return (self.loss_ablated - self.loss_reconstructed) / (self.loss_ablated - self.loss)
 
 
 def score_autoencoder(
     model: GPT, autoencoder: SparseAutoencoder, texts: Sequence[Sequence[int]], layer: int
 ) -> AutoencoderScores:
-    """Score an autoencoder of the residual stream after a block on texts that it was not trained on.
+    """Return an autoencoder's scores on unseen texts: dead and active features, explained variance, three losses.
 
     Raises:
         ValueError: no texts, texts of fewer than two tokens, ids out of range, or no such block.
@@ -332,7 +332,7 @@ class Occurrence(NamedTuple):
 def strongest_occurrences(
     model: GPT, autoencoder: SparseAutoencoder, texts: Sequence[Sequence[int]], layer: int, n: int = 5
 ) -> tuple[np.ndarray, list[list[Occurrence]]]:
-    """Return the fraction of tokens that activate each feature, (F,), and its n strongest activations, largest first.
+    """Return (fraction of tokens that activate each feature, (F,); its n strongest tokens, at most one per text).
 
     Raises:
         ValueError: no texts, ids out of range, or no such block.

@@ -22,7 +22,7 @@ from tricycle_lab.recorded_run import record_run
 
 
 def contrast_prompts(model: GPT, positive: Sequence[Sequence[int]], negative: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the difference of the mean residual streams of two groups of prompts, at their last token, (L, C).
+    """Return the difference of two groups' mean residual streams at the last token, (L, C); ValueError if one is empty.
 
     Args:
         positive, negative: token ids of prompts, of any lengths.

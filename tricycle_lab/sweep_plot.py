@@ -65,7 +65,7 @@ def plot_sweep(trials: Sequence[TrialResult], path: Path, log_fields: Collection
 
 
 def _plot_field(axes: Any, name: str, done: Sequence[TrialResult], early: Sequence[TrialResult], log: bool) -> None:
-    """Plot the results against one field; values that are not numbers are in alphabetical order."""
+    """Plot the results on `axes` against one field; values that are not numbers are in alphabetical order."""
     values = [trial.params[name] for trial in [*done, *early]]
     is_numeric = all(type(value) in (int, float) for value in values)
     categories = sorted({str(value) for value in values})
@@ -92,7 +92,7 @@ def use_log_x_axis(axes: Any) -> None:
 def _plot_trials(
     axes: Any, xs: Sequence[Any], done: Sequence[TrialResult], early_xs: Sequence[Any], early: Sequence[TrialResult]
 ) -> None:
-    """Plot results of finished trials, last estimates of early ones as open circles, and the best in colour."""
+    """Plot on `axes` results of finished trials, last estimates of early ones as open circles, the best in color."""
     axes.plot(xs, [trial.bits_per_byte for trial in done], "o", color=COLOURS[0], markersize=5, label="trial")
     if early:
         ys = [trial.last_estimate for trial in early]

@@ -186,5 +186,5 @@ def _dense(array: Array) -> Array:
 
 
 def _flat(array: Array) -> Array:
-    """Return a flat view of a dense array, in the order of its memory."""
+    """Return a 1-D view of a C- or Fortran-contiguous array, in the order of its memory."""
     return (array if array.flags.c_contiguous else array.T).reshape(-1)

@@ -48,7 +48,9 @@ def create_app(
     api_key: str | None = None,
     max_request_bytes: int = MAX_REQUEST_BYTES,
 ) -> AccessMiddleware:
-    """Return the ASGI app of OpenAI's endpoints, /health, /metrics and web pages; the caller starts `service.engine`.
+    """Return the ASGI app of OpenAI's endpoints, /health, /metrics and web pages; set `service.engine.metrics`.
+
+    The caller starts `service.engine`.
 
     Args:
         allowed_hosts, allowed_origins, api_key: see `AccessMiddleware`.
@@ -82,7 +84,7 @@ class _Endpoints:
         self._n_open = 0
 
     def post_endpoint(self, submit: Callable[[RequestFields], Awaitable[Any]]) -> Endpoint:
-        """Return an endpoint: parse a JSON body, await `submit`, send its response or an error; limit open requests."""
+        """Return an endpoint: parse JSON, await `submit`, send its response or error; 503 if too many are open."""
 
         async def endpoint(request: Request) -> ASGIApp:
             if self._n_open >= MAX_OPEN_REQUESTS:
@@ -204,6 +206,7 @@ class _ResponseSender:
 
 
 def _json_response(value: Any) -> Response:
+    """Return a response with the status 200 whose body is a value as JSON."""
     return Response(encode_json(value), media_type=JSON)
 
 

@@ -76,7 +76,7 @@ class CompletionRequest:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt's tokens are returned: both they and `echo` were requested."""
+        """Return whether prompt tokens' log-probabilities are returned: they and `echo` were requested."""
         return self.echo and self.n_top_logprobs is not None
 
     def sequence_requests(

@@ -131,6 +131,7 @@ class EmbeddingsResponse:
         return {"object": "list", "data": data, "model": self.model, "usage": usage}
 
     def _shorten(self, embedding: np.ndarray) -> np.ndarray:
+        """Return the first `dimensions` numbers, scaled to norm 1; the embedding unchanged if that is its length."""
         if self.dimensions == len(embedding):
             return embedding
         first = embedding[: self.dimensions]

@@ -76,11 +76,11 @@ class Engine(ABC):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine is usable: its thread has not been started yet, or has not ended since."""
+        """Return whether the engine's thread has not been started yet, or still runs."""
         return self._thread.ident is None or self._thread.is_alive()
 
     def gauges(self) -> dict[str, tuple[str, float]]:
-        """Return description and value of current quantities by name; may be called in any thread."""
+        """Return {"waiting_texts": (description, number)}; subclasses add more. May be called in any thread."""
         return {"waiting_texts": ("Texts or embedding requests in the queue.", self._n_waiting())}
 
     def _run(self) -> None:
@@ -146,16 +146,17 @@ class _Sequence:
 
     @property
     def request(self) -> SequenceRequest:
+        """Return the sequence's request, which `output` holds."""
         return self.output.request
 
     @property
     def n_unprocessed(self) -> int:
-        """Number of prompt tokens that are not processed yet."""
+        """Return the number of prompt tokens that are not processed yet."""
         return len(self.request.prompt) - len(self.state.tokens)
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of further prompt tokens must be computed."""
+        """Return whether log-probabilities of further prompt tokens must be computed; only if the prompt is echoed."""
         return self.request.echoed_text is not None and self.n_unprocessed > 1
 
     def prefill(self, n_tokens: int) -> None:

@@ -42,12 +42,12 @@ class EngineRequest:
     # ---------------------------------------------------------------- called in the engine thread
     @property
     def has_timed_out(self) -> bool:
-        """Whether the deadline has passed."""
+        """Return whether the deadline has passed."""
         return time.monotonic() > self.deadline
 
     @property
     def is_finished(self) -> bool:
-        """Whether the request is complete, has failed, or was cancelled."""
+        """Return whether the request is complete, has failed, or was cancelled."""
         return self.is_cancelled or self._has_failed or self._n_unfinished == 0
 
     def put(self, output: Any, is_last: bool) -> None:

@@ -68,6 +68,7 @@ class _GaugeCollector:
         self._gauges = gauges
 
     def collect(self) -> Iterator[Any]:
+        """Yield a gauge metric "tricycle_NAME" for each item of `gauges()`; prometheus_client calls it."""
         from prometheus_client.core import GaugeMetricFamily
 
         for name, (description, value) in self._gauges().items():

@@ -165,7 +165,7 @@ class ChatCompletionResponse(CompletionResponse):
     chunk_object_type = "chat.completion.chunk"
 
     def content(self, index: int, text: str) -> dict[str, Any]:
-        """Return {"message"} of the assistant, whose tool calls are separated from its text."""
+        """Return {"message"}: role, content (None or without the calls' text if there are), refusal, any tool_calls."""
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self.request.tools is not None:
             parser = ToolCallParser(self.request.tools.names)
@@ -180,7 +180,7 @@ class ChatCompletionResponse(CompletionResponse):
     def choice(
         self, index: int, content: dict[str, Any], logprobs: list[TokenLogprob] | None, finish_reason: str | None
     ) -> dict[str, Any]:
-        """Return an element of "choices"; a message with tool calls has the finish reason "tool_calls"."""
+        """Return a "choices" element; the finish reason "stop" of a message with tool calls becomes "tool_calls"."""
         if "tool_calls" in content.get("message", {}) and finish_reason == "stop":
             finish_reason = "tool_calls"
         return super().choice(index, content, logprobs, finish_reason)
@@ -212,7 +212,7 @@ class ChatCompletionResponse(CompletionResponse):
         return choices
 
     def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Return {"content"}: tokens with log-probability, bytes and alternatives."""
+        """Return {"content": [{"token", "logprob", "bytes", "top_logprobs"} of each token], "refusal": None}."""
 
         def format_token(token: int, logprob: float | None) -> dict[str, Any]:
             text, token_bytes = self.decode_token(token)
@@ -250,7 +250,7 @@ class TextCompletionResponse(CompletionResponse):
         return self.prefixes[index // self.request.n] if self.prefixes else ""
 
     def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Return the texts, log-probabilities, alternatives and offsets of the tokens as four lists."""
+        """Return {"tokens", "token_logprobs", "top_logprobs" (list of dicts or None), "text_offset"} of the tokens."""
         top_logprobs = [
             entry.top_logprobs and {self.decode_token(token)[0]: logprob for token, logprob in entry.top_logprobs}
             for entry in logprobs

@@ -87,6 +87,7 @@ def _nested(tool: Any) -> Any:
 
 
 def _parse_text_format(fields: RequestFields) -> dict[str, Any]:
+    """Return the object `text.format`, {"type": "text"} if it is absent; ApiError if invalid."""
     text = fields.get("text", {})
     if not isinstance(text, dict):
         fields.reject("text", "an object")
@@ -118,7 +119,7 @@ def _parse_input(fields: RequestFields) -> list[dict[str, Any]]:
 
 
 def _to_message(item: Any, path: str) -> Any:
-    """Return an input item in the form of a chat message, whose values are not validated."""
+    """Return an input item as a chat message with unvalidated values; ApiError if its type is unknown."""
     kind = item.get("type", "message") if isinstance(item, dict) else "message"
     if kind == "message":
         return item
@@ -132,7 +133,7 @@ def _to_message(item: Any, path: str) -> Any:
 
 
 def renamed_error(error: ApiError) -> ApiError:
-    """Return an error of a chat request with the names of this API's fields."""
+    """Return a new error whose message and parameter name this API's fields instead of the chat API's."""
     message, param = str(error), error.param
     for name, other in RENAMED.items():
         message, param = message.replace(name, other), param and param.replace(name, other)
@@ -203,7 +204,7 @@ class ResponsesResponse(ChatCompletionResponse):
         yield self._response_event(status, output=output, usage=self._usage(n_tokens), incomplete_details=reason)
 
     def _response_event(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Return the event of a change of the response's status, with the response object."""
+        """Return the event "response.EVENT" with the response object, of which `fields` override entries."""
         response = {
             "id": f"resp_{self.id}",
             "object": "response",
@@ -226,6 +227,7 @@ class ResponsesResponse(ChatCompletionResponse):
         return {"type": f"response.{event}", "response": response}
 
     def _usage(self, n_tokens: int) -> dict[str, Any]:
+        """Return the token counts under the names of the Responses API, with `n_tokens` of output."""
         usage = self.usage(n_tokens)
         return {
             "input_tokens": usage["prompt_tokens"],
@@ -236,7 +238,7 @@ class ResponsesResponse(ChatCompletionResponse):
         }
 
     def logprobs_list(self, logprobs: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-        """Return log-probabilities as JSON data; an empty list unless the request includes them."""
+        """Return tokens' log-probabilities as a list of objects; [] for no tokens."""
         return self.format_logprobs(list(logprobs))["content"]
 
 
@@ -269,6 +271,7 @@ class _MessageEvents:
         yield {"type": "response.output_text.delta", **self._place, "delta": text, "logprobs": entries}
 
     def _begin(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that add the message and its text part, at the first call only."""
         if not self._has_begun:
             self._has_begun = True
             added = {"output_index": 0, "item": self._item("in_progress", [])}
@@ -291,9 +294,11 @@ class _MessageEvents:
         yield {"type": "response.output_item.done", "output_index": 0, "item": self.items[0]}
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the message as an output item: id, type, role, status and content."""
         return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def _part(self) -> dict[str, Any]:
+        """Return the text so far, with its log-probabilities, as an `output_text` content part."""
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs}
 
 
@@ -311,6 +316,6 @@ def _call_events(call: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
 
 
 def _format_event(event: dict[str, Any], number: int) -> bytes:
-    """Return an event with its number as the bytes of a server-sent event with a name."""
+    """Return an event as the bytes of a server-sent event: "event: TYPE", and "data:" with its sequence number."""
     data = encode_json({**event, "sequence_number": number})
     return b"event: " + event["type"].encode() + b"\ndata: " + data + b"\n\n"

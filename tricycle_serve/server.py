@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
         self._on_exit = on_exit
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Call `on_exit`, then let uvicorn handle the signal."""
+        """Call `on_exit`, then uvicorn's handler, which begins to shut down."""
         self._on_exit()
         super().handle_exit(sig, frame)
 

@@ -179,7 +179,7 @@ class GenerationService(ModelService):
         parse: Callable[[RequestFields], list[dict[str, Any]]],
         response_class: Callable[..., CompletionResponse],
     ) -> CompletionResponse:
-        """Validate and queue a chat request, whose messages `parse` returns."""
+        """Validate and queue a chat request of parsed messages; return its response, or ApiError if it is invalid."""
         if not self._has_chat_template:
             message = f"{self.name} has no chat template; /v1/completions continues a text"
             raise ApiError(message, code="no_chat_template")
@@ -208,7 +208,7 @@ class GenerationService(ModelService):
         return self._submit(TextCompletionResponse, request, prompts, prefixes if request.echo else [])
 
     def _tool_variables(self, request: CompletionRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the variables of the chat template for tools; ApiError if it has none or the tools cannot be used."""
+        """Return the chat template's tool variables, {} without tools; ApiError if the tools cannot be used."""
         has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
         if (request.tools or has_calls) and not is_supported(self.tokeniser.chat_template):
             param = "tools" if request.tools else "messages"
@@ -230,7 +230,7 @@ class GenerationService(ModelService):
         return replace(request, sampling=replace(request.sampling, constraint=constraint))
 
     def _check_length(self, n_characters: int, param: str) -> None:
-        """Raise ApiError for a text that cannot fit, because its tokenization could take seconds."""
+        """Raise ApiError if a text of `n_characters` cannot fit into the context window, before it is tokenized."""
         if n_characters > self._max_characters:
             message = f"the context window has {self.context_window} tokens: {n_characters:,} characters do not fit"
             raise ApiError(message, param=param, code="context_length_exceeded")

@@ -38,7 +38,7 @@ class Tools:
 
     @property
     def names(self) -> list[str]:
-        """The names of the functions."""
+        """Return the names of the functions."""
         return [tool["function"]["name"] for tool in self.functions]
 
     def guide(self) -> Guide | None:
@@ -133,7 +133,7 @@ class ToolCallParser:
         self._n_sent = 0
 
     def push(self, text: str) -> str:
-        """Return the text that can be sent; hold back what may begin or follow the first call."""
+        """Add text; return what can be sent now, and hold back what may begin or follow the first tool call."""
         self._text += text
         start = self._text.find(OPENING)
         if start < 0:

@@ -16,7 +16,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, write files to `settings.output`, and return (Markdown tables by title, file names)."""
+    """Fit and measure each series, write results.json and two plots; return (Markdown tables by title, file names)."""
     runs: Runs = []
     for seed in tqdm(range(settings.seeds), desc="series", unit="series"):
         windows = new_windows(settings, seed)

@@ -35,7 +35,7 @@ def moving_average(windows: np.ndarray) -> Predictor:
 
 
 def linear_prediction(windows: np.ndarray) -> Predictor:
-    """Fit by least squares; return a function that predicts each sample from PAST others, and copies the first."""
+    """Fit by least squares; return a function that predicts a sample from the PAST before it, and copies the first."""
 
     def split(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         runs = np.lib.stride_tricks.sliding_window_view(inputs, PAST + 1, axis=1).reshape(-1, PAST + 1)
@@ -69,7 +69,7 @@ def nearest(windows: np.ndarray) -> Predictor:
 
 
 def autoencoder_reconstruction(model: Autoencoder) -> Predictor:
-    """Return a function that reconstructs windows (N, T) with a trained model, in evaluation mode."""
+    """Return a function that reconstructs windows (N, T) with a trained model, which it sets to evaluation mode."""
 
     def predict(inputs: np.ndarray) -> np.ndarray:
         x = to_model_shape(model, inputs)

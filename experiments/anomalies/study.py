@@ -46,7 +46,7 @@ QUICK: dict[str, Any] = {"seeds": 1, "each": 10, "steps": 600, "dense_steps": 20
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for counts below their minima, a code or window too large, or fractions out of range."""
     check_minimum(
         settings, seeds=1, each=1, window=20, code_size=1, hidden_size=1, steps=1, dense_steps=1, batch_size=1
     )
@@ -142,7 +142,7 @@ def roc_curve(abnormal: np.ndarray, normal: np.ndarray) -> np.ndarray:
 
 
 def measure(predict: Predictor, windows: Windows, quantile: float) -> dict[str, Any]:
-    """Return "area", "curve" and "found" by kind and for "all", and "false_alarms", "threshold" and "error".
+    """Return "area", "curve", "found" by kind and for "all"; "false_alarms", "threshold" (of validation), "error".
 
     Returns:
         areas and curves by kind of event and of all windows with one; with the threshold that so many of the normal

@@ -12,7 +12,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, write files to `settings.output`, and return (Markdown tables by title, file names)."""
+    """Measure a model, write results.json and sink.png; return (Markdown tables by title, file names)."""
     results = run(settings)
     save(settings.output / "results.json", settings, results=results)
     report.plot(results, settings.output / "sink.png")

@@ -35,7 +35,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Plot the sink and the norm of the intact model by layer, and sink and loss for changes of each layer."""
+    """Write an image of the intact model's sink and norm by layer, and of sink and loss for changes of each layer."""
     with drawing(path, (11, 3.4)) as figure:
         first, second, third = figure.subplots(1, 3)
         layers = range(len(results["intact"]["sink"]))

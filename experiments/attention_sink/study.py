@@ -39,12 +39,12 @@ QUICK: dict[str, Any] = {"texts": 1, "tokens": 48, "stride": 3}
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError if there are fewer than 1 text, 8 tokens or a stride of 1."""
     check_minimum(settings, texts=1, tokens=8, stride=1)
 
 
 def measure(model: GPT, ids: np.ndarray, change: Change | None = None, mask: Any = None) -> dict[str, Any]:
-    """Return "sink", "norms" and "loss" of a model with a change, on token ids (N, T + 1).
+    """Return a (changed) model's "sink" and "norms" of the first token by layer, and "loss" in nats, on ids (N, T + 1).
 
     "sink" is the mean attention weight on the first token from later ones, for each layer. "norms" is the norm of the
     first token's residual stream after each block, divided by the median of the others. "loss" is in nats per token,
@@ -83,7 +83,7 @@ def patch_first(layer: int, stream: np.ndarray) -> Change:
 
 
 def remove_values(model: GPT, probe: Probe, undo: ExitStack) -> None:
-    """Set the first token's values to 0 in all heads, so that its attention weights add nothing."""
+    """Set the first token's values to 0 in all heads until `undo` closes, so that its attention weights add nothing."""
 
     def substitute(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         query, key, value, *rest = args
@@ -103,7 +103,7 @@ def hide_first(n_tokens: int) -> np.ndarray:
 
 
 def streams_in_the_middle(model: GPT, ids: np.ndarray, before: np.ndarray) -> list[np.ndarray]:
-    """Return the streams (N, 1, C) after each block of the first tokens of texts, as they are after other tokens.
+    """Return first tokens' streams (N, 1, C) after each block when they follow the tokens `before` (N, N_BEFORE).
 
     Args:
         before: tokens in front of each text, (N, N_BEFORE).

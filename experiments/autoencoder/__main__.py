@@ -21,7 +21,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, write files to `settings.output`, and return (Markdown tables by title, file names)."""
+    """Measure each seed, write results.json and pictures; return (Markdown tables by title, file names)."""
     data, folder = load(settings.data), settings.output
     files = ["results.json", "errors.png"]
     runs: Runs = []

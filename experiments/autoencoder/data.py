@@ -26,7 +26,7 @@ class Data(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape (height, width, 1) of an image."""
+        """Return the shape (height, width, 1) of an image."""
         return self.train.images.shape[1:]
 
 
@@ -49,7 +49,7 @@ def _digits() -> Data:
 
 
 def _mnist() -> Data:
-    """Return MNIST, 0 to 1; the last HELD_OUT_MNIST training images are the validation part."""
+    """Return MNIST (downloaded if necessary), 0 to 1; the last HELD_OUT_MNIST training images are for validation."""
     images, labels = load_mnist("train")
     known = part(images / np.float32(255), labels)
     test_images, test_labels = load_mnist("test")

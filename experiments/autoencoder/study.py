@@ -66,7 +66,7 @@ MOST = 63  # numbers in a code: a small digit has 64 pixels
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for unknown data, counts or sizes out of range, or a learning rate that is no fraction."""
     check_choices(settings, data=("digits", "mnist"))
     check_minimum(settings, seeds=1, steps=1, batch_size=1, few_labels=10, denoising_size=1, variational_size=2)
     for name, most in (("code_sizes", MOST), ("noises", np.inf), ("deviations", np.inf)):
@@ -245,7 +245,7 @@ class Study:
         return self.models[key]
 
     def reconstructors(self, size: int) -> dict[str, ImageFn]:
-        """Return {"PCA", "dense", "convolutional": function that reconstructs images}; they train when called."""
+        """Return {"PCA", "dense", "convolutional": image function}; PCA is fitted now, the others train when called."""
         makes: dict[str, ImageFn] = {"PCA": self.pca_reconstructor(size)}
         for kind in KINDS:
             makes[kind] = lambda images, kind=kind: reconstruct(self.get_trained(kind, size), images)
@@ -275,7 +275,7 @@ class Study:
 
     # ---------------------------------------------------------------- noise
     def denoisers(self, noise: float) -> dict[str, ImageFn]:
-        """Return {name: function that denoises images}; validation images choose the number of PCA components."""
+        """Return {name: function that denoises images}; train missing autoencoders; validation picks the PCA."""
         size, train_images = self.settings.denoising_size, self.data.train.images
         clean = self.data.validation.images
         noisy = add_noise(clean, noise, stream(NOISE, 0))

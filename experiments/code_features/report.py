@@ -46,18 +46,18 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def _cell(feature: dict[str, Any]) -> str:
-    """Return precision and recall of a feature in percent."""
+    """Return precision and recall of a feature in percent, as text such as "90 / 75"."""
     return f"{100 * feature['precision']:.0f} / {100 * feature['recall']:.0f}"
 
 
 def _context(context: list[str]) -> str:
-    """Return a token with some text before it as code, which a Markdown table can contain."""
+    """Return (text before, token, text after) as Markdown code for a table cell: last 12 characters, marked token."""
     before, token, _ = (part.replace("\n", "⏎").replace("`", "'").replace("|", "¦") for part in context)
     return f"`{before[-12:]}»{token}«`"
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Plot precision and recall of the feature of each rule, for all kinds of directions."""
+    """Write an image of precision and recall of the feature of each rule, for all kinds of directions."""
     names = [feature["rule"] for feature in results["topk"]["features"]]
     with drawing(path, (9, 0.34 * len(names) + 1.2)) as figure:
         for axes, measure in zip(figure.subplots(1, 2, sharey=True), ("precision", "recall")):

@@ -26,7 +26,7 @@ SKIPPED = (tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, toke
 
 
 def label_characters(text: str) -> np.ndarray:
-    """Return which of RULES hold for each character of a source file, booleans (len(text), len(RULES)).
+    """Return which RULES hold per character of Python code, booleans (len(text), len(RULES)); SyntaxError, TokenError.
 
     Raises:
         SyntaxError, tokenize.TokenError: the text is no Python source code.
@@ -73,7 +73,7 @@ def _token_rules(kind: int, string: str, statement: str, previous: list[str]) ->
 
 
 def label_tokens(text: str, pieces: Sequence[str]) -> np.ndarray:
-    """Return which of RULES hold for each token of a source file, booleans (T, len(RULES)).
+    """Return which of RULES hold per token of a file, booleans (T, len(RULES)); ValueError unless `pieces` join to it.
 
     A token has the labels of all of its characters. Tokens with a line break are also "line break", or "indentation
     after a colon" if a colon ends the line.

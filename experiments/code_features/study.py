@@ -69,14 +69,14 @@ QUICK: dict[str, Any] = {
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a count below its minimum, or a sparsity that is not between 0 and 100."""
     check_minimum(settings, steps=1, width=8, layers=2, texts=2, files=2, features=8, active=1, updates=1)
     if not 0 < settings.sparsity < 100:
         raise ValueError(f"expected --sparsity above 0 and below 100, got {settings.sparsity}")
 
 
 def train_model(corpus: Corpus, settings: Settings) -> GPT:
-    """Train a GPT on the standard library's code."""
+    """Train a GPT on the standard library's code, with a progress bar; return it in evaluation mode."""
     config = GPTConfig(
         vocab_size=VOCAB_SIZE,
         context_window=LENGTH,
@@ -118,7 +118,7 @@ class Tokens(NamedTuple):
 
 
 def read_tokens(model: GPT, corpus: Corpus, layer: int, names: list[str]) -> Tokens:
-    """Return the Tokens of files, each read in texts of LENGTH tokens; the last incomplete text is left out."""
+    """Return the Tokens of files, each read in up to 8 texts of LENGTH tokens, without tokens of untypical norm."""
     streams, labels, contexts, rows = [], [], [], []
     for name in names:
         text = (python_root() / name).read_text(encoding="ascii")
@@ -137,7 +137,7 @@ def read_tokens(model: GPT, corpus: Corpus, layer: int, names: list[str]) -> Tok
 
 
 def held_out_files(n: int) -> list[str]:
-    """Return the names of n held-out files of ASCII source code with at least 4,000 characters, evenly spaced."""
+    """Return up to n evenly spaced names of held-out, tokenizable ASCII source files of 4,000 or more characters."""
     names = []
     for name in filter(is_held_out, python_files()):
         content = (python_root() / name).read_bytes()
@@ -147,7 +147,7 @@ def held_out_files(n: int) -> list[str]:
 
 
 def _is_source(content: bytes) -> bool:
-    """Return whether `tokenize` accepts a file."""
+    """Return whether `tokenize` accepts the content of a file."""
     try:
         label_tokens(content.decode(), [content.decode()])
     except (SyntaxError, tokenize.TokenError):
@@ -178,7 +178,7 @@ def select_features(activations: np.ndarray, labels: np.ndarray) -> list[tuple[i
 
 
 def measure_features(activations: Sequence[np.ndarray], halves: Sequence[Tokens]) -> list[dict[str, Any]]:
-    """Return the feature of each rule, selected on one half, with precision and recall on the other half.
+    """Return each rule's feature, selected on one half, with precision, recall and contexts on the other.
 
     Args:
         activations: (R, F) of both halves.

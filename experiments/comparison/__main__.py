@@ -17,7 +17,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, write files to `settings.output`, and return (Markdown tables by title, file names)."""
+    """Measure costs and recall, write results.json and three plots; return (Markdown tables by title, file names)."""
     folder, sizes, distances = settings.output, settings.sizes, settings.distances
     results: dict[str, Any] = {"sizes": sizes, "distances": distances, "paths": costs.paths(distances)}
     results["costs"] = costs.measure(settings)

@@ -62,7 +62,7 @@ def cnn(kernel_size: int) -> Callable:
 
 
 def recurrent(cell: str, initialiser: Callable = xavier, forget: float = 0.0) -> Callable:
-    """Return a function (size, window, generator) that builds one recurrent layer of type `cell`.
+    """Return a function (size, window, generator) to build a recurrent layer; `forget` is an LSTM's initial bias.
 
     Args:
         forget: where the bias of an LSTM's forget gate starts.

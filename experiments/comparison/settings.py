@@ -33,12 +33,12 @@ class Settings:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of tokens n at which costs are measured."""
+        """Return the numbers of tokens n at which costs are measured: SHORTEST and its doubles up to `longest`."""
         return powers_of_two(SHORTEST, self.longest)
 
     @property
     def distances(self) -> list[int]:
-        """The distances from the question to the token to recall."""
+        """Return the distances from the question to the token to recall: NEAREST and its doubles up to `farthest`."""
         return powers_of_two(NEAREST, self.farthest)
 
 
@@ -59,7 +59,7 @@ QUICK: dict[str, Any] = {
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a count below its minimum, a bad rate, an unknown kind, or an impossible size of a model."""
     check_minimum(settings, width=1, longest=SHORTEST, rounds=1)
     check_minimum(settings, farthest=NEAREST, updates=1, batch_size=1, seeds=1, tested=1)
     check_fractions(settings, "rates")

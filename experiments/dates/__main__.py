@@ -33,7 +33,7 @@ POINTS = 60  # of a loss curve
 
 
 def main() -> int:
-    """Parse sys.argv, run the study, print its tables, and return 0; ValueError for invalid settings."""
+    """Parse sys.argv, run the study of one date (of several with --several), print its tables, and return 0."""
     quick = QUICK
     default = Settings()
     if "--several" in sys.argv[1:]:
@@ -95,7 +95,7 @@ def study_multiple_dates(settings: Settings) -> Outcome:
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a small count, bad rate, unknown model, "hard" with --several, or impossible size."""
     check_minimum(settings, seeds=1, steps=study.CHECKS, examples=1, validated=1, tested=1, max_tokens=128)
     check_choices(settings, models=MODELS)
     if settings.several and "hard" in settings.models:

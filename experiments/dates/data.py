@@ -54,7 +54,7 @@ class Language(NamedTuple):
 
 
 def _languages() -> dict[str, Language]:
-    """Return {name: Language} of languages.toml, in which forms of numbers are added to lists."""
+    """Return {name: Language} from languages.toml; words split at spaces, the shared numeric forms added to lists."""
     tables = tomllib.loads(Path(__file__).with_name("languages.toml").read_text(encoding="utf-8"))
     numbers = tables.pop("numbers")["forms"]
     listed = lambda value: value.split() if isinstance(value, str) else value + numbers
@@ -156,7 +156,7 @@ def write(day: date, language: str, form: str) -> tuple[str, list[int]]:
 
 
 def random_written_date(day: date, language: str, generator: np.random.Generator) -> tuple[str, list[int]]:
-    """Return (date in a random unambiguous form, accents and case; field of each character)."""
+    """Return (date in a random unambiguous form, separator, accents and case; field of each character)."""
     forms = LANGUAGES[language].forms
     while not is_unambiguous(form := forms[generator.integers(len(forms))], day):
         pass  # some forms are clear for every date

@@ -34,7 +34,7 @@ class ProjectedDotProduct(ScaledDotProductAttention):
         return self.key(key)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return the scaled dot products of unprojected queries and of keys from `project_keys`."""
+        """Return the scaled dot products of `query`, which is projected here, and `key`, from `project_keys`."""
         return super().scores(self.query(query), key)
 
 

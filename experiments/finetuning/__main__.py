@@ -15,7 +15,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, write files to `settings.output`, and return (Markdown tables by title, file names)."""
+    """Fine-tune and measure, write JSON, finetuning.png and samples.html; return (Markdown tables, file names)."""
     results = measure(settings)
     report.plot(results, settings.output / "finetuning.png")
     report.write_page(results, settings.output / "samples.html")

@@ -36,13 +36,13 @@ class Function(NamedTuple):
 
     @property
     def question(self) -> str:
-        """The question: the instruction and the code."""
+        """Return the question: the instruction and the code."""
         return f"{ASK}{self.code}"
 
 
 @cache
 def functions() -> dict[str, list[Function]]:
-    """Return {"train", "validation", "test": functions}, disjoint by module, shuffled in a fixed order; cached.
+    """Return {"train", "validation", "test": functions}, disjoint by module, shuffled, cached; ValueError if empty.
 
     Raises:
         ValueError: this Python has no source files.

@@ -49,7 +49,7 @@ def n_grams(text: str) -> list[tuple[str, ...]]:
 
 @cache
 def training_n_grams() -> frozenset[tuple[str, ...]]:
-    """Return all runs of RUN words in the training text."""
+    """Return the set of all runs of RUN words in the training text; cached."""
     return frozenset(n_grams(part("train")))
 
 

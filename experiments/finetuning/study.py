@@ -77,7 +77,7 @@ QUICK: dict[str, Any] = {"tasks": ("sums",), "methods": ("lora",), "seeds": 1, "
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a count below its minimum, or an unknown task, method or precision."""
     check_minimum(settings, seeds=1, updates=0, batch_size=1, context_window=128, tested=1)
     check_choices(settings, tasks=TASKS, methods=METHODS, precision=("bfloat16", "float32"))
 
@@ -268,7 +268,7 @@ def prompt_ids(loaded: Pretrained, encoder: ExampleEncoder, question: Question) 
 
 
 def decode_answers(loaded: Pretrained, answers: Sequence[tuple[list[int], list[int]]]) -> list[str]:
-    """Return the answers as text, without end tokens."""
+    """Return the second token list of each pair, the generated answer, as text without end tokens."""
     stops = set(end_tokens(loaded))
     return [loaded.tokeniser.decode([token for token in drawn if token not in stops]) for _, drawn in answers]
 
@@ -295,10 +295,10 @@ def answer_example(prompt: list[int], drawn: list[int], window: int) -> Example:
 
 
 def captions() -> str:
-    """Return captions of photographs, one sentence per line."""
+    """Return the first 150 captions of Multi30k's validation part as one text, a sentence per line."""
     return "\n".join(load_multi30k("val", "en")[:150])
 
 
 def reviews() -> str:
-    """Return sentences of film reviews, one per line."""
+    """Return every 90th sentence of the RT polarity film reviews as one text, a sentence per line."""
     return "\n".join(load_rt_polarity()[0][::90])

@@ -127,7 +127,7 @@ def first_scales(job: Job, n_layers: int, n_heads: int, window: int) -> list[np.
 def train_scales(
     frozen: FrozenModel, job: Job, steps: int, batch_size: int, first: Sequence[np.ndarray]
 ) -> tuple[list[np.ndarray], list[float]]:
-    """Train only the scales of block softmax; return (scales of each layer, loss of each batch).
+    """Train only block softmax's scales; return (them by layer, losses by batch); RuntimeError if other weights change.
 
     Args:
         first: the first scales of each layer.

@@ -76,7 +76,7 @@ def study(settings: PretrainedSettings) -> Outcome:
 
 
 def check(settings: PretrainedSettings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a count below its minimum, an unknown text, rates <= 0, or blocks that do not fit."""
     least = {"seeds": 1, "steps": 1, "batch_size": 1, "test_windows": 1, "measured_windows": 1, "prompts": 1}
     check_minimum(settings, **least, n_written=1, window=4)
     check_choices(settings, text=TEXTS)
@@ -110,7 +110,7 @@ def complete_record(evaluator: PretrainedEvaluator, record: ResultRows) -> None:
 
 
 def show(evaluator: PretrainedEvaluator, record: ResultRows) -> Outcome:
-    """Draw the figures and write the page to the output folder; return (tables by title, file names)."""
+    """Draw figures, write the page, print whether weights changed; return (Markdown tables by title, file names)."""
     settings = evaluator.settings
     results, folder = Results(record, settings), settings.output
     scales = {"mean shares": evaluator.scales(mean_job(settings))[0]}

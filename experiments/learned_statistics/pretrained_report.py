@@ -46,7 +46,7 @@ class Results:
         return np.array(self.rows[job]["texts"][text]["positions"])
 
     def recovered_loss(self, job: Job, text: str) -> np.ndarray:
-        """Return for each seed the recovered percentage of the loss that blocks without correction add."""
+        """Return (seeds,): the recovered percentage of the loss that blocks without correction add."""
         full = np.log(self.perplexities(FULL, text)[0])
         uncorrected = np.log(self.perplexities(Job("none", job.blocks), text)[0])
         return 100 * (uncorrected - np.log(self.perplexities(job, text))) / (uncorrected - full)
@@ -160,7 +160,7 @@ def generation_table(results: Results) -> str:
 
 
 def seed_table(results: Results) -> str:
-    """Return the Markdown table of the seed document's figures and these (two blocks, one scale per position)."""
+    """Return a Markdown table of perplexities before and after learning, beside the seed document's figures."""
     jobs = {start: learned_job(results.settings, blocks=2, start=start) for start in STARTS}
     measured = {
         f"{results.settings.model}, {text}, from {start}": (

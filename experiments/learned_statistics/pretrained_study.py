@@ -59,7 +59,7 @@ class PretrainedSettings:
 
 
 def load_frozen_model(settings: PretrainedSettings) -> FrozenModel:
-    """Return the model, frozen and narrowed to the window, so that blocks are parts of the window.
+    """Return the model, frozen, narrowed to the window; ValueError without decoder or tokeniser, or if it is shorter.
 
     Raises:
         FileNotFoundError, ValueError: as of `tricycle.pretrained.load`; no decoder, or one with a shorter window; no

@@ -35,7 +35,7 @@ def find(rows: Runs, kind: str, blocks: int, model: int) -> np.ndarray:
 
 
 def recovered_loss(rows: Runs, kind: str, blocks: int, model: int) -> np.ndarray:
-    """Return for each seed the percentage of the uncorrected blocks' added perplexity that scales remove."""
+    """Return (seeds,): the percentage of the uncorrected blocks' added perplexity that scales remove."""
     (full,), (uncorrected,) = find(rows, "whole", 1, model), find(rows, "none", blocks, model)
     return 100 * (uncorrected - find(rows, kind, blocks, model)) / (uncorrected - full)
 

@@ -69,7 +69,7 @@ QUICK: dict[str, Any] = {
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for a count below its minimum, scale_rate <= 0, blocks < 2, or several models with --model."""
     check_minimum(settings, seeds=1, models=1, steps=1, scale_steps=1, batch_size=1, layers=1, windows=0)
     if not settings.scale_rate > 0:
         raise ValueError(f"expected --scale-rate to be above 0, got {settings.scale_rate}")
@@ -81,7 +81,7 @@ def check(settings: Settings) -> None:
 
 # -------------------------------------------------------------------- the model
 def load_frozen_model(settings: Settings, seed: int) -> tuple[FrozenModel, HeldOut]:
-    """Return (frozen model with its texts, held-out text): the model of --model, or one trained here.
+    """Return (frozen model with its texts, held-out text): --model, or one trained here; ValueError if unsuited.
 
     Raises:
         ValueError: a model that learned with another softmax, or a tokeniser that does not fit.

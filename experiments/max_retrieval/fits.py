@@ -117,7 +117,7 @@ Case = tuple[np.ndarray, Callable[[np.ndarray], float]]
 
 
 def _cases_of(model: GPT, prompt: Prompt) -> list[Case]:
-    """Return for each layer the scores (H, S) at the last token of a question, and a function from weights to loss."""
+    """Return for each layer (scores (H, S) of the last prompt token, function from weights to the answer's loss)."""
     at = prompt.answers[0].start
     answer = int(prompt.ids[at])
     caches = model.new_caches()
@@ -145,7 +145,7 @@ def _cases_of(model: GPT, prompt: Prompt) -> list[Case]:
 def _loss_with(
     model: GPT, caches: list[KeyValueCache], layer: int, stream: Tensor, weights: np.ndarray, answer: int
 ) -> float:
-    """Return the loss of a token if the last row of each head of a layer has these weights (H, S)."""
+    """Return the loss of a token if a layer's heads have these weights (H, S) in the last row; caches are unchanged."""
 
     def mixed(out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         by_head = np.repeat(value.array[0].swapaxes(0, 1), query.shape[2] // value.shape[2], axis=0)  # (H, S, D)

@@ -254,6 +254,7 @@ def plot_heads(results: dict[str, Any], path: Path) -> None:
 
 
 def _mean(rows: Any) -> np.ndarray:
+    """Return the mean of rows over the first axis."""
     return np.array(rows).mean(axis=0)
 
 

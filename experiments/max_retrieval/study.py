@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 
 def new_batch(n_items: int, size: int, generator: np.random.Generator) -> Batch:
-    """Return `size` random examples of `n_items` items each, in float32, drawn from the generator."""
+    """Return `size` sets of items (random priority, one-hot class), uninformative queries, top items' classes."""
     priorities = generator.random((size, n_items), dtype=np.float32)
     classes = generator.integers(0, N_CLASSES, (size, n_items))
     items = np.concatenate([priorities[..., None], np.eye(N_CLASSES, dtype=np.float32)[classes]], axis=-1)

@@ -13,7 +13,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, or only `--render`, and return (Markdown tables by title, names of the files)."""
+    """Run the study (--render: only redraw stored results and the README); return (Markdown tables, file names)."""
     results = read(settings.output / "results.json") if settings.render else run(settings)
     tables = report.tables(results)
     report.plot(results, settings.output / "bits.png")

@@ -34,7 +34,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Plot the bits per byte of held-out text against the minutes of training, with a band over the seeds."""
+    """Write an image of held-out bits per byte against the minutes of training, with a band over the seeds."""
     lines = {}
     for preset in distinct(results["runs"], "preset"):
         curves = np.array(of(select(results["runs"], preset=preset), "curve"))  # (runs, points, 2)
@@ -43,7 +43,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def write_readme(path: Path, results: dict[str, Any]) -> None:
-    """Write table, picture, number of seeds, date and machine between the markers of a README.md.
+    """Write table, picture, seeds, date and machine between the markers of a README.md; ValueError without markers.
 
     Raises:
         ValueError: the file has not both markers once.

@@ -53,7 +53,7 @@ QUICK: dict[str, Any] = {
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError for fewer than 1 seed or timed update, an unknown preset, or minutes <= 0."""
     check_minimum(settings, seeds=1, timed_updates=1)
     check_choices(settings, presets=PRESETS)
     if settings.minutes <= 0:
@@ -102,7 +102,7 @@ def updates_per_second(config: GPTConfig, n_updates: int) -> float:
 
 
 def train_run(settings: Settings, preset: str, seed: int, steps: int) -> dict[str, Any]:
-    """Train a run, or resume it in its folder, and return its results.
+    """Train or resume a run in its folder; return "bits", "curve", "steps" and sizes; KeyboardInterrupt if stopped.
 
     Returns:
         "bits" (per byte of all held-out text), "curve" (pairs of step and bits per byte of a part of that text),

@@ -137,7 +137,7 @@ def heteronyms(path: Path | None = None) -> dict[str, set[str]]:
 
 
 def main() -> int:
-    """Print each word's pronunciation, and the accuracy on heteronyms unless --quick; return 0."""
+    """Print words' pronunciations, and the heteronyms' accuracy unless --quick; return 0; ValueError without words."""
     settings = parse(Settings, description=__doc__ or "")
     check_minimum(settings, beam_size=1)
     if not settings.words:

@@ -22,7 +22,7 @@ QUICK: dict[str, Any] = {
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, write files to `settings.output`, and return (Markdown tables by title, file names)."""
+    """Run `settings.parts`, write results.json and plots; return (Markdown tables by title, file names)."""
     runs: dict[str, Runs] = {part: rounded(PARTS[part](settings), 8) for part in settings.parts}
     results = save(settings.output / "results.json", settings, **runs)
     return report.tables(results), ["results.json", *report.plot(results, settings.output)]

@@ -47,7 +47,7 @@ class Problem:
 
 
 def minimize(loss: Loss, vector: np.ndarray, n_steps: int = 100) -> np.ndarray:
-    """Return the minimum near a vector, by Newton's method; steps are halved until the loss is not higher."""
+    """Return the minimum near a vector by at most `n_steps` Newton steps, each halved until the loss is not higher."""
     for _ in range(n_steps):
         value, slope = loss(vector).item(), grad(loss)(vector).array
         if np.linalg.norm(slope) < 1e-8:
@@ -68,7 +68,7 @@ def influences(problem: Problem, vector: np.ndarray, i: int) -> np.ndarray:
 
 
 def changes(problem: Problem, vector: np.ndarray, i: int, n_removed: int) -> np.ndarray:
-    """Return the change of that loss after training again without each of the first examples, (n_removed,)."""
+    """Return the change (n_removed,) of test image i's loss after retraining without each of the first examples."""
     loss = lambda vector: problem.image_loss(vector, problem.test_x[i], problem.test_y[i]).item()
     trained = [minimize(partial(problem.training_loss, removed=k), vector) for k in range(n_removed)]
     return np.array([loss(v) for v in trained]) - loss(vector)

@@ -23,7 +23,7 @@ Points = tuple[np.ndarray, np.ndarray]  # x and y, each (tasks, points, 1)
 
 
 def new_weights(seed: int) -> list[Tensor]:
-    """Return the initial parameters of an MLP."""
+    """Return an MLP's initial Parameters by a seed: normal weights (m, n), zero biases (1, n), in turn; sizes SIZES."""
     generator = np.random.default_rng(seed)
     pairs = [(generator.standard_normal((m, n)) * min(1, 2 / m) ** 0.5, np.zeros((1, n))) for m, n in pairwise(SIZES)]
     return [Parameter(array) for pair in pairs for array in pair]
@@ -42,7 +42,7 @@ def errors(weights: list[Tensor], points: Points) -> Tensor:
 
 
 def new_tasks(generator: np.random.Generator, n_tasks: int, n_points: int) -> list[Points]:
-    """Return known and other points of random tasks."""
+    """Return [(x, y) of N_POINTS points, (x, y) of `n_points` others] of random sinusoids, (n_tasks, points, 1)."""
     amplitude, phase = generator.uniform((0.1, 0), (5, np.pi), (n_tasks, 2)).astype(np.float32).T[..., None, None]
     xs = [generator.uniform(-5, 5, (n_tasks, n, 1)).astype(np.float32) for n in (N_POINTS, n_points)]
     return [(x, amplitude * np.sin(x + phase)) for x in xs]
@@ -56,7 +56,7 @@ def adapted(weights: list[Tensor], points: tuple[np.ndarray, np.ndarray], consta
 
 
 def train(method: str, n_steps: int, seed: int, rate: float = 3e-3, n_tasks: int = 25) -> list[Tensor]:
-    """Return weights trained by a method of METHODS on random tasks."""
+    """Return MLP weights trained by a method of METHODS on `n_tasks` new random sinusoids per step."""
     weights, generator = new_weights(seed), np.random.default_rng(seed)
     optimiser = AdamW(WarmupCosine(rate, rate / 10, n_steps // 50, n_steps), weight_decay=0.0)
     for _ in range(n_steps):

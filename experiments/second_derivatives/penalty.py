@@ -29,7 +29,7 @@ def image_gradients(model: Sequential, images: Any, labels: np.ndarray) -> Tenso
 
 
 def train(strength: float, n_epochs: int, seed: int, batch_size: int = 50, rate: float = 3e-3) -> Sequential:
-    """Train an MLP on digits, with the squared norm of the image gradients, times `strength`, in the loss."""
+    """Train an MLP on N_TRAIN digits with `strength` times the mean squared norm of image gradients in the loss."""
     data, generator = load("digits").train, np.random.default_rng(seed)
     images, labels = data.images[:N_TRAIN].reshape(N_TRAIN, 64), data.labels[:N_TRAIN]
     model = Sequential(Dense(64, 64, generator=generator), tanh, Dense(64, 10, generator=generator))
@@ -47,7 +47,7 @@ def train(strength: float, n_epochs: int, seed: int, batch_size: int = 50, rate:
 
 
 def evaluate(model: Sequential) -> dict[str, Any]:
-    """Return the mean norm of the image gradients, and the accuracies on test images changed by each of SIZES."""
+    """Return "norm", the mean image gradient norm, and "accuracies" on test images moved along its sign by SIZES."""
     test = load("digits").test
     images, labels = test.images.reshape(-1, 64), test.labels
     slopes = image_gradients(model, images, labels).array

@@ -18,7 +18,7 @@ STEPS = {"maml": (0, 1, 5, 10), "newton": (1, 5, 10, 20, 100, 1000)}  # whose er
 
 # -------------------------------------------------------------------- tables
 def heat_table(runs: Runs) -> str:
-    """Return the errors of the heat equation."""
+    """Return a Markdown table by network width: parameters, residual and errors of the heat equation."""
     rows = [
         [str(run["width"]), f"{run['parameters']:,}", *(f"{run[key]:.1e}" for key in ("residual", "error", "rms"))]
         for run in runs
@@ -27,7 +27,7 @@ def heat_table(runs: Runs) -> str:
 
 
 def sharpness_table(runs: Runs) -> str:
-    """Return the loss and the largest eigenvalues at the end, and the mean sharpness over the second half."""
+    """Return a Markdown table by learning rate: last loss, mean largest eigenvalue of the second half, last three."""
     rows = []
     for run in runs:
         half = [values[0] for _, _, values in run["history"][len(run["history"]) // 2 :]]
@@ -52,13 +52,13 @@ def correlation(run: Mapping[str, Any]) -> float:
 
 
 def classifier(run: Mapping[str, Any]) -> str:
-    """Return the title of a classifier."""
+    """Return the title of a run's classifier, such as "hidden width 16, decay 0.01"."""
     model = f"hidden width {run['hidden']}" if run["hidden"] else "softmax regression"
     return f"{model}, decay {run['decay']:g}"
 
 
 def influence_table(runs: Runs) -> str:
-    """Return the correlation of influences and retraining for each classifier."""
+    """Return a Markdown table by classifier: correlation, lowest eigenvalue, RMS change and error, ratio of times."""
     rows = []
     for run in runs:
         difference = np.array(run["estimates"][: len(run["changes"])]) - run["changes"]
@@ -71,7 +71,7 @@ def influence_table(runs: Runs) -> str:
 
 
 def penalty_table(runs: Runs) -> str:
-    """Return the gradient norms and accuracies in % for each strength of the penalty."""
+    """Return a Markdown table by penalty strength: gradient norm, and accuracies in % at each of SIZES."""
     rows = []
     for run in runs:
         accuracies = [cell(values, 1, 100) for values in zip(*run["accuracies"])]
@@ -80,12 +80,12 @@ def penalty_table(runs: Runs) -> str:
 
 
 def relative_times(runs: Runs) -> list[str]:
-    """Return the time of each run divided by the shortest."""
+    """Return the seconds of each run divided by the fewest of all runs, as text with one decimal."""
     return [f"{run['seconds'] / min(run['seconds'] for run in runs):.1f}" for run in runs]
 
 
 def maml_table(runs: Runs) -> str:
-    """Return the errors on new sinusoids for each method."""
+    """Return a Markdown table by method: errors on new sinusoids at some steps, and the relative time of an update."""
     rows = []
     for run, relative in zip(runs, relative_times(runs)):
         rows.append([run["method"], *(f"{run['errors'][i]:.3f}" for i in STEPS["maml"]), relative])
@@ -93,7 +93,7 @@ def maml_table(runs: Runs) -> str:
 
 
 def newton_table(runs: Runs) -> str:
-    """Return the loss after some steps of each method."""
+    """Return a Markdown table by method: the losses at some steps, and the relative time of a step."""
     rows = []
     for run, relative in zip(runs, relative_times(runs)):
         losses = [f"{run['losses'][i]:.4f}" if i < len(run["losses"]) else "" for i in STEPS["newton"]]
@@ -118,14 +118,14 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
 
 # -------------------------------------------------------------------- plots
 def draw_heat(axes: Any, runs: Runs) -> None:
-    """Draw the residuals during training."""
+    """Draw on `axes` each run's residual (RMS, log scale) against the fraction of training."""
     for run in runs:
         axes.semilogy(np.linspace(0, 1, len(run["losses"])), np.sqrt(run["losses"]), label=f"width {run['width']}")
     axes.set(xlabel="fraction of training", ylabel="residual, RMS", title="heat equation")
 
 
 def draw_sharpness(axes: Any, runs: Runs) -> None:
-    """Draw the largest eigenvalue during gradient descent."""
+    """Draw on `axes` the largest eigenvalue against the step by learning rate, with a dashed line at 2 / rate."""
     for run in runs:
         steps, _, values = zip(*run["history"])
         (line,) = axes.plot(steps, [largest for largest, *_ in values], label=f"learning rate {run['rate']:g}")
@@ -134,7 +134,7 @@ def draw_sharpness(axes: Any, runs: Runs) -> None:
 
 
 def draw_influence(axes: Any, runs: Runs) -> None:
-    """Draw the estimated change of the loss against that after training again."""
+    """Draw on `axes` estimated changes of the loss against those after training again, by classifier, a diagonal."""
     for run, marker in zip(runs, "ox+"):
         axes.plot(run["changes"], run["estimates"][: len(run["changes"])], marker, label=classifier(run), alpha=0.7)
     ends = [end for run in runs for end in (min(run["changes"]), max(run["changes"]))]
@@ -143,7 +143,7 @@ def draw_influence(axes: Any, runs: Runs) -> None:
 
 
 def draw_penalty(axes: Any, runs: Runs) -> None:
-    """Draw accuracies against the size of the change of the pixels."""
+    """Draw on `axes` mean accuracies in % against the change of each pixel, a line for each strength."""
     for run in runs:
         means = 100 * np.mean(run["accuracies"], axis=0)
         axes.plot(SIZES, means, "o-", markersize=4, label=f"strength {run['strength']:g}")
@@ -151,14 +151,14 @@ def draw_penalty(axes: Any, runs: Runs) -> None:
 
 
 def draw_maml(axes: Any, runs: Runs) -> None:
-    """Draw the error on new sinusoids against the number of gradient steps."""
+    """Draw on `axes` the mean squared error on new sinusoids (log scale) against the gradient steps, by method."""
     for run in runs:
         axes.semilogy(run["errors"], "o-", markersize=4, label=run["method"])
     axes.set(xlabel="gradient steps on 10 points", ylabel="mean squared error", title="MAML: new sinusoids")
 
 
 def draw_newton(axes: Any, runs: Runs) -> None:
-    """Draw the loss of each method against the step."""
+    """Draw on `axes` the loss of each method against the step, counted from 1, both on log scales."""
     for run in runs:
         axes.loglog(np.arange(1, len(run["losses"]) + 1), run["losses"], label=run["method"])
     axes.set(xlabel="step, from 1", ylabel="loss, nats", title="Newton: tutorial's network")
@@ -171,7 +171,7 @@ DRAW: dict[str, Callable[[Any, Runs], None]] = {
 
 
 def plot(results: Mapping[str, Any], folder: Path) -> list[str]:
-    """Write a plot for each part, in one image, and the most influential images; return the names of the files."""
+    """Write curves.png, a panel for each part, and with "influence" images.png into a folder; return the file names."""
     parts = [part for part in DRAW if part in results]
     n_rows = (len(parts) + 1) // 2
     with drawing(folder / "curves.png", (9, 3.4 * n_rows)) as figure:
@@ -188,7 +188,7 @@ def plot(results: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def plot_images(run: Mapping[str, Any], path: Path, n: int = 4) -> None:
-    """Write the test image, and the training images without which its loss would be lowest and highest."""
+    """Write a PNG of the test image, and of n training images each whose removal lowers or raises its loss most."""
     data, order = load("digits"), np.argsort(run["estimates"])
     with drawing(path, (9, 1.5), "change of its loss without a training image, 1/1000 nats") as figure:
         panels = figure.subplots(1, 2 * n + 1)

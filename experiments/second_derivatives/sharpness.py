@@ -35,7 +35,7 @@ def new_problem(width: int, seed: int) -> tuple[Loss, np.ndarray]:
 
 
 def lanczos(multiply: Callable[[np.ndarray], np.ndarray], start: np.ndarray, n_steps: int) -> np.ndarray:
-    """Return approximate eigenvalues, in ascending order, of a symmetric matrix, given by its products with vectors."""
+    """Return approximate eigenvalues, ascending, of a symmetric matrix given by its products with vectors (Lanczos)."""
     basis = [start / np.linalg.norm(start)]
     alphas: list[float] = []
     betas: list[float] = []

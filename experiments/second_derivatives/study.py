@@ -59,7 +59,7 @@ def run_sharpness(settings: Settings) -> Runs:
 
 
 def run_influence(settings: Settings) -> Runs:
-    """Compare the influence of training images on the test image with the highest loss to training without them."""
+    """Estimate the influence of training images on the worst test image, and retrain without some; return both."""
     runs = []
     for hidden, decay in CLASSIFIERS[: 1 if settings.quick else None]:
         problem = influence.Problem(hidden, decay, settings.train_images, settings.seed)
@@ -90,7 +90,7 @@ def run_penalty(settings: Settings) -> Runs:
 
 
 def run_maml(settings: Settings) -> Runs:
-    """Train with each method; return the errors of new sinusoids after 0 to 10 gradient steps, and one sinusoid."""
+    """Train with each method; return "method", "seconds" of an update, "errors" on new tasks after 0 to 10 steps."""
     runs = []
     for method in maml.METHODS:
         start = time.perf_counter()

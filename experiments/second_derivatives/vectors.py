@@ -34,7 +34,7 @@ def hessian_product(loss: Loss, vector: np.ndarray, damping: float = 0.0) -> Cal
 def conjugate_gradient(
     multiply: Callable[[np.ndarray], np.ndarray], b: np.ndarray, n_steps: int = 200, tolerance: float = 1e-6
 ) -> np.ndarray:
-    """Return x with A x = b, for a positive definite A given by its products with vectors.
+    """Return about x with A x = b, A positive definite, from at most n_steps products; stops at `tolerance`.
 
     It ends early when |A x - b| < tolerance |b|, or in a direction along which A is not positive.
     """

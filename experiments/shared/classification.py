@@ -46,7 +46,7 @@ class Problem(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """The length of the longest text, in tokens."""
+        """Return the length of the longest text, in tokens."""
         return max(map(len, self.tokens))
 
 

@@ -39,7 +39,7 @@ def load_model(path_or_name: str = MODEL) -> Pretrained:
 
 # -------------------------------------------------------------------- texts
 def text_of(name: str, part: str) -> str:
-    """Return the "train" or "test" part of "code" (standard library), "shakespeare" or "captions" (Multi30k).
+    """Return a TEXTS text ("code", "shakespeare", "captions") of "train" or "test"; ValueError for other names.
 
     Args:
         name: in TEXTS. part: "train", or "test", of which nothing is to be learnt: one source file in twenty, the last

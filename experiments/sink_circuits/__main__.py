@@ -11,7 +11,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
-    """Run the study, write files to `settings.output`, and return (Markdown tables by title, file names)."""
+    """Train and measure; write results.json and circuits.png; return (Markdown tables by title, file names)."""
     runs = run(settings)
     report.plot(runs, settings.output / "circuits.png")
     return report.tables(runs), ["results.json", "circuits.png"]

@@ -23,7 +23,7 @@ def loss(text: int, change: str = "none") -> Measure:
 
 
 def mean(name: str) -> Measure:
-    """Return a function of a run: the mean over heads of the attention weight in percent."""
+    """Return a function of a run: the mean over heads of the outlier measure `name` (attention weight) in percent."""
     return lambda run: 100 * float(np.mean(run["outliers"][name]))
 
 
@@ -33,12 +33,12 @@ def of_induction_head(name: str, scale: float = 100) -> Measure:
 
 
 def has_circuit(run: dict[str, Any]) -> bool:
-    """Return whether a model predicts repeated tokens."""
+    """Return whether a run's model predicts repeated tokens: its loss on repetitions is below LEARNED."""
     return run["losses"]["none"][1] < LEARNED
 
 
 def circuit_size(run: dict[str, Any]) -> int:
-    """Return the number of heads of the smallest circuit, by rank, with at least FAITHFUL of the effect."""
+    """Return the fewest heads, by rank, with at least FAITHFUL of the effect; 0 if no number of heads has it."""
     return int(np.argmax(np.array(run["faithfulness"]) >= FAITHFUL))
 
 
@@ -99,7 +99,7 @@ def tables(runs: Runs) -> dict[str, str]:
 
 
 def plot(runs: Runs, path: Path) -> None:
-    """Plot the weight of each head on the first token and on none, the learned sinks, and faithfulness curves."""
+    """Write an image of each head's weight on the first and on no token, the learned sinks, and faithfulness curves."""
     with drawing(path, (11, 3.6)) as figure:
         first, second, third = figure.subplots(1, 3)
         for i, variant in enumerate(VARIANTS):

@@ -62,7 +62,7 @@ QUICK: dict[str, Any] = {"steps": 300, "seeds": 1, "texts": 8}
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for invalid settings."""
+    """Raise ValueError if steps, batch size, tokens or another count is below its minimum."""
     check_minimum(settings, steps=1, seeds=1, batch_size=2, tokens=32, width=8, layers=1, texts=1)
 
 
@@ -145,7 +145,7 @@ def repetition_loss(model: GPT, rows: np.ndarray, periods: np.ndarray) -> float:
 
 # -------------------------------------------------------------------- changes
 def hide_first_token(model: GPT, probe: Probe, undo: ExitStack) -> None:
-    """Hide the first token from all later ones, in all heads."""
+    """Hide the first token from all later ones, in all heads, until `undo` closes."""
 
     def substitute(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         query, key, value, _, *rest = (*args, None)[: max(4, len(args))]
@@ -156,7 +156,7 @@ def hide_first_token(model: GPT, probe: Probe, undo: ExitStack) -> None:
 
 
 def use_softmax(model: GPT, probe: Probe, undo: ExitStack) -> None:
-    """Replace the softmax variant by the standard softmax, whose weights sum to 1."""
+    """Replace the softmax variant by the standard softmax, whose weights sum to 1, until `undo` closes."""
     undo.callback(probe.change_softmax("*", "softmax").close)
 
 
@@ -200,7 +200,7 @@ def measure_heads(model: GPT, start: int) -> dict[str, Any]:
 
 # -------------------------------------------------------------------- the study
 def measure(model: GPT, code: np.ndarray, repeated: Any, start: int) -> dict[str, Any]:
-    """Return all measures of a trained model: lists by layer and head, losses by change, and single numbers.
+    """Return "losses", "outliers", "heads", "effects", "faithfulness", "weight_kurtosis", "sinks" as JSON data.
 
     Args:
         code: texts (N, T + 1). repeated: (rows, periods), see `repeated_rows`.

@@ -18,7 +18,7 @@ from tricycle_cli.flags import run_main
 
 
 def study(settings: Settings) -> Outcome:
-    """Run missing trials (none if `settings.report`) and plot; return (Markdown tables by title, file names)."""
+    """Run missing trials (none if `settings.report`), plot; return (tables, file names); ValueError if none."""
     if not settings.report:
         measure(settings)
     folder = settings.output

@@ -18,7 +18,7 @@ PARTS = ("validation", "held-out")
 
 
 def load(data: str, part: str, vocab_size: int, files: Files = (), progress: bool = False) -> Corpus:
-    """Return a Corpus whose validation half is the text to score: `part` is "validation" or "held-out".
+    """Return a Corpus whose validation half is the text to score, `part` "validation" or "held-out"; else ValueError.
 
     With "validation" the held-out text is in neither half: a twentieth of the other files is for validation, or of one
     text the tenth before the last. With "held-out" the corpus is the one that `train_smol_gpt.py` trains on.
@@ -57,7 +57,7 @@ def python_documents() -> Iterator[Document]:
 
 
 def text_documents(paths: Files) -> Iterator[Document]:
-    """Yield (bytes, is for validation) of the files that `TextFiles` does not hold out, or of parts of each."""
+    """Yield (bytes, is for validation) of what `TextFiles` does not hold out: whole files, or two parts of each."""
     files: dict[Path, str] = {}
     for root in map(Path, paths):
         for path, name in find_text_files(root):

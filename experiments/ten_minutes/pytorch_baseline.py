@@ -65,7 +65,7 @@ class Settings:
 
 
 def main() -> int:
-    """Train and score a PyTorch baseline by the flags of `sys.argv`, save and print the result; return 0."""
+    """Train and score a PyTorch baseline by sys.argv, save and print the result; return 0; ImportError if missing."""
     started = time.perf_counter()
     config = preset()
     start = Settings(config=config)
@@ -200,7 +200,7 @@ class EvaluationAdapter:
         return to_tensor(ids, dtype=int)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Return the logits of tokens as a Tensor."""
+        """Return the float32 logits (B, T, V) of tokens (B, T) as a Tensor."""
         import torch
 
         logits = self.trainer.model(torch.from_numpy(np.asarray(tokens.array, np.int64)))

@@ -61,7 +61,7 @@ class Settings:
 
 
 def main() -> int:
-    """Generate functions with a checkpoint, print and save how many parse, and return 0."""
+    """Generate functions with a checkpoint, print and save how many parse; return 0; ValueError without a tokenizer."""
     settings = parse(Settings, description=__doc__ or "")
     check(settings)
     path = settings.run / "best.safetensors" if settings.run.is_dir() else settings.run

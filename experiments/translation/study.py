@@ -50,11 +50,12 @@ class Pairs:
         self.numbers = [numbers[i] for i in kept]
 
     def __len__(self) -> int:
+        """Return the number of sentence pairs."""
         return len(self.numbers)
 
     @property
     def lengths(self) -> np.ndarray:
-        """The numbers (N, 2) of source tokens, and of target tokens with the end."""
+        """Return the numbers (N, 2) of source tokens, and of target tokens with the end."""
         return np.array([(len(source), len(target) + 1) for source, target in self.numbers])
 
     def batch(self, chosen: Sequence[int] | np.ndarray) -> TranslationBatch:
@@ -282,7 +283,7 @@ class Training:
 
 
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the arrays by name, and the metadata, of a run that `Training.save` wrote.
+    """Return arrays by name, and metadata, of a file of `Training.save`; FileNotFoundError, or ValueError for others.
 
     Raises:
         FileNotFoundError: there is none.

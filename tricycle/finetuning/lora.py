@@ -444,7 +444,11 @@ class Adapter(Layer):
 def _replace_layer(layers: Mapping[str, Layer], name: str, layer: Layer) -> None:
     """Replace the layer with a dotted name by another, as an attribute of its parent in `layers`."""
     parent, _, attribute = name.rpartition(".")
-    setattr(layers[parent], attribute, layer)
+    if parent in layers:
+        setattr(layers[parent], attribute, layer)
+    else:  # in a list
+        owner, _, container = parent.rpartition(".")
+        getattr(layers[owner], container)[int(attribute)] = layer
 
 
 def _share_weights(layer: Dense, other: Dense) -> Dense:

@@ -24,12 +24,14 @@ from tricycle.finetuning.lora import AdaptedDense
 from tricycle.latent_attention import LatentConfig
 from tricycle.layers import Layer
 from tricycle.models import GPT
+from tricycle.multi_stream.decoder import MultiStreamConfig
 from tricycle.pretrained.config_equivalence import differing_fields, effective_fields
 from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families import ALL_FAMILIES
 from tricycle.pretrained.families.bert import uninitialized_encoder
 from tricycle.pretrained.families.deepseek import uninitialized_latent
 from tricycle.pretrained.families.family import Family, TensorMapping, to_hf_tensors, uninitialized_gpt
+from tricycle.pretrained.families.gemma3n import uninitialized_multi_stream
 from tricycle.pretrained.families.mamba2 import uninitialized_mamba
 from tricycle.pretrained.families.qwen3_next import uninitialized_delta_net
 from tricycle.pretrained.families.stacks import stacked_arrays, stacked_shapes
@@ -56,6 +58,7 @@ MODELS: dict[type, Any] = {
     EncoderDecoderConfig: uninitialized_encoder_decoder,
     LatentConfig: uninitialized_latent,
     MambaConfig: uninitialized_mamba,
+    MultiStreamConfig: uninitialized_multi_stream,
     DeltaNetConfig: uninitialized_delta_net,
 }
 MAX_SUPPRESSED = 10_000  # ids without a token in generation_config.json

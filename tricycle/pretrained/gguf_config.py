@@ -430,7 +430,7 @@ def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
 
 def _granite_factors(metadata: ModelMetadata, head_size: int) -> Fields:
-    """Return the four factors of Granite, by default those of llama."""
+    """Return the config.json fields of Granite's four factors, by default Llama's; `head_size` is that of attention."""
     return {
         "attention_multiplier": metadata.positive_float("attention.scale", head_size**-0.5),
         "embedding_multiplier": metadata.positive_float("embedding_scale", 1.0),
@@ -440,7 +440,7 @@ def _granite_factors(metadata: ModelMetadata, head_size: int) -> Fields:
 
 
 def _granite(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return the fields of Granite, which is llama with four factors, also with experts."""
+    """Return Granite's or Granite-MoE's config.json fields: Llama's, four factors with Llama's defaults, and biases."""
     is_mixture = metadata.architecture == "granitemoe"
     fields = _like_llama(metadata, divisors, metadata.architecture, is_mixture)
     fields |= _expert_fields(metadata) if is_mixture else {}

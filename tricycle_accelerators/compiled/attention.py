@@ -89,7 +89,7 @@ def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: Scor
 
 
 def _visible_keys(score_options: ScoreOptions, t: int, n_keys: int) -> slice:
-    """Return the slice of the keys that query t sees."""
+    """Return the slice of the cached keys that query t sees under the causal offset and the window."""
     stop = n_keys if score_options.offset is None else score_options.offset + t + 1
     return slice(0 if score_options.window is None else max(0, stop - score_options.window), stop)
 
@@ -298,7 +298,7 @@ def attention_backward(
 def _add_parts(
     groups: list[HeadGroup], sums: dict[int, tuple[np.ndarray, np.ndarray]], dk: np.ndarray, dv: np.ndarray
 ) -> None:
-    """Add up the key and value gradients of several groups that share a key head, in group order."""
+    """Overwrite dk and dv with sums of the groups' key and value gradients, in group order and in float32."""
     for place, which in ((dk, 0), (dv, 1)):
         total = np.zeros(place.shape, np.float32)
         for i, group in enumerate(groups):

@@ -60,7 +60,7 @@ LOWEST = np.float32(-3e38)  # below all scores but minus infinity, which is as f
 
 @numba.njit(inline="always")
 def _visible_key_range(first: int, n_queries: int, n_keys: int, last: int, window: int) -> tuple[int, int]:
-    """Return the first key block that any of these queries sees, and the end of the visible keys."""
+    """Return (first key block, end of the keys) that any of these queries sees: a block number and a key index."""
     stop = min(n_keys, first + n_queries + last)
     start = max(0, first + last + 1 - window) // KEYS if window else 0
     return start, stop
@@ -120,7 +120,7 @@ def _prefetch_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, h: int, rows: s
 
 @numba.njit(**OPTIONS)
 def _pack_key_blocks(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
-    """Pack the transposes of all key blocks of rows x (S, D) as right operands, one below the other."""
+    """Write the transposes of all key blocks of rows x (S, D) into `out`, packed as right operands, one per block."""
     n_steps = scratch.shape[1]
     for start in range(0, len(x), KEYS):
         first = start // KEYS * n_steps
@@ -244,7 +244,7 @@ def _exponentials(scores, weights, mixed, shifts, totals, scale, n_queries):  # 
 
 
 def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  # type: ignore[no-untyped-def]
-    """Write the attention results (H, T, E), and the shifts and sums of exponentials of each row (H, T).
+    """Write attention outputs (H, T, E) into `out`; each row's scaled maximum and exponential sum into shifts, totals.
 
     Args:
         q: (H, T, D). k: (K, S, D). v: (K, S, E); float32, or the bits of bfloat16.
@@ -340,13 +340,13 @@ def _allocate_for_keys(n_keys, size, scratch, like):  # type: ignore[no-untyped-
 
 @numba.njit(**OPTIONS)
 def _allocate_for_queries(size, like):  # type: ignore[no-untyped-def]
-    """Allocate a left and a right operand for queries, or for the gradients of their results."""
+    """Return zeros for a left and a right operand of a batch of queries, or of the gradients of their results."""
     left = aligned_zeros(QUERY_BATCH, round_up_to_lanes(n_inner_steps(size, like)), like)
     return left, aligned_zeros(n_inner_steps(QUERY_BATCH, like), round_up_to_lanes(size), like)
 
 
 def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # type: ignore[no-untyped-def]
-    """Write the gradients of queries, keys and values of some heads into dq, dk and dv.
+    """Write the gradients of some heads into dq, dk and dv; weights are recomputed from the logsumexps `logs`.
 
     Args:
         grad, out: (H, T, E), the latter of `_attention`, as is logs; the others as of `_attention`.
@@ -408,6 +408,7 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
 # -------------------------------------------------------------------- compiled where they are asked for
 # By themselves for each kind: that takes seconds, and nobody needs all of them.
 def _heads_signature(narrow: bool) -> str:
+    """Return Numba's type of a 3-D array: bfloat16 bits (uint16) if `narrow`, else float32."""
     return "u2[:, :, :]" if narrow else "f4[:, :, :]"
 
 

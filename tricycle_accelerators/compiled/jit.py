@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck":
 
 
 def _features() -> dict[str, bool]:
-    """Return the features of the processor that Numba compiles for, by LLVM's names.
+    """Return the features (LLVM name: present) of the processor that Numba compiles for; {} if LLVM cannot tell.
 
     That is this one, unless NUMBA_CPU_NAME names another; NUMBA_CPU_FEATURES lists its features then.
     """
@@ -53,7 +53,7 @@ LARGEST, OFFSET, SMALLEST = map(
 
 
 def compile_loop(signature: str | list[str]) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator: `numba.njit` for these signatures, without the GIL, sums in any order, cached on disk."""
+    """Return a decorator: `numba.njit` for these signatures, no GIL, sums in any order, cached on disk if possible."""
 
     def compile_(loop: Callable[..., Any]) -> Any:
         try:
@@ -77,7 +77,7 @@ def overload_by_types(implementation_for: Callable[..., Any]) -> Any:
 
 @intrinsic
 def _pointer(context: Any, address: Any, like: Any) -> Any:
-    """Convert an address to a pointer to the element type of an array."""
+    """Convert an address to a pointer to the element type of an array (Numba intrinsic)."""
     pointer = types.CPointer(like.dtype)
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -153,9 +153,11 @@ class BFloat(ir.Type):
     """The LLVM type bfloat, which llvmlite does not define."""
 
     def _to_string(self) -> str:
+        """Return LLVM's name of the type, "bfloat"."""
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
+        """Return whether the other type is bfloat, too."""
         return isinstance(other, BFloat)
 
     def __hash__(self) -> int:

@@ -214,7 +214,7 @@ def _widen(numbers: np.ndarray, is_bfloat16: bool, wide: np.ndarray) -> None:
 
 @compile_loop("void(i1[:, :, ::1], u2[:, :, ::1], f4[:, :, ::1])")
 def _dequantize(numbers: np.ndarray, scales: np.ndarray, wide: np.ndarray) -> None:
-    """Convert int8 numbers (S, K, D) to float32, times the scale of their block, in bfloat16 bits (S, K, N)."""
+    """Write int8 numbers (S, K, D) times their block's scale, bfloat16 bits (S, K, N), into float32 `wide`."""
     source, floats, of_blocks = numbers.reshape(-1), wide.reshape(-1), scales.reshape(-1)
     for i in range(len(source)):  # two loops, as LLVM checks once whether the arrays of this one overlap
         floats[i] = np.float32(source[i])
@@ -227,7 +227,7 @@ def _dequantize(numbers: np.ndarray, scales: np.ndarray, wide: np.ndarray) -> No
 
 @overload_by_types
 def _to_float32_rows(numbers: Any, scales: Any, is_bfloat16: Any, wide: Any) -> Any:
-    """Convert int8 numbers by `_dequantize`, and the bits of 16-bit numbers by `_widen`."""
+    """Write int8 numbers by `_dequantize`, or bits of 16-bit floats by `_widen`, into `wide` as float32."""
     if numbers.dtype == types.int8:
         return lambda numbers, scales, is_bfloat16, wide: _dequantize(numbers, scales, wide)
     return lambda numbers, scales, is_bfloat16, wide: _widen(numbers, is_bfloat16, wide)
@@ -251,7 +251,7 @@ def decode_attention_narrow(
     out: np.ndarray,
     logsumexp: np.ndarray,
 ) -> None:
-    """Run `decode_attention` with a bfloat16, float16 (uint16 bits) or int8 cache, converted block by block.
+    """Write results of `decode_attention` to `out`, `logsumexp` from a bfloat16, float16 (uint16 bits) or int8 cache.
 
     The scales (S, K, N), bits of bfloat16, are those of an int8 cache; they are not used for others.
     """

@@ -16,7 +16,7 @@ from tricycle_accelerators.providers import decline_when
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[np.ndarray, np.ndarray | None] | NotImplementedType:
-    """Return the weighted sum of cross-entropies and its gradient or None; NotImplemented for labels out of range."""
+    """Return weighted cross-entropy sum, gradient (or None) by Numba; NotImplemented for few logits or bad labels."""
     if not 0 <= labels.min() <= labels.max() < logits.shape[1]:
         return NotImplemented
     slope = buffers.empty(logits.shape if with_gradient else (len(logits), 0), logits.dtype)

@@ -81,7 +81,7 @@ def layer_norm(
 def _normalize_few_rows(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, subtract_mean: bool
 ) -> Any:
-    """Compute `layer_norm` of a few tokens in this thread."""
+    """Return `layer_norm`'s output, means and 1 / deviations of a few float32 rows, computed in this thread."""
     shape = x.shape
     rows = x.reshape(-1, shape[-1])
     y = np.empty(rows.shape, FLOAT32)

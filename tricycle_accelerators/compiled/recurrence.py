@@ -35,12 +35,13 @@ class _Panels:
         self.panels: np.ndarray | None = None
 
     def __rmatmul__(self, left: np.ndarray) -> np.ndarray:
+        """Return `left` times the unpacked matrix, computed by NumPy."""
         product: np.ndarray = left @ self.matrix
         return product
 
     @property
     def T(self) -> _Panels:
-        """The panels of the transposed matrix, created once."""
+        """Return the panels of the transposed matrix, created at the first access."""
         with self.lock:
             if self.transposed is None:
                 self.transposed = _Panels(self.matrix.T)
@@ -148,14 +149,14 @@ def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.nda
 
 
 def _forward_decline_reason(gates: np.ndarray, states: np.ndarray, weights: Any, *_: Any, **__: Any) -> str | None:
-    """Return why the forward kernel cannot take these arrays, or None."""
+    """Return why the forward loop cannot run (weights not float32, few rows, arrays not contiguous), or None."""
     return _decline_reason(weights, gates, states)
 
 
 def _backward_decline_reason(
     grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any, relu: bool = False
 ) -> str | None:
-    """Return why the backward kernel cannot take these arrays, or None."""
+    """Return why the backward loop cannot run (weights not float32, few rows, arrays not contiguous), or None."""
     return _decline_reason(weights, gates, grad, states, d_gates, d_states)
 
 

@@ -105,7 +105,7 @@ def rnn_backward(
     dh: np.ndarray,
     relu: bool,
 ) -> None:
-    """Backpropagate an Elman RNN (T, B, H): write `d_gates`; turn `dh` of the last state into that of the first."""
+    """Write an Elman RNN's `d_gates` (T, B, H); turn `dh`, of h[T], into h[0]'s, adding grad[t] of h[t], t < T."""
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(weight_panels) * PANEL, np.float32)
@@ -176,7 +176,7 @@ def gru(
 def _gru_step_back(
     gate: np.ndarray, before: np.ndarray, recurrent_n: np.ndarray, dh: np.ndarray, d: np.ndarray
 ) -> None:
-    """Write the gradients of the gates' inputs, and scale the state's gradient in place by the update gate."""
+    """Write a GRU step's gate input gradients (3 H,) into `d`; multiply the state's gradient `dh` by z in place."""
     size = len(dh)
     for j in range(size):
         r, z, n = gate[j], gate[size + j], gate[2 * size + j]
@@ -190,7 +190,7 @@ def _gru_step_back(
 
 @compile_loop("void(f4[::1], f4[::1], f4[::1])")
 def _with_reset(d_input_gates: np.ndarray, gate: np.ndarray, d_state_gates: np.ndarray) -> None:
-    """Write the gradients of the gates' recurrent inputs: the new gate's gradient times the reset gate."""
+    """Copy `d_input_gates` (3 H,) into `d_state_gates`, with the part of n multiplied by the reset gate r."""
     size = len(gate) // 3
     d_state_gates[:] = d_input_gates
     n, r = d_state_gates[2 * size :], gate[:size]
@@ -259,7 +259,7 @@ def lstm(
     bias: np.ndarray,
     active: np.ndarray,
 ) -> None:
-    """Run an LSTM from h[0], c[0]: input parts in `gates` become values; write h[1:], c[1:] and tanh_c[1:]."""
+    """Run an LSTM in place from h[0], c[0]: fill gates, h[1:], c[1:], tanh_c[1:]; inactive items keep their state."""
     n_items, size = h.shape[1:]
     sums = np.empty((1, n_items, 4 * size), np.float32)
     for t in range(len(gates)):
@@ -283,7 +283,7 @@ def lstm(
 def _lstm_step_back(
     gate: np.ndarray, before: np.ndarray, tanh_c: np.ndarray, dh: np.ndarray, dc: np.ndarray, d: np.ndarray
 ) -> None:
-    """Write the gradients of the gates' inputs, and update the gradients of hidden and cell state in place."""
+    """Write an LSTM step's gate input gradients (4 H,) to `d`; turn `dc` into the previous cell's, `dh` into 0."""
     size = len(dh)
     for j in range(size):
         i, f, g, o = gate[j], gate[size + j], gate[2 * size + j], gate[3 * size + j]

@@ -46,7 +46,7 @@ class _Inputs(NamedTuple):
 def _trim_hidden(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, mask: np.ndarray | None
 ) -> tuple[slice, slice, _Inputs | None]:
-    """Return the queries that see any key, the keys that any query sees, and these as inputs; None for nothing."""
+    """Return queries that see any key, keys that any query sees, and these as inputs (None if there are none)."""
     queries = queries_with_keys(score_options, q.shape[1], k.shape[1])
     keys = visible_keys(score_options, queries, k.shape[1])
     if queries.start == queries.stop or not q.size or not k.size:
@@ -58,7 +58,7 @@ def _trim_hidden(
 
 
 def _fill_outside(x: np.ndarray, tokens: slice, value: float) -> np.ndarray:
-    """Write a value before and after some tokens of (B, T, ...); return these tokens."""
+    """Write a value before and after some tokens of (B, T, ...) in place; return a view of these tokens."""
     x[:, : tokens.start] = value
     x[:, tokens.stop :] = value
     return x[:, tokens]
@@ -181,7 +181,7 @@ def _run(
     work_items: Callable[[slice, _Inputs], None],
     work_group: Callable[[HeadGroup, _Heads, AttentionPlan], None],
 ) -> AttentionPlan | None:
-    """Call `work_items` on all if few, or batches of short items in threads, else `work_group`; return plan or None.
+    """Call `work_items` for few or short items and return None, else `work_group` per head group; return the plan.
 
     Returns:
         The plan whose groups `work_group` was called for, if it was.
@@ -300,7 +300,7 @@ def attention_backward(
 def _softmax_backward(
     upstream: tuple[np.ndarray, np.ndarray, np.ndarray], group: HeadGroup, heads: _Heads
 ) -> _DifferentiateBlock:
-    """Return the backward pass of softmax attention for a group, which recomputes scores and weights.
+    """Return a function that adds a block's softmax gradients to dkeys, dvalues and returns those of its queries.
 
     Args:
         upstream: gradient and output (B, T, H, E), and logsumexp (B, H, T).
@@ -442,7 +442,7 @@ def _differentiate(
     work_items: Callable[[slice, _Inputs], None],
     backward_of: Callable[[HeadGroup, _Heads], _DifferentiateBlock],
 ) -> None:
-    """Write dq (B, T, H, D), dk (B, S, K, D) and dv (B, S, K, E); add up, in order, groups that share a key head."""
+    """Write dq, dk, dv by `work_items` or, per group, `backward_of`; add up, in order, groups that share a key head."""
     scale = inputs.q.dtype.type(inputs.score_options.scale)
     sums: dict[tuple[int, int], list[np.ndarray]] = {}  # by item and first head
 

@@ -125,7 +125,7 @@ def _rows(x: np.ndarray) -> np.ndarray:
 
 
 def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Write 1 / (1 + exp(-x)) into `out`: 0 where exp(-x) overflows."""
+    """Write 1 / (1 + exp(-x)) into `out` and return it: 0 where exp(-x) overflows."""
     np.negative(x, out=out)
     with np.errstate(over="ignore"):
         np.exp(out, out=out)

@@ -35,7 +35,7 @@ def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, 
 # Cache: valid for the life of the process: each precision is warned of once.
 @cache
 def _warn_float32(precision: str) -> None:
-    """Warn that products of this 16-bit precision are made in float32, and why."""
+    """Warn, once per precision, that products of this 16-bit precision are made in float32, and why."""
     why = UNAVAILABLE.get("onednn") if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
     warnings.warn(f"precision {precision}: products are made in float32 here: {why}", stacklevel=2)
 
@@ -86,7 +86,7 @@ def matmul(
 def _multiply_upcast(
     a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None, dtype: Any
 ) -> np.ndarray:
-    """Multiply 16-bit operands by upcasting some columns of b to float32 at a time."""
+    """Return 16-bit a @ b + bias (float32, in `out` or in `dtype`), some columns of b upcast to float32 at a time."""
     a = a.astype(np.float32)
     product = buffers.empty((len(a), b.shape[1]), np.float32) if out is None else out
     width = max(1, UPCAST_SIZE // max(1, len(b)))
@@ -98,7 +98,7 @@ def _multiply_upcast(
 
 
 def _multiply_few_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a @ b, the inner dimension divided among threads, so that each reads a contiguous part of b."""
+    """Return a @ b (no bias), the inner dimension divided among threads, whose partial products are added up."""
     n_inner = len(b)
     n_parts = min(threads.n_threads(), n_inner)
     sums = np.empty((n_parts, len(a), b.shape[1]), np.result_type(a, b))
@@ -141,7 +141,7 @@ def _single_thread_if_large(n_rows: int, n_inner: int, n_columns: int) -> Abstra
 
 
 def _is_unshared(n_rows: int, n_inner: int, n_columns: int) -> bool:
-    """Return whether BLAS would never divide a product among its threads."""
+    """Return whether a product is so small that BLAS would never divide it among its threads."""
     most = matmul_plan.MIN_SHARED_WORK // 2 if n_rows > 1 < n_columns else chunks.UNSHARED_SIZE
     return n_rows * n_inner * n_columns < most
 

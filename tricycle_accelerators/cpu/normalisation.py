@@ -53,7 +53,7 @@ def _layer_norm_backward_decline_reason(grad: np.ndarray, x: np.ndarray, *_: Any
 def layer_norm_backward(
     grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, subtract_mean: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return layer or RMS norm's gradients of input, gain and bias by NumPy in threads; NotImplemented if declined."""
+    """Return layer or RMS norm's gradients of input, gain, bias by NumPy in threads; NotImplemented if x is empty."""
     dtype, grad, x = x.dtype, upcast(grad), upcast(x)
     rows, row_grads = (np.ascontiguousarray(a).reshape(-1, x.shape[-1]) for a in (x, grad))
     mean = mean.reshape(-1, 1)

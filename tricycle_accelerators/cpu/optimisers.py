@@ -30,7 +30,7 @@ def orthogonalize(x: np.ndarray, precision: str = "float32") -> np.ndarray:
 
 
 def run_independent(like: np.ndarray, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
-    """Run jobs (function, n_elements, may run in any thread, uses one thread) in threads; return results in order."""
+    """Run jobs (function, n_elements, may run in any thread, uses one thread), large ones serially; return results."""
     if sum([job[1] for job in jobs]) < SMALL:
         return [job[0]() for job in jobs]
     results: list[Any] = [None] * len(jobs)

@@ -19,7 +19,7 @@ ITEMS = 32  # of a thread at a time
 
 
 def _pipeline_decline_reason(gates: np.ndarray, pieces: list[Piece], *_: Any, **__: Any) -> str | None:
-    """Return a reason for more than ITEMS batch items or fewer than two pieces, else None."""
+    """Return a reason for more than ITEMS (32) batch items or fewer than two pieces, else None."""
     if gates.shape[1] > ITEMS:
         return f"more than {ITEMS} items"
     return "fewer than two pieces" if len(pieces) < 2 else None
@@ -49,7 +49,7 @@ def run_batch_parallel(
 
 
 def _by_items(kernel: Kernel[..., None]) -> Callable[..., None]:
-    """Return an implementation of a recurrent kernel whose threads run the reference for ITEMS batch items each.
+    """Return an implementation of a recurrent kernel whose threads run the reference on ITEMS (32) batch items each.
 
     No fewer items, though there be threads without work: the calls of NumPy would be so short that threads mostly wait
     for each other at Python's lock.

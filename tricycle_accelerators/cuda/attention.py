@@ -31,7 +31,7 @@ def _with_aligned_rows(x: Array, bytes_: int) -> Array:
 
 
 def _sizes(q: Array, k: Array, score_options: ScoreOptions, off_by_one: bool) -> np.ndarray:
-    """Return the kernel argument of the shapes and score options; a window that hides nothing becomes 0."""
+    """Return the kernel argument (a struct) of the shapes and score options; a window that hides nothing becomes 0."""
     n_items, n_queries, n_heads, size = q.shape
     lengths = n_items, n_queries, k.shape[1], n_heads, k.shape[2], size
     offset, window = score_options.offset or 0, score_options.window or 0
@@ -44,7 +44,7 @@ def _sizes(q: Array, k: Array, score_options: ScoreOptions, off_by_one: bool) ->
 
 
 def _mask(mask: Array | None) -> tuple[np.ndarray, Array | None]:
-    """Return the kernel argument of a mask, and the array that the argument points into."""
+    """Return the kernel argument (address and strides) of a mask or None, and the float32 array it points into."""
     if mask is None:
         return launch.struct_argument(launch.MASK, 0, 0, 0, 0), None
     mask = arrays.contiguous_float32(mask)
@@ -53,7 +53,7 @@ def _mask(mask: Array | None) -> tuple[np.ndarray, Array | None]:
 
 
 def _select_kernels(q: Array) -> SimpleNamespace:
-    """Return the names and launch settings of the kernels for these queries: tensor cores or float32."""
+    """Return names, tiles and launch settings of the kernels for queries q: tensor cores for 16 bits, else float32."""
     kind, size = arrays.cuda_type(q.dtype), q.shape[-1]
     if kind != "float" and size in launch.HEAD_SIZES and launch.has_tensor_cores():
         tile = launch.tensor_core_tile(size)

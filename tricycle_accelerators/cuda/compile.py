@@ -67,7 +67,7 @@ def _headers() -> Path | None:
 # Cache: valid for the life of the process: a loaded library.
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    """Load NVRTC and its built-ins; ImportError if they are not available."""
+    """Load and return NVRTC and, if installed, its built-ins (cached); ImportError if it is not available."""
     if unavailable_reason():
         raise ImportError(unavailable_reason())
     builtins = _installed(_BUILTINS)
@@ -151,5 +151,5 @@ def format_table(usages: list[KernelUsage]) -> str:
 
 
 def compile_all(architectures: tuple[str, ...] = ARCHITECTURES) -> list[KernelUsage]:
-    """Compile every kernel for every architecture and return the resource usages."""
+    """Compile every kernel for every architecture without a GPU; return each one's KernelUsage (registers, memory)."""
     return [usage for file in KERNELS for where in architectures for usage in compile_file(file, where)]

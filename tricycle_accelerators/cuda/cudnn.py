@@ -98,7 +98,7 @@ def supported_shape(q: Array, score_options: ScoreOptions, *others: Array) -> At
 
 
 def _aligned(x: Array) -> bool:
-    """Return whether x is contiguous along its last axis, with address and other strides aligned."""
+    """Return whether x is contiguous along its last axis, with address and other strides multiples of ALIGNED."""
     whole = x.strides[-1] == x.dtype.itemsize and all(stride % ALIGNED == 0 for stride in x.strides[:-1])
     return whole and x.data.ptr % ALIGNED == 0
 
@@ -137,7 +137,7 @@ def build_backward_graph(shape: AttentionShape, **target: Any) -> AttentionGraph
 
 
 def _new_graph(shape: AttentionShape, names: tuple[str, ...], **target: Any) -> tuple[Any, list[Any], Any]:
-    """Return a new cuDNN graph, its input tensors in the order of `names`, and their data type."""
+    """Return a new cuDNN graph, its input tensors in the order of `names`, and their data type; sums are float32."""
     import cudnn
 
     kind, wide = _data_type(KINDS[shape.dtype]), _data_type("FLOAT")
@@ -151,11 +151,12 @@ def _new_graph(shape: AttentionShape, names: tuple[str, ...], **target: Any) -> 
 
 
 def _attention_options(shape: AttentionShape) -> dict[str, Any]:
+    """Return cuDNN's keyword arguments for the score scale and the causal mask."""
     return {"attn_scale": shape.scale, "use_causal_mask": shape.causal}
 
 
 def _data_type(name: str) -> Any:
-    """Import cuDNN's frontend, and return its data type of this name."""
+    """Import cuDNN's frontend (ImportError without it), and return its data type of this name."""
     import cudnn
 
     return getattr(cudnn.data_type, name)
@@ -177,7 +178,7 @@ def _strides_of_totals(shape: AttentionShape) -> Strides:
 
 
 def _declare_result(tensor: Any, shape: AttentionShape, strides: Strides, kind: Any) -> None:
-    """Declare a graph's tensor as a result with this shape, strides and data type."""
+    """Declare a graph's tensor as an output with this shape, strides and data type, in place."""
     tensor.set_output(True).set_data_type(kind).set_dim(_sizes(shape)).set_stride(strides)
 
 
@@ -187,7 +188,7 @@ _here = threading.local()  # a handle belongs to one thread
 
 
 def _handle() -> Any:
-    """Return the cuDNN handle of this thread and device, set to CuPy's current stream."""
+    """Return the cuDNN handle of this thread and device, created once, set to CuPy's current stream."""
     import cudnn
     import cupy
 
@@ -202,7 +203,7 @@ def _handle() -> Any:
 def _cached_graph(
     make: Any, mask: Array | None, q: Array, score_options: ScoreOptions, *others: Array
 ) -> AttentionGraph | None:
-    """Return the graph for arrays of these shapes, built once per thread; None if cuDNN does not support the call."""
+    """Return a built graph, cached per thread and device; None if unsupported or, with a warning, if building fails."""
     shape = None if mask is not None or unavailable_reason() else supported_shape(q, score_options, *others)
     if shape is None:
         return None
@@ -227,7 +228,7 @@ def _cached_graph(
 
 
 def _run(ready: AttentionGraph, arrays: tuple[Array, ...]) -> None:
-    """Execute a graph on arrays, in the order of its tensors, with a new workspace."""
+    """Execute a graph on arrays, in the order of its tensors, on the current stream with a new workspace."""
     import cupy
 
     # on one stream memory that is given back serves whatever comes later

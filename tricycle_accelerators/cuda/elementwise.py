@@ -14,7 +14,7 @@ from tricycle_accelerators.providers import decline_when
 
 
 def _elementwise(name: str, x: Array, n_results: int) -> Any:
-    """Launch a kernel on x; return its new results like x, one array or a tuple."""
+    """Launch an elementwise kernel on x; return its new results like x: one array, or a tuple of `n_results`."""
     results = [arrays.empty_like(x) for _ in range(n_results)]
     plan = launch.plan_elementwise(x.size, launch.elements_per_16_bytes(x.dtype.itemsize))
     launch.launch("elementwise", name, (arrays.cuda_type(x.dtype),), plan, arrays.contiguous(x), *results, i64(x.size))
@@ -43,7 +43,7 @@ def _pair_decline_reason(a: Array, b: Array) -> str | None:
 
 
 def _pairwise(name: str, a: Array, b: Array, out: Array | None = None) -> Array:
-    """Launch a kernel on a and b, and return `out`, by default a new array like a."""
+    """Launch an elementwise kernel on a and b; return `out`, by default a new array like a."""
     out = arrays.empty_like(a) if out is None else out
     plan = launch.plan_elementwise(a.size, launch.elements_per_16_bytes(a.dtype.itemsize))
     operands = arrays.contiguous(a), arrays.contiguous(b), out, i64(a.size)

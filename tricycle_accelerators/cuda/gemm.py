@@ -86,7 +86,7 @@ def matrix_layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: in
 
 
 def column_major_shape(n_rows: int, n_columns: int, lies: MatrixLayout) -> tuple[int, int, int]:
-    """Return a matrix's column-major description for cuBLASLt: rows, columns and leading dimension."""
+    """Return a row-major matrix's (rows, columns, leading dimension) as column-major cuBLASLt sees it: transposed."""
     return (n_rows, n_columns, lies.step) if lies.transposed else (n_columns, n_rows, lies.step)
 
 
@@ -151,7 +151,7 @@ def load_cublaslt() -> ctypes.CDLL:
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def unavailable_reason() -> str | None:
-    """Return why cuBLASLt cannot be used, in one line; None when it can (on a GPU)."""
+    """Return why cuBLASLt cannot be used, in one line; None when it can (on a GPU); cached."""
     try:
         load_cublaslt()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -170,7 +170,7 @@ class NotSupportedError(RuntimeError):
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Call a function of cuBLASLt; raise NotSupportedError or RuntimeError by its status."""
+    """Call a function of cuBLASLt; raise NotSupportedError or RuntimeError if its status is not 0."""
     status = getattr(load_cublaslt(), name)(*arguments)
     if status:
         error = NotSupportedError if status in (7, 8, 15) else RuntimeError
@@ -201,7 +201,7 @@ class MatmulPlan:
         self.result = _layout(result, product.n_rows, product.n_columns, MatrixLayout(False, product.result_step))
 
     def _describe(self, attribute: int, value: Any) -> None:
-        """Set an attribute of the product's description to a ctypes value."""
+        """Set an attribute of the product's cuBLASLt description to a ctypes value; RuntimeError if it fails."""
         size = ctypes.sizeof(value)
         _call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(value), size)
 
@@ -288,14 +288,14 @@ MAX_PLANS = 1024
 # Cache: valid for the life of the process: one for each device. CUDA does not survive a fork.
 @cache
 def _handle(device: int) -> Any:
-    """Return a device's cuBLASLt handle, created by the first call, on the current device."""
+    """Return a device's cuBLASLt handle, created once on the current device (RuntimeError if that fails)."""
     handle = _POINTER()
     _call("cublasLtCreate", ctypes.byref(handle))
     return handle
 
 
 def _workspace(device: int, stream: int) -> int:
-    """Return the address of a stream's workspace, allocated once; products on one stream run one after another."""
+    """Return the device address of a stream's workspace, allocated once and kept."""
     import cupy
 
     if (device, stream) not in _workspaces:
@@ -353,7 +353,7 @@ def matmul(
 
 
 def _with_layout(x: Array) -> tuple[Array, MatrixLayout]:
-    """Return a matrix and its layout; the matrix is copied if cuBLASLt does not support its layout."""
+    """Return a matrix and its layout; copy it to C order if it has no contiguous axis, as cuBLASLt needs."""
     import cupy
 
     own_side = matrix_layout(x.shape, x.strides, x.itemsize)
@@ -361,7 +361,7 @@ def _with_layout(x: Array) -> tuple[Array, MatrixLayout]:
 
 
 def _multiply(product: MatmulSpec, a: Array, b: Array, bias: Array | None, out: Array) -> bool:
-    """Write a product (plus bias) into `out` by cuBLASLt, planned once; return False if it is not supported."""
+    """Write a @ b (+ bias) into `out` by cuBLASLt with a cached plan; return False, none written, if unsupported."""
     import cupy
 
     device, stream = a.device.id, cupy.cuda.get_current_stream().ptr

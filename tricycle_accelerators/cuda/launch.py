@@ -50,7 +50,7 @@ def float32_backward_tile(size: int) -> int:
 
 
 def _tensor_core_templates(tile: Callable[[int], int]) -> tuple[tuple[str, ...], ...]:
-    """Return (dtype, head size, tile(head size)) for all 16-bit dtypes and head sizes."""
+    """Return (dtype, head size, tile(head size)), as text, for all 16-bit dtypes and head sizes."""
     return tuple((small, str(size), str(tile(size))) for small in SMALL for size in HEAD_SIZES)
 
 
@@ -205,7 +205,7 @@ LONGEST_NORM = {1: 4096, 4: 8192, 8: 8192}
 
 
 def plan_norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[LaunchPlan, int]:
-    """Plan the norm backward launch; also return how many loads of `at_once` elements a thread makes per row."""
+    """Plan the norm backward launch; return (plan, loads of `at_once` elements a thread makes per row, 4 for 1)."""
     threads = 32 * ceil_div(row_size, 4 * 32 * at_once)
     n_teams = 4 if threads == 32 else 1
     plan = LaunchPlan(
@@ -215,7 +215,7 @@ def plan_norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[Launch
 
 
 def plan_column_sums(n_rows: int, row_size: int, itemsize: int) -> tuple[LaunchPlan, int]:
-    """Plan a launch that sums columns by chunks of rows; also return how many rows each block adds up."""
+    """Plan a launch that sums columns by chunks of rows; return (plan, rows that each block adds up)."""
     n_packs, n_chunks = ceil_div(row_size, elements_per_16_bytes(itemsize)), 1
     lanes = 32 if n_rows > 2048 else 8  # few rows: rather more blocks than longer accesses
     across = ceil_div(n_packs, lanes)
@@ -227,7 +227,7 @@ def plan_column_sums(n_rows: int, row_size: int, itemsize: int) -> tuple[LaunchP
 
 
 def plan_total_sum(n: int, itemsize: int) -> LaunchPlan:
-    """Plan a launch that sums all elements into one partial sum per block."""
+    """Plan a launch that sums n elements into one partial sum per block, at most 1024 blocks."""
     return LaunchPlan(
         (max(1, min(1024, ceil_div(n, elements_per_16_bytes(itemsize) * MAX_THREADS))), 1), (MAX_THREADS, 1)
     ).check()
@@ -256,14 +256,14 @@ class AttentionSharedMemory(NamedTuple):
 
 
 def tensor_core_shared_memory(size: int) -> AttentionSharedMemory:
-    """Return the bytes of shared memory per block of the tensor-core attention kernels for a head size."""
+    """Return bytes of shared memory per block of tensor-core attention (forward, keys, queries) for a head size."""
     row, forward, backward = 2 * (size + 8), tensor_core_tile(size), tensor_core_backward_tile(size)
     queries = (2 * 64 + 4 * backward) * row
     return AttentionSharedMemory((64 + 4 * forward) * row, queries + 4 * 4 * backward, queries)
 
 
 def float32_shared_memory(size: int) -> AttentionSharedMemory:
-    """Return the bytes of shared memory per block of the float32 attention kernels for a padded head size."""
+    """Return bytes of shared memory per block of float32 attention (forward, keys, queries) for a padded head size."""
     forward, backward = float32_forward_tile(size), float32_backward_tile(size)
     rows, square = backward * (size + 1), backward * (backward + 1)
     whole = 2 * forward * (size + 1) + forward * (forward + 1)
@@ -295,20 +295,21 @@ def device_address(array: Array) -> int:
 # Cache: valid for the life of the process: a module.
 @cache
 def _runtime() -> Any:
+    """Return CuPy's module of CUDA runtime functions, imported on the first call."""
     from cupy.cuda import runtime
 
     return runtime
 
 
 def _device() -> int:
-    """Return the number of the current device."""
+    """Return the number of the current CUDA device."""
     return _runtime().getDevice()
 
 
 # Cache: valid for the life of the process: depends on the device alone.
 @cache
 def _capability(device: int) -> int:
-    """Return a device's compute capability without the point, such as 90."""
+    """Return a CUDA device's compute capability as an integer without the point, such as 90 for 9.0; cached."""
     from cupy.cuda import Device
 
     return int(Device(device).compute_capability)
@@ -322,7 +323,7 @@ def has_tensor_cores() -> bool:
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def _include() -> tuple[str, ...]:
-    """Return the include option for CUDA's headers, for a CuPy that does not find the headers itself."""
+    """Return CUDA headers' include option for a CuPy that does not find them, as a tuple; () if none are found."""
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:
@@ -334,7 +335,7 @@ def _include() -> tuple[str, ...]:
 # Cache: valid for the life of the process: one for each device and kernel source.
 @cache
 def _module(file: str, template: tuple[str, ...], device: int) -> Any:
-    """Return the compiled module of a .cu file and template arguments for the current device."""
+    """Return the CuPy RawModule of a .cu file and template arguments, compiled at first use; cached per device."""
     import cupy
 
     names = template_names(file, template)
@@ -344,7 +345,7 @@ def _module(file: str, template: tuple[str, ...], device: int) -> Any:
 # Cache: valid for the life of the process: one for each device, kernel and size of shared memory.
 @cache
 def _function(file: str, kernel: str, template: tuple[str, ...], device: int, shared: int) -> Any:
-    """Return a compiled kernel that may use `shared` bytes; ValueError for an unknown template."""
+    """Return a compiled kernel, cached, that may use `shared` bytes; ValueError for an unknown template."""
     if template not in KERNELS[file][kernel]:
         raise ValueError(f"{file}.cu: expected {kernel} with one of {KERNELS[file][kernel]}, got {template}")
     function = _module(file, template, device).get_function(template_name(kernel, template))
@@ -371,7 +372,7 @@ def launch(file: str, kernel: str, template: tuple[str, ...], plan: LaunchPlan, 
 
 
 def _device_of(kernel: str, arguments: Sequence[Any]) -> int | None:
-    """Return the number of the device of all arrays among the arguments; None if there are no arrays.
+    """Return the number of the device of all arrays among the arguments; None without arrays; ValueError if several.
 
     Raises:
         ValueError: there are several.

@@ -15,7 +15,7 @@ THREADS = 512
 def cross_entropy(
     logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[Array, Array | None]:
-    """Return the sum of weight * cross-entropy, 0-d float32, and its gradient by the logits or None, by CUDA."""
+    """Return the float32 sum of weight * cross-entropy and its gradient or None, by CUDA; ValueError for bad shapes."""
     n_rows, size = logits.shape
     if labels.shape != (n_rows,) or weights.shape != (n_rows,):
         got = f"{labels.shape} and {weights.shape}"

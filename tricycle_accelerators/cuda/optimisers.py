@@ -61,7 +61,7 @@ def adamw(
 
 
 def _on_device(factor: Array | float, like: Array) -> Array:
-    """Return the factor as a 0-d array on the device."""
+    """Return the factor as a 0-d float32 array on the device of `like`."""
     if type(factor) is type(like):
         return arrays.contiguous_float32(factor)
     return array_module(like).full((), factor, f32)  # filled there: a copy from the host would wait

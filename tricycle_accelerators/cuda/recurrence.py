@@ -31,12 +31,12 @@ def _decline_reason(weights: Array, *others: Array | None) -> str | None:
 def _forward_decline_reason(
     gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, *_: Any, **__: Any
 ) -> str | None:
-    """Return why the forward kernel cannot take these arrays, or None."""
+    """Return why the forward kernel cannot run (not float32, not contiguous, or empty arrays), or None."""
     return _decline_reason(weights, gates, states, bias, active)
 
 
 def _forward(kernel: Kernel[..., None]) -> Callable[..., None]:
-    """Return the CUDA implementation of a forward kernel (rnn, gru or lstm), a launch and a product per time step."""
+    """Return the CUDA version of a forward kernel (rnn, gru, lstm): per time step one product and one launch."""
 
     @decline_when(_forward_decline_reason)
     @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
@@ -69,12 +69,12 @@ def _backward_decline_reason(
     *_: Any,
     **__: Any,
 ) -> str | None:
-    """Return why the backward kernel cannot take these arrays, or None."""
+    """Return why the backward kernel cannot run (not float32, not contiguous, or empty arrays), or None."""
     return _decline_reason(weights, grad, gates, states, active, d_gates, d_states)
 
 
 def _backward(kernel: Kernel[..., None]) -> Callable[..., None]:
-    """Return the CUDA implementation of a backward kernel through time, a launch and a product per time step."""
+    """Return the CUDA version of a backward kernel, last time step first: per step one launch and one product."""
 
     @decline_when(_backward_decline_reason)
     @wraps(kernel.reference, assigned=("__name__", "__qualname__"))

@@ -9,7 +9,7 @@ from tricycle_accelerators.providers import decline_when
 
 
 def _rows(name: str, template: tuple[str, ...], x: Array, *others: Array) -> Array:
-    """Launch a kernel on the rows of x, and return its result, a new array like x."""
+    """Launch a kernel of rows.cu on the rows of x and others; return its result, a new array like x."""
     out = arrays.empty_like(x)
     size = x.shape[-1]
     n_rows = x.size // size

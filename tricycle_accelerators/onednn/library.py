@@ -105,7 +105,7 @@ def unavailable_reason() -> str | None:
 
 @contextmanager
 def _openmp_spin_count() -> Iterator[None]:
-    """Have OpenMP threads spin for a millisecond before they sleep, unless the user has configured this.
+    """Make OpenMP, if loaded within, spin 1 ms before sleep by GOMP_SPINCOUNT, then unset, unless the user set it.
 
     OpenMP reads the variable when it is loaded. A thread that sleeps between two products of a token wakes up too late.
     """
@@ -123,7 +123,7 @@ def _openmp_spin_count() -> Iterator[None]:
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def _loaded() -> _Library | str:
-    """Load oneDNN on the first call; return it with an engine, or the reason (a text) why it cannot be used."""
+    """Load oneDNN on the first call (cached); return it with an engine, or the reason (text) why it cannot be used."""
     path = exclusion_reason("onednn") or libraries.find_library("oneDNN", DISTRIBUTION, LIBRARY, EXTRA)
     if isinstance(path, str):
         return path
@@ -196,7 +196,7 @@ def _descriptor(layout: Layout) -> c_void_p:
 # Cache: valid for the life of the process: must not change, for sizes of memory follow from it.
 @cache
 def _packed_descriptor(shape: tuple[int, ...], size: int) -> c_void_p:
-    """Return the memory descriptor that products prefer for a matrix (K, M), the same for any number of rows.
+    """Return the cached memory descriptor that products prefer for a matrix (K, M), the same for any number of rows.
 
     Asked for once: what oneDNN answers depends on the number of threads that OpenMP has just then, and another answer
     later would be another size of memory.
@@ -280,11 +280,13 @@ class _Primitive:
             self.held.dnnl_memory_set_data_handle(memory, array.ctypes.data)
 
     def __call__(self, stream: c_void_p, arrays: tuple[np.ndarray, ...]) -> None:
+        """Execute the primitive on the arrays, in the order of its places; an error of oneDNN is raised."""
         self.set_arrays(arrays)
         status = self.free.dnnl_primitive_execute(self.handle, stream, len(arrays), self.arguments)
         _check("dnnl_primitive_execute", status)
 
     def __del__(self) -> None:
+        """Free oneDNN's memory objects and the primitive, if they were created."""
         if hasattr(self, "arguments"):
             for memory in self.memories:
                 self.free.dnnl_memory_destroy(memory)
@@ -307,6 +309,7 @@ class _Thread(threading.local):
 # Cache: valid for the life of the process: what each thread has is in a threading.local.
 @cache
 def _this_thread() -> _Thread:
+    """Return the stream and primitive cache of the calling thread, created at its first call."""
     return _Thread()
 
 
@@ -410,7 +413,7 @@ class PackedMatrix:
     def _arguments(
         self, x: np.ndarray, out: np.ndarray
     ) -> tuple[tuple[int, ...], tuple[Layout, ...], tuple[np.ndarray, ...]]:
-        """Return places, layouts and arrays of x, weights, out and any factors."""
+        """Return (places, layouts, arrays) of x, weights, out and any factors, as a primitive's arguments."""
         places: tuple[int, ...] = (SOURCE, WEIGHTS, RESULT)
         layouts = (_layout(x), self.layout, _layout(out))
         arrays = (x, self.memory, out)

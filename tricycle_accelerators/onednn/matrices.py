@@ -171,14 +171,14 @@ def _multiply_upcast(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, resu
 
 
 def _write(product: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
-    """Add a bias to `product` in place, if given, and write it into `result`, in its dtype."""
+    """Add a bias to `product` in place, if given, and write `product` into `result`, converted to its dtype."""
     if bias is not None:
         product += bias
     library.convert(product, result)
 
 
 def _to_float32(x: np.ndarray) -> np.ndarray:
-    """Convert a matrix of bfloat16 to float32 in the same layout; return one of float32 itself."""
+    """Return a bfloat16 matrix as float32 in the same layout; a float32 matrix itself."""
     if x.dtype == np.float32:
         return x
     if x.strides[0] == x.itemsize and x.strides[1] != x.itemsize:

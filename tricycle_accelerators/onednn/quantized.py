@@ -26,7 +26,7 @@ _one_at_a_time = threading.Lock()
 
 
 def _packed(matrix: QuantizedMatrix) -> library.PackedMatrix:
-    """Return the matrix packed in oneDNN's layout, packed by the first call."""
+    """Return the matrix packed in oneDNN's layout, packed by the first call and cached in `matrix.prepared`."""
     with _one_at_a_time:
         if "onednn" not in matrix.prepared:
             factors = None if matrix.scales is None else matrix.scales[:, 0]
@@ -64,7 +64,7 @@ def quantized_matmul(
 
 # -------------------------------------------------------------------- int8
 def _multiply_int8(x: np.ndarray, matrix: library.PackedMatrix) -> np.ndarray | None:
-    """Multiply rows by an int8 matrix; return None if x has infinity or NaN."""
+    """Return float32 rows @ int8 matrix (R, M), computed from two int8 parts; None if x has infinity or NaN."""
     n_rows = len(x)
     if n_rows <= FEW_ROWS:
         return split_precision.int8_split_matmul(x, matrix.few_rows_matmul(2 * n_rows))
@@ -88,7 +88,7 @@ def _multiply_int8(x: np.ndarray, matrix: library.PackedMatrix) -> np.ndarray | 
 
 # -------------------------------------------------------------------- bfloat16
 def _multiply_bfloat16(x: np.ndarray, matrix: library.PackedMatrix, exact: bool) -> np.ndarray:
-    """Multiply rows by a bfloat16 matrix; round many rows to bfloat16, or split them in two if `exact` and finite."""
+    """Return float32 rows @ bfloat16 matrix: rows split in two if few, or if `exact` and finite, else rounded."""
     n_rows = len(x)
     if n_rows <= FEW_ROWS:
         product = split_precision.bfloat16_split_matmul(x, matrix.few_rows_matmul(2 * n_rows))

@@ -98,7 +98,7 @@ NUMBER_ON_THE_LEFT = {"-": "z = c - x;  dx = -g", "/": "z = c / x;  dx = -g z / 
 def build_graph(
     function: Callable[..., Any], values: Mapping[str, Any], title: str, description: str = ""
 ) -> dict[str, Any]:
-    """Call a function; return its graph as JSON data: title, description, nodes, edges, backward steps, width, height.
+    """Call a function; return its graph as JSON data: nodes, edges, backward steps and others; ValueError if no graph.
 
     Args:
         function: a function of Tensors that returns a Tensor.
@@ -187,7 +187,7 @@ def _describe_node(
 
 
 def _label(array: Any, is_gradient: bool = False) -> str:
-    """Return the value of a scalar; the norm of a gradient; or the shape of any other array."""
+    """Return as text the value of a scalar, the norm of a gradient, or the shape of any other array."""
     if array.size == 1:
         return f"{array.item():.4g}"
     if is_gradient:

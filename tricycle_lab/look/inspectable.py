@@ -115,7 +115,7 @@ class InspectableModel:
 
     @property
     def start_token(self) -> int | None:
-        """The id that begins every text of a decoder; None if the tokenizer has none."""
+        """Return the id that begins every text of a decoder; None if the tokenizer has none."""
         with suppress(ValueError):
             start = self.tokeniser.start_of_text
             return None if start is None else int(start)
@@ -343,7 +343,7 @@ class InspectableStack(InspectableModel):
         return 0, min(n_equal, len(ids) - 1)
 
     def reusable_fraction(self, ids: Sequence[int], interventions: Interventions, earlier: Trace) -> float:
-        """Return the fraction of blocks or positions, 0 to 1, that `run` can take from an earlier trace."""
+        """Return the larger fraction, of blocks or positions, that `run` can take from an earlier trace, 0 to 1."""
         n_blocks, n_tokens = self._count_reusable(ids, interventions, earlier)
         return max(n_blocks / len(self.block_names), n_tokens / len(ids))
 

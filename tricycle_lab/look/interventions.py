@@ -75,7 +75,7 @@ class Interventions:
         return self.softmax is not None or not math.isclose(self.temperature, 1.0)
 
     def first_changed_block(self, block_names: Sequence[str], other: Interventions) -> int:
-        """Return the index of the first block that this and `other` change differently; their number if none."""
+        """Return the first block index with different ablations; the block count if none, 0 if other fields differ."""
         if replace(self, ablated_layers=(), ablated_heads=()) != replace(other, ablated_layers=(), ablated_heads=()):
             return 0
         layers = {*self.ablated_layers} ^ {*other.ablated_layers}

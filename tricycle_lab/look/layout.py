@@ -98,7 +98,7 @@ def _assign_layers(n_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _order_layers(layers: list[list[int]], above: list[list[int]], below: list[list[int]]) -> None:
-    """Sort the nodes of each layer by the mean position of their neighbors, and keep the order with fewest crossings.
+    """Sort each layer's nodes in place by the mean position of their neighbors; keep the order with fewest crossings.
 
     The sweeps alternate between the neighbors above and below.
     """

@@ -73,7 +73,7 @@ def _attribute(inspectable: InspectableStack, inputs: Inputs) -> Iterator[Table]
 
 
 def _prompts(inspectable: InspectableStack, inputs: Inputs) -> Prompts:
-    """Return the text of the page as the clean prompt, with the corrupted prompt and both answers."""
+    """Return Prompts: token ids of the page's text, the corrupted prompt and both answers; ValueError if too long."""
     clean, corrupted = inputs.trace.ids, inspectable.encode_input(inputs.texts["corruptedPrompt"])
     if len(clean) > MAX_PATCHED_TOKENS:
         raise ValueError(f"expected a prompt of at most {MAX_PATCHED_TOKENS} tokens to patch, got {len(clean)}")
@@ -134,7 +134,7 @@ def describe_measures(inspectable: InspectableModel) -> list[dict[str, Any]]:
 
 
 def start_measure(inspectable: InspectableModel, trace: Trace, fields: Mapping[str, Any]) -> Iterator[Table]:
-    """Return an iterator over the tables of a measure that a request names; nothing is computed before the first.
+    """Return an iterator over the tables of the measure that `fields` name, computed lazily; ValueError if invalid.
 
     Args:
         inspectable: the model.

@@ -58,6 +58,7 @@ def _hash(text: str) -> str:
 
 
 def _read_text(name: str) -> str:
+    """Return the text of a file in FOLDER."""
     return (FOLDER / name).read_text(encoding="utf-8")
 
 

@@ -152,7 +152,7 @@ def _downsample(steps: np.ndarray, losses: np.ndarray, seconds: np.ndarray) -> d
 def _summarize(
     run: RunData, training: Sequence[Record], held_out: Sequence[Record], seconds: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the row of a run in the summary table."""
+    """Return a run's summary row as a dict: state, sizes, time, speed, best and final losses (None if missing)."""
     final = next((record for record in reversed(run.metrics) if _is_finite(record.get("final_loss"))), None)
     best = min(held_out, key=lambda record: record["held_out_loss"], default=None)
     step = max((record["step"] for record in run.metrics), default=0)

@@ -108,7 +108,7 @@ class ViewerService:
             return methods[request](index, fields) if request in methods else self._read_trace(request, index, fields)
 
     def _run(self, index: int, fields: Fields) -> Fields:
-        """Run a model on a text or on tokens, or find an equal trace, and return the summary of the trace."""
+        """Run a model on text or tokens, or find an equal trace; return the trace's summary; ValueError if invalid."""
         model = self.models[index]
         ids = self._parse_ids(model, fields)
         interventions = Interventions.from_json(fields.get("interventions"), model.ablatable, model.n_heads)
@@ -185,7 +185,7 @@ class ViewerService:
         return {"measure": self._measures[index][0]}
 
     def _next_table(self, index: int, fields: Fields) -> Fields:
-        """Compute the next table of a measure, or a layer of it, and return its JSON data; None after the last one.
+        """Return the next table of a measure, or a layer of it, as JSON data, None after the last; ValueError if stale.
 
         A request for each layer shows the progress, lets other requests of the page in, and ends if the page stops.
         """

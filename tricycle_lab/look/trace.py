@@ -144,7 +144,7 @@ class Trace:
         return summary
 
     def attention_map(self, name: str, head: int, deflate: bool = False) -> dict[str, Any]:
-        """Return one head's map as JSON data: shape, base64 bytes of weights and of scores, score range and statistics.
+        """Return a head's map as JSON data: shape, base64 weights and scores, range, statistics; ValueError without it.
 
         The byte of a weight w is 255 sqrt(w); that of a score s is 1 + 254 (s - min) / (max - min), and 0 if the key is
         masked.
@@ -260,7 +260,7 @@ class Trace:
         return to_cpu(self.unembed(Tensor(x, requires_grad=False)).array).astype(np.float32, copy=False)
 
     def _top_k(self, logits: np.ndarray, k: int, next_token: int | None) -> dict[str, Any]:
-        """Return the k most probable tokens, and the rank and the probability of the actual next token."""
+        """Return "top" k tokens ("id", "text", "prob"), and "rank" from 0 and "prob" of the next token, if any."""
         k = min(k, len(logits))
         top = np.argpartition(logits, -k)[-k:]
         top = top[np.argsort(-logits[top], kind="stable")]

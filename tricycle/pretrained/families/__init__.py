@@ -21,6 +21,7 @@ from tricycle.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tricycle.pretrained.families.falcon import FALCON, FALCON_TWO_NORMS
 from tricycle.pretrained.families.family import Family, canonicalize_names, keeps_blocks, load_weights
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
+from tricycle.pretrained.families.gemma3n import GEMMA3N
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.gpt_oss import GPT_OSS
 from tricycle.pretrained.families.gptj import GPTJ
@@ -43,8 +44,8 @@ from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_pr
 from tricycle.system.memory import check_memory, format_gigabytes, free_memory
 
 ALL_FAMILIES: list[Family] = [
-    *(LLAMA, MISTRAL, QWEN2, OLMO2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, PHI3, STABLELM, SMOLLM3, GRANITE),
-    *(COHERE, FALCON, FALCON_TWO_NORMS, GPTJ),
+    *(LLAMA, MISTRAL, QWEN2, OLMO2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, GEMMA3N, PHI, PHI3, STABLELM, SMOLLM3),
+    *(GRANITE, COHERE, FALCON, FALCON_TWO_NORMS, GPTJ),
     *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3),
     *(BERT, ROBERTA, MODERNBERT),
     *(T5, T5_GATED, BART, MARIAN),

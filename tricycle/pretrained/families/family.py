@@ -210,7 +210,7 @@ def layer_kind(hf_name: str) -> str:
 def fill_numbers(template: str, numbers: Sequence[str]) -> str:
     """Return a name with its components N and M replaced by the numbers of a block and an expert."""
     for letter, number in zip("NM", numbers):
-        template = template.replace(f".{letter}.", f".{number}.")
+        template = re.sub(rf"\.{letter}(?=\.|$)", f".{number}", template)
     return template
 
 
@@ -234,7 +234,7 @@ def load_weights(model: Layer, family: Family, source: StoredModel, weights: str
     tensors = canonicalize_names(family, source.tensors)
     expected = {name: mapping.hf_tensors(name) for name in mapping.parameters}
     tensors = _add_fallbacks(family, tensors, expected)
-    _check_tensors(expected, {name: tensor for name, tensor in tensors.items() if not re.match(family.ignored, name)})
+    _check_tensors(expected, tensors, family.ignored)
     _check_tied_head(mapping, tensors)
     for name, hf_tensors in sorted(expected.items(), key=lambda item: -mapping.parameters[item[0]].size):
         # The largest comes first, because the temporary copies that it needs then meet the fewest loaded parameters.
@@ -338,12 +338,13 @@ def canonicalize_names(family: Family, tensors: dict[str, StoredTensor]) -> dict
     return {canonicalize(name): tensor for name, tensor in updated.items()}
 
 
-def _check_tensors(expected: dict[str, list[HFTensor]], tensors: dict[str, StoredTensor]) -> None:
-    """Raise ValueError if tensors (canonical names) are missing or unexpected, or have other shapes or no floats."""
+def _check_tensors(expected: dict[str, list[HFTensor]], tensors: dict[str, StoredTensor], ignored: str) -> None:
+    """Raise ValueError if tensors (canonical names) are missing, unexpected and not `ignored`, or of a wrong kind."""
     hf_tensors = [hf_tensor for hf_tensors in expected.values() for hf_tensor in hf_tensors]
     names = {hf_tensor.name for hf_tensor in hf_tensors}
     missing = [hf_tensor.name for hf_tensor in hf_tensors if hf_tensor.name not in tensors]
-    unexpected = [name for name in tensors if name not in names and not BUFFERS.search(name) and not _is_head(name)]
+    unused = [name for name in tensors if name not in names and not BUFFERS.search(name) and not _is_head(name)]
+    unexpected = [name for name in unused if not re.match(ignored, name)]
     problems = [f"missing {abbreviate_names(missing)}"] if missing else []
     problems += [f"unexpected {abbreviate_names(unexpected)}"] if unexpected else []
     wrong_shapes = [(name, shape) for name, shape, _ in hf_tensors if name in tensors and tensors[name].shape != shape]

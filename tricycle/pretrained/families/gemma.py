@@ -29,6 +29,7 @@ NAMES: TensorNames = {
     "blocks.N.mlp_norm": ["model.layers.N.pre_feedforward_layernorm"],
     "blocks.N.mlp_post_norm": ["model.layers.N.post_feedforward_layernorm"],
 }
+PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 256_000,
     "hidden_size": 2304,
@@ -47,13 +48,13 @@ def from_gemma2(fields: ConfigFields) -> ModelConfig:
     """Convert a Gemma 2 config.json to a `ModelConfig`; missing fields get defaults, unsupported ones ValueError."""
     fields = ConfigFields({**DEFAULTS, **fields.values})
     common = _common_config(fields, caps=(50.0, 30.0))
-    types = fields.layer_types(common["n_layers"]) or _periodic_layer_types(common["n_layers"], 2)
+    types = fields.layer_types(common["n_layers"]) or periodic_layer_types(common["n_layers"], 2)
     return ModelConfig(**common, **sliding_window_config(types, _sliding_window(fields, types)))
 
 
 def from_gemma3(fields: ConfigFields) -> ModelConfig:
     """Convert a Gemma 3 config.json or its text_config to a `ModelConfig` with defaults; ValueError if unsupported."""
-    fields = _text_fields(fields)
+    fields = text_fields(fields, GEMMA3_DEFAULTS, "gemma3")
     common = _common_config(
         ConfigFields({**fields.values, "rope_scaling": None, "rope_parameters": None}), caps=(None, None)
     )
@@ -61,19 +62,19 @@ def from_gemma3(fields: ConfigFields) -> ModelConfig:
     types = fields.layer_types(common["n_layers"])
     if types is None:
         period = fields.positive_int("sliding_window_pattern", fields.positive_int("_sliding_window_pattern", 6))
-        types = _periodic_layer_types(common["n_layers"], period)
+        types = periodic_layer_types(common["n_layers"], period)
     windows = sliding_window_config(types, _sliding_window(fields, types))
-    return ModelConfig(**{**common, **norms, **windows, **_rope_config(fields)})
+    return ModelConfig(**{**common, **norms, **windows, **rope_config(fields)})
 
 
-def _text_fields(fields: ConfigFields) -> ConfigFields:
-    """Return the text model's fields with defaults: `text_config` (ValueError if "gemma3" lacks it), or the fields."""
-    text_fields = fields.section("text_config")
-    if fields.get("model_type") == "gemma3" and "text_config" not in fields:
+def text_fields(fields: ConfigFields, defaults: dict[str, Any], model_type: str) -> ConfigFields:
+    """Return the text model's fields with `defaults`: `text_config`, ValueError if `model_type` lacks it, or all."""
+    section = fields.section("text_config")
+    if fields.get("model_type") == model_type and "text_config" not in fields:
         raise field_error("text_config", "an object", None)
     name = "tie_word_embeddings"
     tied = {} if fields.get(name) is None else {name: fields.get(name)}
-    return ConfigFields({**GEMMA3_DEFAULTS, **(tied | text_fields if text_fields else fields.values)})
+    return ConfigFields({**defaults, **(tied | section if section else fields.values)})
 
 
 def _common_config(fields: ConfigFields, caps: tuple[float | None, float | None]) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def _common_config(fields: ConfigFields, caps: tuple[float | None, float | None]
     }
 
 
-def _periodic_layer_types(n_layers: int, period: int) -> list[str]:
+def periodic_layer_types(n_layers: int, period: int) -> list[str]:
     """Return the attention types of layers: full in the last layer of each period, sliding-window in the others."""
     return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(n_layers)]
 
@@ -110,7 +111,7 @@ def _sliding_window(fields: ConfigFields, types: list[str]) -> int | None:
     return window
 
 
-def _rope_config(fields: ConfigFields) -> dict[str, Any]:
+def rope_config(fields: ConfigFields) -> dict[str, Any]:
     """Return the `rotary_*` fields: sliding-window layers have another base, and must be unscaled, else ValueError."""
     theta = fields.positive_float("rope_theta", 1_000_000.0)
     local_theta = fields.positive_float("rope_local_base_freq", 10_000.0)
@@ -152,11 +153,13 @@ def to_gemma2(config: ModelConfig) -> dict[str, Any]:
 
 def to_gemma3(config: ModelConfig) -> dict[str, Any]:
     """Convert a `ModelConfig` to Gemma 3's config.json, no model_type; ValueError if heads do not divide the width."""
-    return {
-        **to_gemma2(config),
-        "rope_local_base_freq": config.rotary_local_base or config.rotary_base,
-        "rope_scaling": rotary_scaling_fields(config) or None,
-    }
+    return {**to_gemma2(config), **rope_fields(config)}
+
+
+def rope_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of RoPE that Gemma 3 has beside rope_theta."""
+    local_base = config.rotary_local_base or config.rotary_base
+    return {"rope_local_base_freq": local_base, "rope_scaling": rotary_scaling_fields(config) or None}
 
 
 GEMMA2 = Family(("gemma2",), "Gemma2ForCausalLM", from_gemma2, to_gemma2, NAMES, ("model.", ""), models="Gemma 2")
@@ -166,7 +169,7 @@ GEMMA3 = Family(
     from_gemma3,
     to_gemma3,
     NAMES,
-    ("model.", "language_model.model.", "model.language_model.", "language_model.", ""),
+    PREFIXES,
     ignored=r"(model\.)?(vision_tower|multi_modal_projector)\.",  # the vision model
     models="Gemma 3 without image input",
 )
