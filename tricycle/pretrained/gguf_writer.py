@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -32,6 +32,7 @@ from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.files import atomic_write
 
 Metadata = dict[str, Any]
+NamedArray = tuple[str, np.ndarray]
 
 _QUANTIZATION_VERSION = 2  # of ggml's block formats
 
@@ -101,17 +102,13 @@ def export_gguf(
         metadata[f"{architecture}.pooling_type"] = POOLING_TYPES[pooling]
         metadata["tokenizer.ggml.token_type_count"] = model.config.token_types
     split = partial(TENSOR_MAPPINGS[architecture].split, config)
-    whole_shapes, arrays = export_tensors(model, family, config)
-    zeros = ((name, np.broadcast_to(np.float32(0), shape)) for name, shape in whole_shapes.items())
-    shapes = {part: values.shape for name, array in zeros for part, values in split(name, array)}
+    shapes, arrays = _split_tensors(split, *export_tensors(model, family, config))
     mixture = Mixture(dtype_name, config, bool(importance))
-    n_groups = getattr(config, "n_groups", 1)
-    heads = AttentionHeads(config.n_heads, config.key_heads, config.channels_per_head, n_groups)
+    heads = AttentionHeads(config.n_heads, config.key_heads, config.channels_per_head, getattr(config, "n_groups", 1))
     plan = {name: _plan_tensor(architecture, name, shape, mixture, heads) for name, shape in shapes.items()}
     mapping = TensorMapping(family, model)
     importances = {part.name: array for name, array in (importance or {}).items() for part in mapping.hf_tensors(name)}
-    parts = (part for name, array in arrays for part in split(name, array))
-    named_arrays = tqdm(parts, "Writing", len(plan), unit=" tensors", delay=2, disable=not progress)
+    named_arrays = tqdm(arrays, "Writing", len(plan), unit=" tensors", delay=2, disable=not progress)
     tensors = ((plan[name], _encode(plan[name], array, heads, importances.get(name))) for name, array in named_arrays)
     divisors = _divisor_tensors(rope_divisors(config))
     with atomic_write(path) as file:
@@ -120,6 +117,17 @@ def export_gguf(
 
 
 # -------------------------------------------------------------------- tensors
+def _split_tensors(
+    split: Callable[[str, np.ndarray], Iterable[NamedArray]],
+    shapes: dict[str, tuple[int, ...]],
+    arrays: Iterator[NamedArray],
+) -> tuple[dict[str, tuple[int, ...]], Iterator[NamedArray]]:
+    """Return shapes by name and a lazy iterator of (name, values), with the parts of tensors that `split` divides."""
+    zeros = ((name, np.broadcast_to(np.float32(0), shape)) for name, shape in shapes.items())  # without memory
+    parts = {part: values.shape for name, array in zeros for part, values in split(name, array)}
+    return parts, (part for name, array in arrays for part in split(name, array))
+
+
 def _divisor_tensors(divisors: np.ndarray | None) -> dict[WrittenTensor, np.ndarray]:
     """Return the tensors of divisors of RoPE frequencies: one for Llama 3's scaling, two for LongRoPE; {} without."""
     if divisors is None:
