@@ -14,7 +14,7 @@ import numpy as np
 from transformers_families import FAMILIES, HF_SIZES, LLAMA3_SCALING, new_hf_model
 
 RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
-RENAMED |= {"cohere": "command-r", "gpt_oss": "gpt-oss"}
+RENAMED |= {"cohere": "command-r", "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"}
 ARCHITECTURES = {name: RENAMED.get(family.model_type, family.model_type) for name, family in FAMILIES.items()}
 NOT_READ = (
     "mistral",
@@ -22,8 +22,6 @@ NOT_READ = (
     "stablelm",
     "smollm3",
     "gptj",
-    "deepseek_v2",
-    "deepseek_v3",
     "qwen3_next",
     "granitemoehybrid",
 )
@@ -38,6 +36,12 @@ KNOWN = {
     "gpt-oss": {"tie_word_embeddings": False, "attention_bias": True},
     "OLMo 2": {"tie_word_embeddings": False},
     "Gemma 2": {"query_pre_attn_scalar": 8},
+    "DeepSeek-V2": {
+        **{"q_lora_rank": 9, "rms_norm_eps": 1e-6, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+        "rope_parameters": FAMILIES["DeepSeek-V2"].hf_fields["rope_parameters"]
+        | {"mscale": 0.5, "beta_slow": 1.0, "beta_fast": 32.0},
+    },
+    "DeepSeek-V3": {"rms_norm_eps": 1e-6, "attention_bias": False},
     "Gemma 3": {"query_pre_attn_scalar": 8, "sliding_window_pattern": 3},
 }
 
@@ -67,8 +71,15 @@ def convert_tensors(architecture: str, model: Any) -> dict[str, np.ndarray]:
     for full, values in stacked_experts(model.state_dict()).items():
         if full == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        name = names.get_name(full.replace("embed_out", "lm_head"), try_suffixes=(".weight", ".bias"))
+        renamed = full.replace("embed_out", "lm_head").replace("e_score_correction_bias", "e_score_correction.bias")
+        name = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
         assert name, full
+        if config.model_type == "deepseek_v3" and name.endswith("attn_kv_b.weight"):  # which newer files have split
+            size = config.qk_nope_head_dim
+            by_head = values.numpy().reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            tensors[name.replace("kv_b", "k_b")] = by_head[:, :size].swapaxes(1, 2)
+            tensors[name.replace("kv_b", "v_b")] = by_head[:, size:]
+            continue
         tensors[name] = _convert_values(architecture, name, values.numpy(), config)
     return tensors
 
@@ -176,6 +187,8 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
     if architecture in ("granite", "granitemoe"):
         keys |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
         keys |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
+    if architecture == "deepseek2":
+        keys |= _deepseek_metadata(config)
     if architecture == "command-r":
         keys["logit_scale"] = config.logit_scale
     if architecture == "gptneox":
@@ -186,6 +199,33 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
         keys["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
         keys["final_logit_softcapping"] = float(config.final_logit_softcapping)
     return keys
+
+
+def _deepseek_metadata(config: Any) -> dict[str, Any]:
+    """Return the metadata of latent attention and experts: of an older file for V2, of a newer one for V3."""
+    rotary, latent = config.qk_rope_head_dim, config.kv_lora_rank
+    is_new, sizes = config.model_type == "deepseek_v3", (config.qk_nope_head_dim + rotary, config.v_head_dim)
+    keys: dict[str, Any] = {"rope.dimension_count": rotary, "attention.kv_lora_rank": latent}
+    if config.q_lora_rank:
+        keys["attention.q_lora_rank"] = config.q_lora_rank
+    keys |= dict(
+        zip(("attention.key_length", "attention.value_length"), (latent + rotary, latent) if is_new else sizes)
+    )
+    if is_new:
+        keys |= dict(zip(("attention.key_length_mla", "attention.value_length_mla"), sizes))
+        keys |= {"attention.head_count_kv": 1, "expert_gating_func": 2, "expert_weights_norm": config.norm_topk_prob}
+    if config.n_group > 1:
+        keys |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    if config.rope_parameters["rope_type"] == "yarn":
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * config.rope_parameters["mscale_all_dim"]
+    return keys | {
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_weights_scale": config.routed_scaling_factor,
+    }
 
 
 def _rope_metadata(architecture: str, config: Any) -> dict[str, Any]:

@@ -178,6 +178,9 @@ OTHER_CONFIGS: dict[str, ModelConfig] = {
         **{"value_size": 8, "expert_size": 16, "context_window": 100},
     ),
 }
+# With a latent of queries, a sigmoid router with a correction, and groups of experts.
+V3_FIELDS = {"query_rank": 12, "sigmoid_router": True, "normalize_experts": True, "n_groups": 2, "expert_scale": 2.5}
+OTHER_CONFIGS["deepseek_v3"] = replace(OTHER_CONFIGS["deepseek_v2"], **V3_FIELDS)
 
 
 @pytest.mark.slow
@@ -215,7 +218,7 @@ def test_each_kind_of_model_is_fine_tuned(name, method, data, tmp_path, capsys):
 @pytest.mark.parametrize("name", OTHER_CONFIGS)
 def test_training_starts_from_each_kind_of_model(name):
     """With `tricycle train --init-from`."""
-    model, field = lively(GPT(OTHER_CONFIGS[name])), "latent_size" if name == "deepseek_v2" else "conv_width"
+    model, field = lively(GPT(OTHER_CONFIGS[name])), "latent_size" if "deepseek" in name else "conv_width"
     config = default_config(model)
     tokens = np.arange(40).reshape(2, 20)
     np.testing.assert_array_equal(initialize_from(model, config)(tokens).numpy(), model(tokens).numpy())

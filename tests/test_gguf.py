@@ -262,6 +262,54 @@ def test_invalid_metadata_of_experts_is_rejected(files, tmp_path, name):
     refused(written(tmp_path, "qwen3moe", model, wrong), pattern)
 
 
+WRONG_LATENTS: dict[str, tuple[dict[str, object], dict[str, np.ndarray | None], str]] = {
+    "experts in the first layer": ({"leading_dense_block_count": 0}, {}, r"3 dimensions of blk\.0\.ffn_up_exps"),
+    "a negative number of dense layers": (
+        {"leading_dense_block_count": [1, 2]},
+        {},
+        "leading_dense.*same in all layers",
+    ),
+    "an unknown router": ({"expert_gating_func": 3}, {}, r"1 \(softmax\) or 2 \(sigmoid\), got 3"),
+    "groups of a softmax": ({"expert_gating_func": 1}, {}, "3 groups of 6 experts, expert_gating_func 1"),
+    "linear scaling": ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, {}, "yarn, got linear"),
+    "another eps": ({"attention.layer_norm_rms_epsilon": 1e-5}, {}, "epsilon to be 1e-06, .*got 9.99"),
+    "no rank of queries": ({"attention.q_lora_rank": None}, {}, r"expected a key deepseek2\.attention\.q_lora_rank"),
+    "values of other heads": ({}, {"blk.1.attn_v_b.weight": np.zeros((3, 10, 14))}, r"\(H, E, L\), got \(\(4, 14, 8\)"),
+    "keys in two dimensions": ({}, {"blk.1.attn_k_b.weight": np.zeros((56, 8))}, r"\(H, L, D\).*got \(\(56, 8\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LATENTS)
+def test_invalid_latent_attention_is_rejected(files, tmp_path, name):
+    _, model = files["DeepSeek-V3"]
+    keys, tensors, pattern = WRONG_LATENTS[name]
+    refused(written(tmp_path, "deepseek2", model, keys, tensors), pattern)
+
+
+def test_missing_parts_of_an_expansion_are_named(files, tmp_path):
+    _, model = files["DeepSeek-V3"]
+    path = written(tmp_path, "deepseek2", model, tensors={"blk.2.attn_v_b.weight": None})
+    with pytest.raises(ValueError, match=r"missing model\.layers\.2\.self_attn\.kv_b_proj.*unexpected .*2.*k_b_proj"):
+        build_model(read_gguf(path))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_parts_of_an_expansion_are_joined_in_any_format(tmp_path, kind):
+    """Rows of the part for keys are columns of the expansion, so quantized blocks are converted to floats."""
+    sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 16, "hidden_size": 32, "q_lora_rank": 32}
+    experts = {"intermediate_size": 32, "moe_intermediate_size": 32}
+    model = gguf_models.new_model("DeepSeek-V3", **sizes, **experts)
+    path = gguf_models.write_model(tmp_path / "a.gguf", "DeepSeek-V3", model, kind)
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    values = read_gguf(path).tensors[name].read()
+    assert 0 < difference(values, model.state_dict()[name].numpy()) < 0.01
+    for weights in ("stored", "int8", "float32"):
+        loaded = build_model(read_gguf(path), weights)
+        error = 0 if weights == "float32" else 0.02
+        array = np.asarray(loaded.blocks[1].attention.expansion.weights.array, np.float32)
+        np.testing.assert_allclose(array.T, values, rtol=0, atol=error * np.abs(values).max())
+
+
 def test_invalid_tensors_of_experts_are_rejected(files, tmp_path, monkeypatch):
     _, model = files["Qwen3-MoE"]
     name = "blk.1.ffn_down_exps.weight"

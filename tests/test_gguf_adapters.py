@@ -52,8 +52,14 @@ def new_loaded(name: str = "Llama", **changes: Any) -> Pretrained:
 
 
 def targets_of(loaded: Pretrained) -> tuple[str, ...]:
-    """Return the names of all matrices that llama.cpp has, with that of the output layer if it is not tied."""
-    return tuple(name for name in TargetModules(loaded).by_name if not re.search(r"\.(experts|shared_mlp)\.", name))
+    """Return the names of all matrices but those that llama.cpp lacks, or to which it applies no adapter.
+
+    These are experts, and the matrices before latent attention.
+    """
+    names = tuple(TargetModules(loaded).by_name)
+    is_latent = any("kv_a_proj" in name for name in names)
+    excluded = r"\.(experts|shared_mlp)\." + (r"|self_attn\.(q|kv)_" if is_latent else "")
+    return tuple(name for name in names if not re.search(excluded, name))
 
 
 def test_adapters_of_experts_are_refused(tmp_path):
@@ -63,6 +69,17 @@ def test_adapters_of_experts_are_refused(tmp_path):
     loaded = load(gguf_models.write_model(tmp_path / "base.gguf", "OLMoE", hf_model))
     adapter = new_adapter(loaded, LoRAConfig(rank=2, targets=("q_proj", "gate_proj")))
     with pytest.raises(ValueError, match=r"olmoe in llama\.cpp has no matrix .*experts\.0\.gate_proj"):
+        save_gguf_adapter(adapter, loaded, tmp_path / "adapter.gguf")
+
+
+@pytest.mark.parametrize("target", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"])
+def test_adapters_that_llama_cpp_ignores_are_refused(target, tmp_path):
+    """Its latent attention multiplies by these matrices without the products of adapters."""
+    pytest.importorskip("transformers")
+    name = "DeepSeek-V3"
+    loaded = load(gguf_models.write_model(tmp_path / "base.gguf", name, gguf_models.new_model(name)))
+    adapter = new_adapter(loaded, LoRAConfig(rank=2, targets=("o_proj", target)))
+    with pytest.raises(ValueError, match=rf"deepseek2 in llama\.cpp .*self_attn\.{target}, or ignores its adapter"):
         save_gguf_adapter(adapter, loaded, tmp_path / "adapter.gguf")
 
 

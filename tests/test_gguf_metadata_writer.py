@@ -10,6 +10,7 @@ import pytest
 from transformers_families import FAMILIES, LIKE_LLAMA, TRICYCLE_SIZES
 
 from tricycle.configs import EncoderConfig, ModelConfig
+from tricycle.configs.encoder_decoder import EncoderDecoderConfig
 from tricycle.configs.mamba import MambaConfig
 from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.pretrained.gguf_config import CONFIG_READERS, POOLING_TYPES
@@ -34,8 +35,14 @@ CONFIGS["gpt-oss"] = replace(CONFIGS["gpt-oss"], tied=False)
 CONFIGS["Falcon, 40B"] = replace(CONFIGS["Falcon, 40B"], qkv_bias=False, output_bias=False, mlp_bias=False)
 CONFIGS["Phi-3"] = replace(CONFIGS["Phi-3"], window=0)
 BOUNDS = {"rotary_low_frequency": 1.0, "rotary_high_frequency": 32.0}  # always those of llama.cpp
-CONFIGS |= {name: replace(CONFIGS[name], **BOUNDS) for name in ("Qwen2, YaRN", "gpt-oss")}
+CONFIGS |= {name: replace(CONFIGS[name], **BOUNDS) for name in ("Qwen2, YaRN", "gpt-oss", "DeepSeek-V2")}
+LATENT = {"norm_eps": 1e-6, "rotary_attention_factor": 1.0, "qkv_bias": False, "output_bias": False}
+CONFIGS |= {name: replace(CONFIGS[name], **LATENT) for name in ("DeepSeek-V2", "DeepSeek-V3")}
+CONFIGS["DeepSeek-V2"] = replace(CONFIGS["DeepSeek-V2"], n_groups=1, n_active_groups=1)
 CONFIGS["BERT"] = EncoderConfig()
+T5 = {"relative_buckets": 32, "activation": "relu", "positions": "none", "norm": "rms_norm", "score_scale": 1.0}
+CONFIGS["T5"] = EncoderDecoderConfig(**T5, context_window=2**15, n_decoder_layers=9, bias=False, tied=False)
+CONFIGS["T5, gated"] = replace(CONFIGS["T5"], activation="gelu", gated=True)
 CONFIGS["Mamba-2"] = MambaConfig()
 CONFIGS["Granite 4"] = MambaConfig(
     **{**TRICYCLE_SIZES, **LIKE_LLAMA, "positions": "none", "n_heads": 4, "n_key_heads": 2, "head_size": 0},
@@ -55,6 +62,10 @@ ARCHITECTURES = {
         "OLMoE": "olmoe",
         "Granite-MoE": "granitemoe",
         "gpt-oss": "gpt-oss",
+        "T5": "t5",
+        "T5, gated": "t5",
+        "DeepSeek-V2": "deepseek2",
+        "DeepSeek-V3": "deepseek2",
     },
 }
 
@@ -67,12 +78,14 @@ def test_architecture_of_each_family(name):
     assert differing_fields(config, converted) == []
     names = {hf_name for hf_names in family.names.values() for hf_name in hf_names}
     readable = {hf_name for hf_names in TENSOR_MAPPINGS[architecture].names.values() for hf_name in hf_names}
-    assert architecture in ("llama", "falcon") or names == readable  # which have those of two families
+    splits = TENSOR_MAPPINGS[architecture].splits.values()
+    readable -= {part.removesuffix(".weight") for split in splits for part in split.parts}
+    assert architecture in ("llama", "falcon", "t5") or names == readable  # which have those of two families
     metadata = architecture_metadata(architecture, converted)
     assert metadata[f"{architecture}.block_count"] == config.n_layers
     # llama.cpp reads a number with a decimal point as a float and another one as an integer.
     floats = {name for name, value in metadata.items() if isinstance(value, float)}
-    endings = ("epsilon", "softcapping", "base", "swa", "factor", "scale")
+    endings = ("epsilon", "softcapping", "base", "swa", "factor", "scale", "multiplier")
     assert floats == {name for name in metadata if name.endswith(endings)}
 
 
@@ -119,6 +132,26 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "weights of experts with another sum": ("Qwen3-MoE", {"normalize_experts": False}, "normalize_experts=False"),
     "grouped heads of OLMoE": ("OLMoE", {"n_key_heads": 2}, "olmoe .*n_key_heads=2"),
     "exact bounds of YaRN": ("gpt-oss", {"rotary_rounded": False}, "gpt-oss .*rotary_rounded=False"),
+    "another eps than that of latents": ("DeepSeek-V3", {"norm_eps": 1e-5}, "deepseek2.*layer_norm_rms_epsilon.*1e-05"),
+    "groups by the best expert": (
+        "DeepSeek-V2",
+        {"n_groups": 3, "n_active_groups": 2},
+        "deepseek2.*sigmoids.*3 groups",
+    ),
+    "groups of one": ("DeepSeek-V3", {"n_groups": 6, "n_active_groups": 3}, "deepseek2.*6 groups of 6 experts"),
+    "groups that are all active": ("DeepSeek-V3", {"n_active_groups": 3}, "deepseek2 .*n_groups=3, n_active_groups=3"),
+    "biases of latents": ("DeepSeek-V3", {"qkv_bias": True}, "deepseek2 .*qkv_bias=True"),
+    "latents of queries in 27 layers": ("DeepSeek-V3", {"n_layers": 27}, "deepseek2 .*query_rank=9"),
+    "YaRN on rotated channels": ("DeepSeek-V2", {"rotary_attention_factor": 1.5}, "deepseek2.*attn_factor.*1.5"),
+    "YaRN without a factor of scores": ("DeepSeek-V2", {"yarn_mscale": 0.0}, "deepseek2.*yarn_log_multiplier.*0.0"),
+    "linear scaling of latent attention": (
+        "DeepSeek-V3",
+        {"rotary_scaling": "linear", "rotary_factor": 2.0},
+        "deepseek2.*yarn, got linear",
+    ),
+    "windows of latent attention": ("DeepSeek-V3", {"window": 9}, "deepseek2 .*window=9"),
+    "normalized weights of a softmax": ("DeepSeek-V2", {"normalize_experts": True}, "deepseek.*norm_topk_prob"),
+    "scale of scores of latent attention": ("DeepSeek-V3", {"score_scale": 0.5}, "deepseek2 .*score_scale=0.5"),
     "windows of Phi-3": ("Phi-3", {"window": 9}, "phi3 .*window=9"),
     "windows": ("Qwen2", {"window": 8}, "(llama|qwen2) .*window=8"),
     "biases of Qwen 3": ("Qwen3", {"qkv_bias": True}, "qwen3 .*qkv_bias=True"),

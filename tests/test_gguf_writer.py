@@ -17,9 +17,13 @@ from tiny_models import smollm2_file
 from transformers_families import LIKE_LLAMA
 
 from tricycle.configs import EncoderConfig, ModelConfig
+from tricycle.configs.encoder_decoder import EncoderDecoderConfig
 from tricycle.configs.mamba import MambaConfig
+from tricycle.decoding.encoder_decoder import generate_target
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, dequantize_blocks
+from tricycle.latent_attention import LatentConfig
 from tricycle.models import GPT
 from tricycle.pretrained import load, tokenizer_json
 from tricycle.pretrained.config_equivalence import differing_fields
@@ -28,10 +32,14 @@ from tricycle.pretrained.ggml_quantization import quantize_blocks
 from tricycle.pretrained.gguf import GGUFModel, read_gguf
 from tricycle.pretrained.gguf_file import read_gguf_header
 from tricycle.pretrained.gguf_file_types import FILE_TYPES, Mixture
+from tricycle.pretrained.gguf_tokenizer_reader import GGUFTokenizer
+from tricycle.pretrained.gguf_tokenizer_writer import _unigrams
 from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.pretrained.importance import measure_importance
 from tricycle.pretrained.sentence_encoder import SentenceEncoder, load_sentence_encoder, source_pooling
+from tricycle.pretrained.sentencepiece_model import metaspace, unigram_parts
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
+from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
@@ -66,6 +74,10 @@ GPT_OSS |= {"router_bias": True, "qkv_bias": True, "output_bias": True, "mlp_bia
 GPT_OSS |= {"head_size": 24, "window": 8, "full_layers": (1,)}
 GRANITE = {"embedding_scale": 6.0, "residual_scale": 0.25, "score_scale": 0.2, "logit_scale": 0.125}
 UNNORMALIZED = {**MIXTURE, **QK_NORM, "normalize_experts": False, "qk_norm_per_head": False}
+DEEPSEEK = {**GPT2, "n_layers": 3, "hidden_size": 96, "latent_size": 24, "rotary_size": 8, "head_size": 16}
+DEEPSEEK |= {"value_size": 12, "n_experts": 6, "n_active_experts": 2, "expert_size": 32}
+DEEPSEEK_V3 = {**DEEPSEEK, "query_rank": 20, "sigmoid_router": True, "normalize_experts": True, "expert_scale": 2.5}
+DEEPSEEK_V3 |= {"n_groups": 3, "n_active_groups": 2, "n_dense_layers": 2, "tied": False}
 MAMBA = {**GPT2, "n_layers": 3, "state_size": 16, "n_groups": 2, "chunk_size": 8, "tied": False}
 MAMBA |= {"context_window": 2**20, "n_heads": 8, "head_size": 16}
 HYBRID = {**LLAMA, **GRANITE, "n_layers": 3, "state_size": 16, "n_groups": 2, "chunk_size": 8, "attention_layers": (1,)}
@@ -112,6 +124,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi2, fewer keys, no biases": ("phi2", {**PHI, "n_key_heads": 2, "bias": False}),
     "gpt2": ("gpt2", GPT2),
     "gpt2, untied, without biases": ("gpt2", {**GPT2, "tied": False, "qkv_bias": False, "output_bias": False}),
+    "deepseek2": ("deepseek2", {**DEEPSEEK, **YARN, "rotary_attention_factor": 1.0, "yarn_mscale": 0.707}),
+    "deepseek2, groups of experts": ("deepseek2", DEEPSEEK_V3),
+    "deepseek2, no dense layer": (
+        "deepseek2",
+        {**DEEPSEEK_V3, "n_dense_layers": 0, "n_groups": 1, "n_active_groups": 1},
+    ),
+    "deepseek2, 27 layers": ("deepseek2", {**DEEPSEEK, "n_layers": 27, "n_experts": 2, "n_dense_layers": 25}),
+    "deepseek2, dense": ("deepseek2", {**DEEPSEEK, "n_dense_layers": 3}),
     "mamba2": ("mamba2", MAMBA),
     "mamba2, tied, wide, one group, no bias": (
         "mamba2",
@@ -131,7 +151,9 @@ TEXTS = ("the thing in the wind", " sing\n\n  12345 don't", "Grüße, 世界 �
 
 def new_model(name: str) -> GPT:
     fields = MODELS[name][1]
-    return lively(GPT(MambaConfig(**fields) if "state_size" in fields else ModelConfig(**fields)))
+    kinds = {"latent_size": LatentConfig, "state_size": MambaConfig}
+    kind: Any = next((kind for field, kind in kinds.items() if field in fields), ModelConfig)
+    return lively(GPT(kind(**fields)))
 
 
 def lively(model: Any) -> Any:
@@ -473,6 +495,133 @@ def test_llama_cpp_computes_equal_sentence_embeddings(tmp_path, pooling):
     theirs.close()
 
 
+# -------------------------------------------------------------------- encoder-decoders
+T5: dict[str, Any] = {"vocab_size": VOCABULARY, "context_window": 2**15, "embedding_dim": 64, "head_size": 12}
+T5 |= {"n_heads": 4, "n_layers": 3, "n_decoder_layers": 2, "hidden_size": 96, "relative_buckets": 32}
+T5 |= {"norm": "rms_norm", "norm_eps": 1e-6, "activation": "relu", "positions": "none", "score_scale": 1.0}
+T5 |= {"bias": False, "tied": False, "start_token": 3, "relative_distance": 128}
+FLAN_T5 = {**T5, "n_layers": 2, "activation": "gelu", "gated": True, "start_token": 0}
+T5_MODELS = {"relu": T5, "gelu": FLAN_T5, "20 buckets": {**FLAN_T5, "relative_buckets": 20}}
+each_t5 = pytest.mark.parametrize("fields", T5_MODELS.values(), ids=T5_MODELS)
+
+
+def new_t5(fields: dict[str, Any], std: float = 0.15) -> EncoderDecoderTransformer:
+    """Return an encoder-decoder with random weights, so that every part affects the logits."""
+    model, rng = EncoderDecoderTransformer(EncoderDecoderConfig(**fields)), np.random.default_rng(0)
+    for parameter in model.parameters():
+        parameter.array += rng.standard_normal(parameter.shape).astype(np.float32) * np.float32(std)
+    return model.eval()
+
+
+@each_t5
+def test_exported_encoder_decoder_round_trips(tmp_path, fields):
+    model = new_t5(fields)
+    assert export_gguf(model, bpe_tokeniser(), tmp_path / "a.gguf") == "t5"
+    back = load(tmp_path / "a.gguf").model
+    assert differing_fields(model.config, back.config) == []
+    expected = dict(back.named_parameters())
+    for key, parameter in model.named_parameters():
+        np.testing.assert_array_equal(expected.pop(key).numpy(), parameter.numpy(), err_msg=key)
+    assert not expected
+    export_gguf(model, None, tmp_path / "b.gguf", "Q8_0")
+    kinds = {name: info.dtype_name for name, info in read_gguf_header(tmp_path / "b.gguf").tensors.items()}
+    assert kinds["enc.blk.0.attn_q.weight"] == "Q8_0" and kinds["dec.blk.0.attn_rel_b.weight"] == "F32"
+
+
+UNSUPPORTED_T5 = {
+    "scaled logits": ({"tied": True, "output_scale": 0.125}, "t5: expected tied to be False.*by 0.125"),
+    "another distance": ({"relative_distance": 64}, "t5 does not support relative_distance=64"),
+    "another activation": ({"activation": "swish", "gated": True}, "t5 does not support activation='swish'"),
+    "a deeper decoder": ({"n_decoder_layers": 4}, "t5: expected n_decoder_layers to be at most n_layers, 3, got 4"),
+    "another scale of scores": ({"score_scale": 0.5}, "t5 does not support score_scale=0.5"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_T5)
+def test_unsupported_encoder_decoders_are_rejected(tmp_path, name):
+    changes, pattern = UNSUPPORTED_T5[name]
+    with pytest.raises(ValueError, match=pattern):
+        export_gguf(new_t5({**T5, **changes}), None, tmp_path / "a.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_encoder_decoder_files_with_other_tensors(tmp_path):
+    """The number of decoder layers may be missing, and tied files have no output matrix."""
+    export_gguf(new_t5(FLAN_T5), None, tmp_path / "a.gguf")
+    file = read_gguf_header(tmp_path / "a.gguf")
+    keys = {f":{name}": value for name, value in file.metadata.items() if name != "general.architecture"}
+    tensors = {name: np.array(file.read(info)) for name, info in file.tensors.items()}
+    del keys[":t5.decoder_block_count"], tensors["output.weight"]
+    tensors["dec.blk.0.cross_attn_rel_b.weight"] = np.zeros((32, 4), np.float32)  # which no computation uses
+    gguf_models = pytest.importorskip("gguf_models")
+    loaded = load(gguf_models.write(tmp_path / "b.gguf", "t5", keys, tensors))
+    assert loaded.model.config.tied and loaded.model.config.output_scale == 64**-0.5
+    for key, value, pattern in (
+        ("decoder_block_count", 1, "decoder_block_count is 1, but the tensors have 2"),
+        ("block_count", 9, "block_count is 9, but the tensors have 2"),
+        ("feed_forward_length", 95, "feed_forward_length is 95, but the tensors have 96"),
+    ):
+        path = gguf_models.write(tmp_path / "c.gguf", "t5", {**keys, f":t5.{key}": value}, tensors)
+        with pytest.raises(ValueError, match=pattern):
+            read_gguf(path)
+
+
+class LlamaCppT5:
+    """An encoder-decoder in llama.cpp with an encoded source, through the C functions: `llama_cpp.Llama` has none."""
+
+    def __init__(self, path: Path, source: list[int]) -> None:
+        self.api = api = pytest.importorskip("llama_cpp")
+        self.model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
+        options = api.llama_context_default_params()
+        options.n_ctx = options.n_batch = options.n_ubatch = 128
+        options.type_k = options.type_v = options.flash_attn_type = 0
+        options.n_threads = options.n_threads_batch = 1
+        self.context = api.llama_init_from_model(self.model, options)
+        assert api.llama_encode(self.context, self._batch(source, 0)) == 0
+
+    def _batch(self, tokens: list[int], start: int) -> Any:
+        batch = self.api.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, start + i, 1, 1
+            batch.seq_id[i][0] = 0
+        return batch
+
+    def logits(self, target: list[int], start: int = 0) -> np.ndarray:
+        """Return the logits after each token of the target, whose first one is at position `start`."""
+        assert self.api.llama_decode(self.context, self._batch(target, start)) == 0
+        shape = len(target), VOCABULARY
+        return np.ctypeslib.as_array(self.api.llama_get_logits(self.context), shape).copy()
+
+    def close(self) -> None:
+        self.api.llama_free(self.context)
+        self.api.llama_model_free(self.model)
+
+
+@pytest.mark.slow
+@each_t5
+def test_llama_cpp_computes_equal_logits_and_tokens_of_encoder_decoders(tmp_path, fields):
+    is_gelu = fields["activation"] == "gelu"  # which is a table of 16 bits in llama.cpp
+    model = new_t5(fields, 0.06 if is_gelu else 0.15)
+    export_gguf(model, bpe_tokeniser(), tmp_path / "a.gguf")
+    source, start = TOKENS[0].tolist(), fields["start_token"]
+    target = [start, *TOKENS[1].tolist()]
+    with no_grad():
+        expected = model(np.array([source]), np.array([target])).numpy()[0]
+    theirs = LlamaCppT5(tmp_path / "a.gguf", source)
+    assert theirs.api.llama_model_decoder_start_token(theirs.model) == start
+    tolerance = (5e-3 if is_gelu else 1e-5) * np.abs(expected).max()
+    np.testing.assert_allclose(theirs.logits(target), expected, rtol=0, atol=tolerance)
+    theirs.close()
+    theirs, tokens = LlamaCppT5(tmp_path / "a.gguf", source), [start]
+    for position in range(32):
+        tokens.append(int(theirs.logits(tokens[-1:], position)[0].argmax()))
+    theirs.close()
+    sampling = PenalizedSamplingParams(temperature=0, stop_tokens=(VOCABULARY - 1,))
+    generated = [int(token) for token in generate_target(model, source, 32, sampling)]
+    assert tokens[1:] == generated and len(set(generated)) > 2
+
+
 # -------------------------------------------------------------------- tokenisers
 def other_tokeniser(**changes: Any) -> PretrainedTokeniser:
     """Return a tokeniser like SmolLM2's, with a chat template and added tokens."""
@@ -539,6 +688,68 @@ def test_pretrained_tokeniser_is_exported(tmp_path):
     assert back.special == tokeniser.special and back.chat_templates == tokeniser.chat_templates
 
 
+def unigrams(**changes: Any) -> PretrainedTokeniser:
+    """Return a tokeniser of unigrams as T5's, with three special tokens before the pieces."""
+    pieces = ["<pad>", "</s>", "<unk>", *"\u2581abcdefghijklmnopqrstuvwxyz."]
+    pieces += ["\u2581the", "\u2581th", "ing", "er", "in"]
+    vocab = [[piece, -20.0 / (1 + len(piece)) - i / 64 if i > 2 else 0.0] for i, piece in enumerate(pieces)]
+    model = {"type": "Unigram", "unk_id": 2, "vocab": vocab, "byte_fallback": False}
+    added = [tokenizer_json.added_token(i, pieces[i]) for i in range(3)]
+    parts = {**unigram_parts(b""), "decoder": metaspace(), **changes}
+    parts["post_processor"] = tokenizer_json.template_processing({}, {"</s>": 1})
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PretrainedTokeniser(json.dumps(tokenizer_json.new_document(model, added, **parts)), special)
+
+
+UNIGRAM_TEXTS = ("the thing in the wind", "  sing   a  song. ", "", "the</s>ring", "Gr\u00fc\u00dfe \u4e16\u754c the")
+
+
+def test_unigrams_are_exported(tmp_path):
+    tokeniser = unigrams()
+    export_gguf(new_t5(FLAN_T5), tokeniser, tmp_path / "a.gguf")
+    metadata = read_gguf_header(tmp_path / "a.gguf").metadata
+    assert metadata["tokenizer.ggml.model"] == "t5" and metadata["tokenizer.ggml.token_type"][:4] == [3, 3, 2, 1]
+    assert (metadata["tokenizer.ggml.add_bos_token"], metadata["tokenizer.ggml.add_eos_token"]) == (False, True)
+    back = load(tmp_path / "a.gguf").tokeniser
+    for text in UNIGRAM_TEXTS:
+        assert back.encode(text) == tokeniser.encode(text), text
+        assert back.decode(back.encode(text)) == tokeniser.decode(tokeniser.encode(text))
+    assert back.special.items() >= tokeniser.special.items()
+
+
+def test_replaced_characters_of_unigrams_are_exported(tmp_path):
+    """T5 divides texts at spaces after the replacement, and its file has the bytes of the replacements."""
+    charsmap = bytes([0] * 4)  # no replacement
+    words = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace()]}
+    normalizer = unigram_parts(charsmap)["normalizer"]["normalizers"][0]
+    document = json.loads(unigrams().to_tokenizer_json()) | {"normalizer": normalizer, "pre_tokenizer": words}
+    metadata = _unigrams(document, VOCABULARY)
+    assert metadata["tokenizer.ggml.precompiled_charsmap"] == charsmap
+    read = {**metadata, "tokenizer.ggml.precompiled_charsmap": list(charsmap), "tokenizer.ggml.eos_token_id": 1}
+    assert GGUFTokenizer(read).to_tokenizer_json()["normalizer"] == unigram_parts(charsmap)["normalizer"]
+    for name, value, pattern in (
+        ("precompiled_charsmap", [300], "expected bytes"),
+        ("scores", [0.0], "expected 300 numbers in tokenizer.ggml.scores, got 1"),
+        ("remove_extra_whitespaces", False, "remove_extra_whitespaces to be missing or true"),
+        ("unknown_token_id", -1, "unknown_token_id, which is missing"),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            GGUFTokenizer({**read, f"tokenizer.ggml.{name}": value}).to_tokenizer_json()
+
+
+@pytest.mark.slow
+def test_llama_cpp_splits_texts_into_equal_unigrams(tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    tokeniser = unigrams()
+    export_gguf(new_t5(FLAN_T5), tokeniser, tmp_path / "a.gguf")
+    model = llama_cpp.Llama(str(tmp_path / "a.gguf"), vocab_only=True, verbose=False)
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice([*"abeginrst. "], rng.integers(1, 30))) for _ in range(200)]
+    for text in [*UNIGRAM_TEXTS, *words]:
+        assert model.tokenize(text.encode(), special=True) == tokeniser.encode(text), text
+    model.close()
+
+
 def test_bos_token_of_the_post_processor_is_exported(tmp_path):
     tokeniser = other_tokeniser(post_processor=tokenizer_json.template_processing({"<|im_start|>": 264}, {}))
     assert tokeniser.encode("in")[0] == tokeniser.bos == 264
@@ -603,6 +814,7 @@ def test_unsupported_tokenizers_are_rejected(tmp_path):
         (other_tokeniser(normalizer=before), "pre-tokenizers gpt-2"),
         (other_tokeniser(added_tokens=lstrip), r"lstrip.*'<\|endoftext\|>'"),
         (other_tokeniser(model=words), "byte-level BPE.*WordLevel"),
+        (unigrams(normalizer=None), "unigrams without bytes"),
         (other_tokeniser(model={**document["model"], "merges": [], "ignore_merges": True}), "none for 7"),
         (PretrainedTokeniser(other_tokeniser().to_tokenizer_json()), "bos_token or eos_token"),
         (BPETokeniser(257, ["<x>"]), r"tokeniser.*<\|endoftext\|>"),
@@ -651,7 +863,7 @@ def test_llama_cpp_computes_equal_logits_and_tokens(tmp_path, name):
     theirs.eval(TOKENS[0].tolist())
     expected = logits(model, TOKENS[:1])[0]
     has_gelu = "gelu" in model.config.activation and not isinstance(model.config, MambaConfig)
-    tolerance = (5e-3 if has_gelu else 1e-4) * np.abs(expected).max()  # llama.cpp has a table of GELU in 16 bits
+    tolerance = (5e-3 if has_gelu else 1e-5) * np.abs(expected).max()  # llama.cpp has a table of GELU in 16 bits
     np.testing.assert_allclose(theirs.scores[: len(expected)], expected, rtol=0, atol=tolerance)
     for prompt in TOKENS[:, :8].tolist():
         generated = [int(token) for token in generate(model, prompt, 32, temperature=0)][-32:]

@@ -21,9 +21,9 @@ from tricycle.pretrained.gguf_config import (
 )
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
-from tricycle.pretrained.stored_model import StoredModel, StoredTensor
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 
-_BLOCK = re.compile(r"^blk\.(0|[1-9][0-9]{0,8})\.")
+_BLOCK = re.compile(r"^((?:enc\.|dec\.)?blk)\.(0|[1-9][0-9]{0,8})\.")  # of a decoder, or of one after an encoder
 _MAX_EXPERT_TENSORS = 2**17  # the largest models have 2**16
 # From fields of a generation_config.json to keys of general.sampling; others have the same name.
 _SAMPLING = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
@@ -92,15 +92,21 @@ def _check_sizes(file: GGUFFile, metadata: ModelMetadata) -> None:
     n_files = file.metadata.get("split.count", 0)
     if n_files not in (0, 1):
         raise metadata.error(f"is one of {short_repr(n_files)} files of a model: join them (llama-gguf-split --merge)")
-    numbers = [int(match[1]) for name in file.tensors if (match := _BLOCK.match(name))]
-    n_blocks = 1 + max(numbers, default=-1)
+    blocks = [(match[1], int(match[2])) for name in file.tensors if (match := _BLOCK.match(name))]
+    n_blocks = 1 + max((number for kind, number in blocks if kind != "dec.blk"), default=-1)
+    n_decoder_blocks = 1 + max((number for kind, number in blocks if kind == "dec.blk"), default=-1)
     sizes = {"block_count": n_blocks, "embedding_length": metadata.shape("token_embd")[1]}
-    if metadata.n_experts():
-        sizes |= {"expert_count": metadata.shape("blk.0.ffn_up_exps", 3)[0]}
-        sizes |= {metadata.expert_width_key(): metadata.shape("blk.0.ffn_up_exps", 3)[1]}
-    elif metadata.get("feed_forward_length") != 0:  # as in models without MLPs
+    n_dense = metadata.n_dense_layers() if metadata.n_experts() else n_blocks
+    if n_dense < n_blocks:
+        sizes |= {"expert_count": metadata.shape(f"blk.{n_dense}.ffn_up_exps", 3)[0]}
+        sizes |= {metadata.expert_width_key(): metadata.shape(f"blk.{n_dense}.ffn_up_exps", 3)[1]}
+    if n_decoder_blocks and (n_decoder_blocks != n_blocks or metadata.get("decoder_block_count") is not None):
+        sizes |= {"decoder_block_count": n_decoder_blocks}
+    if n_dense > 0 and metadata.get("feed_forward_length") != 0:  # 0 in models without MLPs
         n_parts = 2 if metadata.architecture in WITH_FUSED_GATES else 1
-        sizes |= {"feed_forward_length": metadata.shape("blk.0.ffn_up")[0] // n_parts}
+        sizes |= {
+            "feed_forward_length": metadata.shape(f"{'enc.' if n_decoder_blocks else ''}blk.0.ffn_up")[0] // n_parts
+        }
     n_expert_tensors = sum(info.shape[0] for info in file.tensors.values() if len(info.shape) == 3)
     if n_expert_tensors > _MAX_EXPERT_TENSORS:
         raise metadata.error(f"expected at most {_MAX_EXPERT_TENSORS} matrices of experts, got {n_expert_tensors}")
@@ -129,19 +135,20 @@ class TensorConversion:
                 if hf_name in tensors:
                     raise self.metadata.error(f"tensor {short_repr(name)} is a second {short_repr(hf_name)}")
                 tensors[hf_name] = tensor
-        return tensors
+        with error_prefix(f"{self.file.path}: "):
+            return self.mapping.join(tensors)
 
     def convert(self, name: str, info: GGUFTensorInfo) -> list[tuple[str, StoredTensor]]:
         """Return transformers' [(name, tensor)] for one tensor of the file; ValueError if unknown or misshapen."""
         match = _BLOCK.match(name)
-        template, suffix = f"blk.N.{name[match.end() :]}" if match else name, ""
+        template, suffix = f"{match[1]}.N.{name[match.end() :]}" if match else name, ""
         if template not in self.mapping.names:  # which has some whole names of tensors, and the names of layers
             template, _, suffix = template.rpartition(".")
         hf_templates = self.mapping.names.get(template)
         if hf_templates is None or suffix not in ("", "weight", "bias"):
             architecture = self.metadata.architecture
             raise self.metadata.error(f"tensor {short_repr(name)} is unknown in the architecture {architecture}")
-        number = match[1] if match else ""
+        number = match[2] if match else ""
         ending = f".{suffix}" if suffix else ""
         if ".M." in hf_templates[0]:
             return self._convert_experts(info, fill_numbers(hf_templates[0], [number]) + ending)

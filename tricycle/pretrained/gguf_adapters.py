@@ -54,13 +54,14 @@ def find_architecture(source: StoredModel | None, config: Any) -> str:
 
 
 def _adapter_mapping(architecture: str) -> TensorMapping:
-    """Return an architecture's names of tensors, with the transforms that apply to B's rows: those not transposing.
+    """Return the names of layers that can have adapters, with the transforms that also apply to the rows of B.
 
     PEFT's A and B have the same layout for a transposed matrix (Conv1D), so no transposition is needed.
     """
     mapping = TENSOR_MAPPINGS[architecture]
     transforms = {name: transform for name, transform in mapping.transforms.items() if not transform.transposes}
-    return replace(mapping, transforms=transforms)
+    names = {name: hf_names for name, hf_names in mapping.names.items() if name not in mapping.without_adapters}
+    return replace(mapping, names=names, transforms=transforms)
 
 
 # -------------------------------------------------------------------- writing
@@ -80,7 +81,7 @@ def write_gguf_adapter(
 
     Raises:
         ImportError: the package gguf is not installed.
-        ValueError: the architecture has no such matrix.
+        ValueError: the architecture has no such matrix, or llama.cpp ignores adapters of it.
     """
     mapping = _adapter_mapping(architecture)
     alphas = {name: factor.scale * len(factor.down) for name, factor in factors.items()}
@@ -91,7 +92,8 @@ def write_gguf_adapter(
             layer, transform = mapping.gguf_layer(name)
         except KeyError:
             advice = "choose other targets, or merge the adapter into the model"
-            raise ValueError(f"{architecture} in llama.cpp has no matrix {name}: {advice}") from None
+            reason = f"has no matrix {name}, or ignores its adapter"
+            raise ValueError(f"{architecture} in llama.cpp {reason}: {advice}") from None
         scaled = np.asarray(up * np.float32(alphas[name] / alpha), np.float32)
         tensors[f"{layer}.weight.lora_a"] = np.ascontiguousarray(down, np.float32)
         tensors[f"{layer}.weight.lora_b"] = np.ascontiguousarray(transform.to_gguf(scaled, heads))

@@ -45,6 +45,7 @@ _EXPERT_METADATA: dict[str, tuple[Any, ...]] = {
     "interleave_moe_layer_step": (1, 0),
     "attention.clamp_kqv": (0.0,),
 }
+LATENT_NORM_EPS = 1e-6  # of norms of latents in transformers; llama.cpp has the epsilon of the other norms
 _LLAMA_3_BOUNDS = (8192.0, 1.0, 4.0)  # of Llama 3.1 and 3.2: original window, lower and upper bound
 
 
@@ -121,6 +122,11 @@ class ModelMetadata:
         """Return the number of experts of a mixture, or 0 if the key expert_count is missing or 0."""
         return self.positive_int("expert_count") if self.get("expert_count") else 0
 
+    def n_dense_layers(self) -> int:
+        """Return the number of first layers of a mixture without experts; 0 if the key is missing."""
+        key = "leading_dense_block_count"
+        return self.positive_int(key) if self.get(key) else 0
+
     def expert_width_key(self) -> str:
         """Return the key of an expert's hidden width: expert_feed_forward_length if set, else feed_forward_length."""
         key = "expert_feed_forward_length"
@@ -144,11 +150,14 @@ class ModelMetadata:
         return tuple(layer for layer, count in enumerate(counts) if count != 0)
 
     def head_size(self) -> int:
-        """Return the channels of a head: key_length, else width // heads; ValueError if value_length differs."""
+        """Return the channels of a head: key_length, else width // heads; ValueError if value_length differs.
+
+        In latent attention, they are those of the latent and of the rotated key, and may differ.
+        """
         n_heads = self.positive_int("attention.head_count")
         size = self.positive_int("attention.key_length", max(1, self.positive_int("embedding_length") // n_heads))
         value_size = self.positive_int("attention.value_length", size)
-        if value_size != size:
+        if value_size != size and self.get("attention.kv_lora_rank") is None:
             raise self.error(
                 f"expected {self.architecture}.attention.value_length to be key_length, {size}, got {value_size}"
             )
@@ -199,12 +208,13 @@ def _rope_scaling(metadata: ModelMetadata, divisors: np.ndarray | None) -> Field
 
 def _yarn(metadata: ModelMetadata, factor: float) -> Fields:
     """Return rope_scaling for YaRN with llama.cpp's defaults and rounded bounds; ValueError for unsupported keys."""
-    for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"):
+    is_latent = metadata.get("attention.kv_lora_rank") is not None
+    for key in ("yarn_ext_factor", "yarn_attn_factor", *(() if is_latent else ("yarn_log_multiplier",))):
         if metadata.get(f"rope.scaling.{key}") is not None:
             raise metadata.error(f"expected no key {metadata.architecture}.rope.scaling.{key}, which is not supported")
     attention_factor = metadata.positive_float("rope.scaling.attn_factor", 1.0)
     window = metadata.positive_int("rope.scaling.original_context_length", metadata.positive_int("context_length"))
-    return {
+    scaling = {
         "rope_type": "yarn",
         "factor": factor,
         "beta_fast": metadata.positive_float("rope.scaling.yarn_beta_fast", 32.0),
@@ -213,6 +223,18 @@ def _yarn(metadata: ModelMetadata, factor: float) -> Fields:
         "original_max_position_embeddings": window,
         "truncate": True,
     }
+    return scaling | (_factor_of_scores(metadata, attention_factor) if is_latent else {})
+
+
+def _factor_of_scores(metadata: ModelMetadata, attention_factor: float) -> Fields:
+    """Return the fields of YaRN in latent attention, where all scores have a factor, and rotated channels have none.
+
+    Without yarn_log_multiplier, llama.cpp multiplies both by factors that transformers does not have.
+    """
+    if attention_factor != 1:
+        raise metadata.error(f"expected rope.scaling.attn_factor to be missing or 1, got {attention_factor}")
+    mscale = float(str(np.float32(10 * metadata.positive_float("rope.scaling.yarn_log_multiplier"))))
+    return {"attention_factor": 1.0, "mscale": mscale, "mscale_all_dim": mscale}
 
 
 def _longrope(metadata: ModelMetadata, divisors: Any) -> Fields:
@@ -663,6 +685,97 @@ def _bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     return _sizes(metadata, "layer") | {"model_type": "bert", "hidden_act": "gelu", **shapes}
 
 
+def _t5(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of T5, with one matrix for embedding and logits, or of its version 1.1; ignore `divisors`.
+
+    llama.cpp does not multiply the logits of the former by a factor, as transformers does. This does not change which
+    token has the largest one.
+    """
+    key = "decoder_start_token_id"
+    sizes = {
+        "d_model": "embedding_length",
+        "d_ff": "feed_forward_length",
+        "num_heads": "attention.head_count",
+        "num_layers": "block_count",
+        "relative_attention_num_buckets": "attention.relative_buckets_count",
+    }
+    return {
+        "model_type": "t5",
+        "is_encoder_decoder": True,
+        **{name: metadata.positive_int(size) for name, size in sizes.items()},
+        "d_kv": metadata.head_size(),
+        "num_decoder_layers": metadata.positive_int("decoder_block_count", metadata.positive_int("block_count")),
+        "relative_attention_max_distance": 128,
+        "layer_norm_epsilon": metadata.positive_float("attention.layer_norm_rms_epsilon"),
+        "feed_forward_proj": "gated-gelu" if metadata.has_tensor("enc.blk.0.ffn_gate.weight") else "relu",
+        key: metadata.positive_int(key) if metadata.get(key) else 0,
+        **metadata.vocabulary_fields(),
+    }
+
+
+def _deepseek2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return the fields of DeepSeek-V2, or of V3, whose router has sigmoids.
+
+    In newer files, where the expansion of latents is two tensors, key_length and value_length are those of latents.
+    """
+    fields = _rope_scaling(metadata, divisors)
+    if fields and fields["rope_scaling"]["rope_type"] != "yarn":  # llama.cpp would also multiply scores by a factor
+        raise metadata.error(f"expected RoPE without scaling, or with yarn, got {fields['rope_scaling']['rope_type']}")
+    if metadata.positive_float("attention.layer_norm_rms_epsilon") != LATENT_NORM_EPS:
+        raise metadata.error(
+            f"expected attention.layer_norm_rms_epsilon to be {LATENT_NORM_EPS}, that of norms of latents, "
+            f"got {metadata.get('attention.layer_norm_rms_epsilon')}"
+        )
+    rotary_size = metadata.positive_int("rope.dimension_count")
+    ending = "_mla" if metadata.get("attention.key_length_mla") is not None else ""
+    return fields | {
+        **_sizes(metadata, "rms"),
+        **_deepseek_experts(metadata),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "num_key_value_heads": metadata.positive_int("attention.head_count"),
+        "q_lora_rank": _query_rank(metadata),
+        "kv_lora_rank": metadata.positive_int("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotary_size,
+        "qk_nope_head_dim": metadata.positive_int(f"attention.key_length{ending}") - rotary_size,
+        "v_head_dim": metadata.positive_int(f"attention.value_length{ending}"),
+        "first_k_dense_replace": metadata.n_dense_layers(),
+        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
+        **metadata.vocabulary_fields(),
+    }
+
+
+def _query_rank(metadata: ModelMetadata) -> int | None:
+    """Return the size of the latent of queries, or None; llama.cpp recognizes models without one by their sizes."""
+    key, n_layers = "attention.q_lora_rank", metadata.positive_int("block_count")
+    if n_layers in (26, 27) or (n_layers == 48 and metadata.shape("token_embd")[0] == 128_256):
+        return None
+    return metadata.positive_int(key) if metadata.get(key) != 0 else None
+
+
+def _deepseek_experts(metadata: ModelMetadata) -> Fields:
+    """Return the fields of the router and the experts; ValueError for groups where llama.cpp selects other ones."""
+    gate = metadata.get("expert_gating_func")
+    if gate not in (None, 0, 1, 2):
+        raise metadata.error(f"expected expert_gating_func to be 1 (softmax) or 2 (sigmoid), got {short_repr(gate)}")
+    n_experts, n_groups = metadata.positive_int("expert_count"), metadata.positive_int("expert_group_count", 1)
+    if n_groups > 1 and (gate != 2 or n_experts < 2 * n_groups):  # groups have the score of their two best experts
+        expected = "expected groups of two experts or more, with sigmoids (expert_gating_func 2)"
+        raise metadata.error(f"{expected}, got {n_groups} groups of {n_experts} experts, expert_gating_func {gate}")
+    scale = "expert_weights_scale"
+    return {
+        "model_type": "deepseek_v3" if gate == 2 else "deepseek_v2",
+        "n_routed_experts": n_experts,
+        "num_experts_per_tok": metadata.positive_int("expert_used_count"),
+        "n_shared_experts": metadata.positive_int("expert_shared_count"),
+        "moe_intermediate_size": metadata.positive_int("expert_feed_forward_length"),
+        "routed_scaling_factor": metadata.positive_float(scale) if metadata.get(scale) else 1.0,
+        "norm_topk_prob": metadata.boolean("expert_weights_norm", False),
+        "n_group": n_groups,
+        "topk_group": metadata.positive_int("expert_group_used_count", 1),
+    }
+
+
 # By `general.architecture`: functions of the metadata and of the values of rope_freqs.weight, if the file has it.
 CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] = {
     "llama": _llama,
@@ -685,4 +798,6 @@ CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] 
     "command-r": _command_r,
     "falcon": _falcon,
     "bert": _bert,
+    "t5": _t5,
+    "deepseek2": _deepseek2,
 }

@@ -37,9 +37,10 @@ FILE_TYPES = {
     "Q4_0": FileType(2, "Q4_0"),
 }
 
-# With all tensors that are not matrices; ffn_gate_inp is a router, and those of ssm are small.
+# With all tensors that are not matrices; ffn_gate_inp is a router, attn_rel_b a table of relative positions, and those
+# of ssm are small.
 _ALWAYS_F32 = (
-    *("position_embd.weight", "token_types.weight", "ffn_gate_inp.weight", ".bias"),
+    *("position_embd.weight", "token_types.weight", "ffn_gate_inp.weight", "attn_rel_b.weight", ".bias"),
     *("ssm_conv1d.weight", "ssm_norm.weight", "ssm_a", "ssm_d"),
 )
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # for rows that are not whole blocks of 256 values

@@ -16,13 +16,16 @@ from typing import Any
 import numpy as np
 
 from tricycle.configs.encoder import EncoderConfig
+from tricycle.configs.encoder_decoder import EncoderDecoderConfig
 from tricycle.configs.model import ModelConfig
+from tricycle.latent_attention import LatentConfig
 from tricycle.pretrained.config_equivalence import has_bias
-from tricycle.pretrained.config_fields import ConfigFields, rotary_scaling_fields, size_fields
+from tricycle.pretrained.config_fields import ConfigFields, field_error, rotary_scaling_fields, size_fields
 from tricycle.pretrained.export import match_family
 from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.families.bert import BERT
 from tricycle.pretrained.families.cohere import COHERE
+from tricycle.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tricycle.pretrained.families.falcon import FALCON, FALCON_TWO_NORMS
 from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
@@ -37,6 +40,7 @@ from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
 from tricycle.pretrained.families.stacks import Stack
+from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.gguf_config import (
     CONFIG_READERS,
     SIZE_METADATA,
@@ -138,6 +142,8 @@ def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["position_embd.weight"] = (config.context_window, width)
     if isinstance(config, EncoderConfig) and config.token_types:
         shapes["token_types.weight"] = (config.token_types, width)
+    if isinstance(config, EncoderDecoderConfig) and config.is_gated:
+        shapes["enc.blk.0.ffn_gate.weight"] = (config.mlp_width, width)
     if config.parallel and not config.shared_norm:
         shapes["blk.0.attn_norm_2.weight"] = (width,)
     has_output_bias = has_bias(config, "output")
@@ -297,9 +303,63 @@ def _bert(config: ModelConfig) -> Metadata:
     return {**_layer_norm(config), "attention.causal": False}
 
 
+def _t5(config: EncoderDecoderConfig) -> Metadata:
+    """Return T5's metadata; ValueError for tied embeddings and deeper decoders, with which llama.cpp fails.
+
+    llama-cpp-python 0.3.36 does not load a decoder that has more layers than its encoder.
+    """
+    if config.tied:
+        expected = f"False, as llama.cpp does not multiply the logits of tied embeddings by {config.output_scale:.3g}"
+        raise field_error("tied", expected, True)
+    n_decoder_layers = config.n_decoder_layers or config.n_layers
+    if n_decoder_layers > config.n_layers:
+        raise field_error("n_decoder_layers", f"at most n_layers, {config.n_layers}", n_decoder_layers)
+    return {
+        "context_length": 512,  # of all T5 in transformers; llama.cpp allocates memory for sources of this length
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "attention.key_length": config.channels_per_head,
+        "attention.value_length": config.channels_per_head,
+        "attention.relative_buckets_count": config.relative_buckets,
+        "decoder_block_count": n_decoder_layers,
+        "decoder_start_token_id": config.start_token,
+    }
+
+
+def _deepseek2(config: LatentConfig) -> Metadata:
+    """Return the metadata of newer files, in which each token has one key, of its latent and its rotated channels.
+
+    A query rank of 0 is written, because llama.cpp expects the key unless it recognizes a model without one.
+    """
+    metadata: Metadata = {
+        **_experts(config),
+        **_rope(config),
+        "rope.dimension_count": config.rotary_size,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config.query_rank,
+        "attention.kv_lora_rank": config.latent_size,
+        "attention.key_length": config.latent_size + config.rotary_size,
+        "attention.value_length": config.latent_size,
+        "attention.key_length_mla": config.channels_per_head,
+        "attention.value_length_mla": config.value_size,
+        "leading_dense_block_count": config.n_dense_layers,
+        "expert_feed_forward_length": config.expert_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": config.expert_scale,
+        "expert_weights_norm": config.normalize_experts,
+        "expert_gating_func": 2 if config.sigmoid_router else 1,
+    }
+    if config.n_active_groups < config.n_groups:
+        metadata |= {"expert_group_count": config.n_groups, "expert_group_used_count": config.n_active_groups}
+    if config.rotary_scaling == "yarn":
+        metadata["rope.scaling.yarn_log_multiplier"] = 0.1 * config.yarn_mscale
+        metadata["rope.scaling.attn_factor"] = config.rotary_attention_factor
+    return metadata
+
+
 # By `general.architecture`: families with the names of tensors, and a function that returns metadata without prefix.
 # Of two architectures that compute a config, the first is written: llama can also have the biases of qwen2.
-METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[ModelConfig], Metadata]]] = {
+METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[Any], Metadata]]] = {
     "qwen2": ((QWEN2,), _like_llama),
     "llama": ((LLAMA, MIXTRAL), _like_llama),
     "olmo2": ((OLMO2,), _like_llama),
@@ -320,4 +380,6 @@ METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[ModelConfig], Me
     "command-r": ((COHERE,), _command_r),
     "falcon": ((FALCON, FALCON_TWO_NORMS), _phi2),
     "bert": ((BERT,), _bert),
+    "t5": ((T5, T5_GATED), _t5),
+    "deepseek2": ((DEEPSEEK_V2, DEEPSEEK_V3), _deepseek2),
 }

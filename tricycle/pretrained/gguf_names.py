@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ import numpy as np
 
 from tricycle.pretrained.families.bert import BERT
 from tricycle.pretrained.families.cohere import COHERE
+from tricycle.pretrained.families.deepseek import DEEPSEEK_V3, join_expansion, split_expansion
 from tricycle.pretrained.families.falcon import FALCON
-from tricycle.pretrained.families.family import Family, TensorNames
+from tricycle.pretrained.families.family import Family, TensorNames, fill_numbers
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.gpt_oss import GPT_OSS
@@ -31,6 +32,8 @@ from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
+from tricycle.pretrained.families.t5 import T5, T5_GATED
+from tricycle.pretrained.stored_model import StoredTensor
 
 Shape = tuple[int, ...]
 
@@ -76,6 +79,20 @@ class WeightTransform:
     n_rows: Callable[[AttentionHeads], int] | None = None
 
 
+class TensorSplit(NamedTuple):
+    """A tensor of transformers that is several tensors in llama.cpp.
+
+    Attributes:
+        parts: the names of the parts, which transformers does not have, but `TensorMapping.names` has.
+        split: returns the values of the parts, from a config and the values of the whole tensor.
+        join: returns the whole tensor from the parts; ValueError if their shapes do not match.
+    """
+
+    parts: tuple[str, ...]
+    split: Callable[[Any, np.ndarray], tuple[np.ndarray, ...]]
+    join: Callable[..., StoredTensor]
+
+
 @dataclass(frozen=True)
 class TensorMapping:
     """The layers of an architecture.
@@ -85,19 +102,23 @@ class TensorMapping:
         transforms: by the name in llama.cpp; other layers have equal values.
         aliases: other names in transformers, of layers that have two, and those in `names`.
         family_changes: attributes of the `Family` that files of llama.cpp have otherwise than checkpoints.
+        splits: by the name in transformers of the whole tensor.
+        without_adapters: names in llama.cpp of layers for which it ignores LoRA adapters.
     """
 
     names: dict[str, tuple[str, ...]]
     transforms: dict[str, WeightTransform] = field(default_factory=dict)
     family_changes: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    splits: dict[str, TensorSplit] = field(default_factory=dict)
+    without_adapters: tuple[str, ...] = ()
 
     def gguf_layer(self, hf_layer: str) -> tuple[str, WeightTransform]:
         """Return llama.cpp's name and the transform of a layer of transformers; raise KeyError if there is none."""
         to_gguf = {names[0]: gguf_name for gguf_name, names in self.names.items() if len(names) == 1}
         to_gguf |= {alias: to_gguf[name] for alias, name in self.aliases.items()}
-        number = next((component for component in hf_layer.split(".") if component.isdigit()), "")
-        template = to_gguf[hf_layer.replace(f".{number}.", ".N.") if number else hf_layer]
+        hf_template, number = _template(hf_layer)
+        template = to_gguf[hf_template]
         return template.replace(".N.", f".{number}."), self.transforms.get(template, WeightTransform())
 
     def gguf_tensor(self, hf_name: str) -> tuple[str, WeightTransform]:
@@ -107,6 +128,33 @@ class TensorMapping:
         layer, _, suffix = hf_name.rpartition(".")
         gguf_name, transform = self.gguf_layer(layer)
         return f"{gguf_name}.{suffix}", transform
+
+    def split(self, config: Any, hf_name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield (name, values) of each part of a tensor of transformers, or of the tensor itself if it is not split."""
+        template, number = _template(hf_name)
+        if template not in self.splits:
+            yield hf_name, values
+            return
+        parts, split, _ = self.splits[template]
+        yield from zip((fill_numbers(part, [number]) for part in parts), split(config, values), strict=True)
+
+    def join(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return the tensors with each split one in place of its parts; incomplete parts stay."""
+        joined = dict(tensors)
+        for whole, (parts, _, join) in self.splits.items():
+            for name in tensors:
+                template, number = _template(name)
+                names = [fill_numbers(part, [number]) for part in parts]
+                hf_name = fill_numbers(whole, [number])
+                if template == parts[0] and hf_name not in tensors and all(part in tensors for part in names):
+                    joined[hf_name] = join(*(joined.pop(part) for part in names))
+        return joined
+
+
+def _template(hf_name: str) -> tuple[str, str]:
+    """Return a name with N in place of its first number, and the number; ("NAME", "") without one."""
+    number = next((component for component in hf_name.split(".") if component.isdigit()), "")
+    return (hf_name.replace(f".{number}.", ".N.", 1) if number else hf_name), number
 
 
 # -------------------------------------------------------------------- values
@@ -267,6 +315,44 @@ _GPT_OSS = {
     "blocks.N.mlp_norm": "blk.N.post_attention_norm",
 }
 
+_DEEPSEEK = {
+    "blocks.N.attention.query": "blk.N.attn_q",
+    "blocks.N.attention.query_latent": "blk.N.attn_q_a",
+    "blocks.N.attention.query_norm": "blk.N.attn_q_a_norm",
+    "blocks.N.attention.query_expansion": "blk.N.attn_q_b",
+    "blocks.N.attention.latent": "blk.N.attn_kv_a_mqa",
+    "blocks.N.attention.latent_norm": "blk.N.attn_kv_a_norm",
+    "blocks.N.attention.expansion": "blk.N.attn_kv_b",  # in older files; newer ones have two parts
+    "blocks.N.mlp.shared.up": "blk.N.ffn_up_shexp blk.N.ffn_gate_shexp",
+    "blocks.N.mlp.shared.projection": "blk.N.ffn_down_shexp",
+    "blocks.N.mlp.correction": "blk.N.exp_probs_b.bias",
+}
+_LATENT_INPUTS = ("q", "q_a", "q_b", "kv_a_mqa", "kv_b", "k_b", "v_b")
+_EXPANSION = DEEPSEEK_V3.names["blocks.N.attention.expansion"][0]
+_PARTS = {f"blk.N.attn_{part}_b": _EXPANSION.replace("kv_b_proj", f"{part}_b_proj") for part in "kv"}
+
+_T5_BLOCK = {
+    "attention.softmax_scales": ["attn_rel_b.weight"],
+    "attention.qkv": ["attn_q", "attn_k", "attn_v"],
+    "attention.projection": ["attn_o"],
+    "attention_norm": ["attn_norm"],
+    "cross.query": ["cross_attn_q"],
+    "cross.key": ["cross_attn_k"],
+    "cross.value": ["cross_attn_v"],
+    "cross.projection": ["cross_attn_o"],
+    "cross_norm": ["cross_attn_norm"],
+    "mlp.up": ["ffn_up", "ffn_gate"],
+    "mlp.projection": ["ffn_down"],
+    "mlp_norm": ["ffn_norm"],
+}
+_T5 = {"encoder.embedding": "token_embd", "head": "output"}
+for _stack in ("encoder", "decoder"):
+    _T5[f"{_stack}.norm"] = f"{_stack[:3]}.output_norm"
+    for _layer, _parts in _T5_BLOCK.items():
+        _T5[f"{_stack}.blocks.N.{_layer}"] = " ".join(f"{_stack[:3]}.blk.N.{part}" for part in _parts)
+# A table of some files that no computation uses.
+_UNUSED = "decoder.block.N.layer.1.EncDecAttention.relative_attention_bias.weight"
+
 # By `general.architecture`, which is llama for Mistral, Mixtral and SmolLM2.
 TENSOR_MAPPINGS: dict[str, TensorMapping] = {
     "llama": TensorMapping(_LLAMA, _PERMUTED),
@@ -295,4 +381,17 @@ TENSOR_MAPPINGS: dict[str, TensorMapping] = {
         aliases={"transformer.h.N.ln_mlp": "transformer.h.N.input_layernorm"},
     ),
     "bert": _map_tensors(BERT, table=_NAMES | _BERT),
+    "t5": TensorMapping(
+        _map_tensors(T5_GATED, table=_T5).names | {"dec.blk.N.cross_attn_rel_b.weight": (_UNUSED,)},
+        aliases={names[0]: T5_GATED.names[name][0] for name, names in T5.names.items() if name.endswith("mlp.up")},
+    ),
+    "deepseek2": TensorMapping(
+        _map_tensors(DEEPSEEK_V3, table=_NAMES | _DEEPSEEK).names | {name: (part,) for name, part in _PARTS.items()},
+        splits={
+            f"{_EXPANSION}.weight": TensorSplit(
+                tuple(f"{part}.weight" for part in _PARTS.values()), split_expansion, join_expansion
+            )
+        },
+        without_adapters=tuple(f"blk.N.attn_{name}" for name in _LATENT_INPUTS),
+    ),
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 from tricycle.pretrained import tokenizer_json
 from tricycle.pretrained.gguf_file import short_repr
+from tricycle.pretrained.sentencepiece_model import metaspace, unigram_parts
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
 
@@ -29,7 +30,7 @@ class GGUFTokenizer:
     """The tokenizer in the metadata of a GGUF file.
 
     Attributes:
-        model_type: "gpt2" (byte-level BPE), "llama" (SentencePiece with scores) or "bert" (WordPiece).
+        model_type: "gpt2" (byte-level BPE), "llama" (SentencePiece BPE), "t5" (unigrams) or "bert" (WordPiece).
         special: texts of special tokens by their names in a tokenizer_config.json, such as bos_token.
         adds_bos, adds_eos: whether `encode` adds these tokens to a text.
 
@@ -40,8 +41,8 @@ class GGUFTokenizer:
     def __init__(self, metadata: dict[str, Any]) -> None:
         self._metadata = metadata
         self.model_type = self._value("model", str)
-        if self.model_type not in ("gpt2", "llama", "bert"):
-            raise ValueError(f"expected tokenizer.ggml.model gpt2, llama or bert, got {self.model_type!r}")
+        if self.model_type not in ("gpt2", "llama", "t5", "bert"):
+            raise ValueError(f"expected tokenizer.ggml.model gpt2, llama, t5 or bert, got {self.model_type!r}")
         self.tokens = self._strings("tokens")
         self.types: list[int] = self._value("token_type", list, [NORMAL] * len(self.tokens))
         if len(self.types) != len(self.tokens):
@@ -63,7 +64,7 @@ class GGUFTokenizer:
                 self.special[f"{name}_token"] = self.tokens[token]
         adds_bos = self.model_type == "llama" or self.pre_tokenizer in IGNORE_MERGES
         self.adds_bos = self._value("add_bos_token", bool, adds_bos) and "bos_token" in self.special
-        self.adds_eos = self._value("add_eos_token", bool, False) and "eos_token" in self.special
+        self.adds_eos = self._value("add_eos_token", bool, self.model_type == "t5") and "eos_token" in self.special
 
     def _value(self, name: str, kind: type, default: Any = None) -> Any:
         """Return tokenizer.ggml.NAME, or the default; ValueError if it is of another type, or if both are missing."""
@@ -87,7 +88,8 @@ class GGUFTokenizer:
         Raises:
             ValueError: tokens, merges and scores contradict each other.
         """
-        convert = {"gpt2": self._byte_level_bpe, "llama": self._sentencepiece, "bert": self._wordpiece}
+        sentencepiece = {"llama": self._sentencepiece, "t5": self._unigrams}
+        convert = {"gpt2": self._byte_level_bpe, **sentencepiece, "bert": self._wordpiece}
         return convert[self.model_type]()
 
     def _byte_level_bpe(self) -> dict[str, Any]:
@@ -106,14 +108,39 @@ class GGUFTokenizer:
         """Return a SentencePiece BPE's tokenizer.json document (a dict), whose merges follow from the scores."""
         # Tokens of spaces are stored with spaces, but the text to be encoded contains SPACE_CHARACTER instead.
         tokens = [SPACE_CHARACTER * len(token) if token and not token.strip(" ") else token for token in self.tokens]
-        scores: list[float] = self._value("scores", list, [])
-        if len(scores) != len(tokens):
-            raise ValueError(f"expected {len(tokens)} of tokenizer.ggml.scores, got {len(scores)}")
+        scores = self._scores()
         prefix = self._value("add_space_prefix", bool, True)
         settings = {"unk_token": self.special.get("unk_token"), "fuse_unk": True, "byte_fallback": True}
         model = tokenizer_json.bpe_model(self._ids(tokens), self._scores_to_merges(tokens, scores), **settings)
         parts = tokenizer_json.sentencepiece_parts(prefix) | {"post_processor": self._post_processor()}
         return tokenizer_json.new_document(model, self._added_tokens(tokens), **parts)
+
+    def _scores(self) -> list[float]:
+        """Return the score of each token; ValueError if there are not as many numbers as tokens."""
+        scores: list[float] = self._value("scores", list, [])
+        if len(scores) != len(self.tokens) or not all(isinstance(score, float) for score in scores):
+            raise ValueError(f"expected {len(self.tokens)} numbers in tokenizer.ggml.scores, got {len(scores)}")
+        return scores
+
+    def _unigrams(self) -> dict[str, Any]:
+        """Return the tokenizer.json document of a SentencePiece unigram model."""
+        for name in ("add_space_prefix", "remove_extra_whitespaces"):
+            if not self._value(name, bool, True):
+                raise ValueError(f"expected tokenizer.ggml.{name} to be missing or true, got false")
+        if "unk_token" not in self.special:
+            raise ValueError("expected a key tokenizer.ggml.unknown_token_id, which is missing")
+        charsmap = self._value("precompiled_charsmap", list, [])
+        if not all(isinstance(byte, int) and -128 <= byte < 256 for byte in charsmap):
+            raise ValueError("expected bytes in tokenizer.ggml.precompiled_charsmap, got other values")
+        vocab = [[token, score] for token, score in zip(self.tokens, self._scores())]
+        unknown = self._ids(self.tokens)[self.special["unk_token"]]
+        return tokenizer_json.new_document(
+            {"type": "Unigram", "unk_id": unknown, "vocab": vocab, "byte_fallback": False},
+            self._added_tokens(self.tokens),
+            **unigram_parts(bytes(byte % 256 for byte in charsmap)),
+            decoder=metaspace(),
+            post_processor=self._post_processor(),
+        )
 
     def _scores_to_merges(self, tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
         """Return all pairs of tokens that form a token, sorted by decreasing score and increasing id of that token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from tricycle.pretrained.gguf_tokenizer_reader import (
     USER_DEFINED,
     GGUFTokenizer,
 )
+from tricycle.pretrained.sentencepiece_model import metaspace, unigram_parts
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import byte_level_parts, sentencepiece_parts, to_tokenizer_json
 from tricycle.tokeniser import BPETokeniser
@@ -34,11 +36,11 @@ _PRE_TOKENIZERS = {names[0]: split for split, names in PRE_TOKENIZERS.items()}
 
 
 def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Metadata:
-    """Return GGUF's "tokenizer.*", with chat templates, of a BPE or WordPiece; pad to `n_rows`; else ValueError.
+    """Return GGUF's "tokenizer.*", with chat templates, padded to `n_rows` tokens; ValueError if unsupported.
 
     Args:
-        tokeniser: a `BPETokeniser` or a `PretrainedTokeniser`: byte-level BPE, SentencePiece BPE, or WordPiece in lower
-            case.
+        tokeniser: a `BPETokeniser` or a `PretrainedTokeniser`: byte-level BPE, SentencePiece's BPE or unigrams, or
+            WordPiece in lower case.
         n_rows: the number of rows of the embedding; rows without a token get an unused token, as llama.cpp requires.
 
     Raises:
@@ -53,6 +55,8 @@ def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Metadata:
     _check_added_tokens(document)
     if document["model"].get("type") == "WordPiece":
         metadata = _wordpiece(document, tokeniser, n_rows)
+    elif document["model"].get("type") == "Unigram":
+        metadata = _special_tokens(tokeniser) | _unigrams(document, n_rows)
     else:
         convert = _sentencepiece if document["model"].get("byte_fallback") else _byte_level_bpe
         metadata = _special_tokens(tokeniser) | convert(document, n_rows)
@@ -151,6 +155,32 @@ def _sentencepiece(document: Metadata, n_rows: int) -> Metadata:
     }
     _check_scores(document, metadata)
     return metadata
+
+
+def _unigrams(document: Metadata, n_rows: int) -> Metadata:
+    """Return the metadata of a document of SentencePiece's unigrams; ValueError for another normalization."""
+    model, steps = document["model"], _steps_before_merging(document)
+    charsmap = base64.b64decode(dict(steps).get("Precompiled", {}).get("precompiled_charsmap") or "")
+    parts = unigram_parts(charsmap)
+    known = [_steps_before_merging(parts)]
+    if charsmap:  # T5's divides texts at spaces, also those that replace other ones, and so removes extra ones
+        first = parts["normalizer"]["normalizers"][0]
+        known.append([*_flatten_steps([first, {"type": "WhitespaceSplit"}, metaspace()])])
+    if model.get("byte_fallback") or steps not in known:
+        raise ValueError("expected unigrams without bytes, with the normalization of SentencePiece, got others")
+    scores = dict(model["vocab"])
+    tokens = _tokens({**document, "model": {"vocab": {text: i for i, (text, _) in enumerate(model["vocab"])}}}, n_rows)
+    unknown = model["vocab"][model["unk_id"]][0]
+    return {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.ggml.remove_extra_whitespaces": True,
+        "tokenizer.ggml.unknown_token_id": model["unk_id"],
+        **_token_lists([(text, UNKNOWN if text == unknown else kind) for text, kind in tokens]),
+        "tokenizer.ggml.scores": [float(scores.get(text, 0.0)) for text, _ in tokens],
+        **({"tokenizer.ggml.precompiled_charsmap": charsmap} if charsmap else {}),
+    }
 
 
 def _sentencepiece_token(text: str, kind: int, document: Metadata, ranks: dict[str, int]) -> tuple[str, int]:

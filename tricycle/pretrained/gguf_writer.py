@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from tricycle.pretrained.gguf_metadata_writer import architecture_metadata, matc
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, WeightTransform
 from tricycle.pretrained.gguf_tokenizer_writer import tokenizer_metadata
 from tricycle.pretrained.stored_model import error_prefix
+from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.files import atomic_write
 
 Metadata = dict[str, Any]
+NamedArray = tuple[str, np.ndarray]
 
 _QUANTIZATION_VERSION = 2  # of ggml's block formats
 
@@ -63,7 +66,8 @@ def export_gguf(
     """Write a GPT or encoder and its tokenizer (or None) to a GGUF file; return its architecture; else ValueError.
 
     Args:
-        model: a `GPT` or `TextEncoder` that an architecture in `gguf_metadata_writer.METADATA_WRITERS` computes.
+        model: a `GPT`, a `TextEncoder` or an `EncoderDecoderTransformer` that an architecture in
+            `gguf_metadata_writer.METADATA_WRITERS` computes.
         tokeniser: Tricycle's with GPT-2's pre-tokenizer, or another byte-level BPE, a SentencePiece BPE or a lower-case
             WordPiece. With None the file has no tokenizer: llama.cpp cannot run it, but other programs can read it.
         path: of the file, which is replaced.
@@ -80,8 +84,9 @@ def export_gguf(
     """
     from tqdm import tqdm
 
-    if not isinstance(model, (GPT, TextEncoder)):
-        raise ValueError(f"export_gguf: expected a GPT or a TextEncoder, got {type(model).__name__}")
+    if not isinstance(model, (GPT, TextEncoder, EncoderDecoderTransformer)):
+        kinds = "GPT, TextEncoder or EncoderDecoderTransformer"
+        raise ValueError(f"export_gguf: expected a {kinds}, got {type(model).__name__}")
     if dtype_name not in FILE_TYPES:
         raise ValueError(f"export_gguf: expected dtype_name to be one of {', '.join(FILE_TYPES)}, got {dtype_name!r}")
     if pooling not in POOLING_TYPES:
@@ -96,10 +101,10 @@ def export_gguf(
     if isinstance(model, TextEncoder):
         metadata[f"{architecture}.pooling_type"] = POOLING_TYPES[pooling]
         metadata["tokenizer.ggml.token_type_count"] = model.config.token_types
-    shapes, arrays = export_tensors(model, family, config)
+    split = partial(TENSOR_MAPPINGS[architecture].split, config)
+    shapes, arrays = _split_tensors(split, *export_tensors(model, family, config))
     mixture = Mixture(dtype_name, config, bool(importance))
-    n_groups = getattr(config, "n_groups", 1)
-    heads = AttentionHeads(config.n_heads, config.key_heads, config.channels_per_head, n_groups)
+    heads = AttentionHeads(config.n_heads, config.key_heads, config.channels_per_head, getattr(config, "n_groups", 1))
     plan = {name: _plan_tensor(architecture, name, shape, mixture, heads) for name, shape in shapes.items()}
     mapping = TensorMapping(family, model)
     importances = {part.name: array for name, array in (importance or {}).items() for part in mapping.hf_tensors(name)}
@@ -112,6 +117,17 @@ def export_gguf(
 
 
 # -------------------------------------------------------------------- tensors
+def _split_tensors(
+    split: Callable[[str, np.ndarray], Iterable[NamedArray]],
+    shapes: dict[str, tuple[int, ...]],
+    arrays: Iterator[NamedArray],
+) -> tuple[dict[str, tuple[int, ...]], Iterator[NamedArray]]:
+    """Return shapes by name and a lazy iterator of (name, values), with the parts of tensors that `split` divides."""
+    zeros = ((name, np.broadcast_to(np.float32(0), shape)) for name, shape in shapes.items())  # without memory
+    parts = {part: values.shape for name, array in zeros for part, values in split(name, array)}
+    return parts, (part for name, array in arrays for part in split(name, array))
+
+
 def _divisor_tensors(divisors: np.ndarray | None) -> dict[WrittenTensor, np.ndarray]:
     """Return the tensors of divisors of RoPE frequencies: one for Llama 3's scaling, two for LongRoPE; {} without."""
     if divisors is None:
@@ -171,6 +187,7 @@ def write_gguf(
             float: writer.add_float32,
             str: writer.add_string,
             list: writer.add_array,
+            bytes: writer.add_array,
         }
         for key, value in metadata.items():
             add[type(value)](key, value)

@@ -85,16 +85,22 @@ def _unigram_document(data: bytes) -> dict[str, Any]:
             vocab.append([piece.get(1, b"").decode("utf-8"), struct.unpack("<f", piece.get(2, bytes(4)))[0]])
         elif kind not in (UNKNOWN, CONTROL, UNUSED):
             raise ValueError(f"expected normal pieces in a SentencePiece model, got {piece.get(1)!r} of type {kind}")
+    model = {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False}
+    return tokenizer_json.new_document(model, **unigram_parts(normalizer.get(2, b"")))
+
+
+def unigram_parts(charsmap: bytes) -> dict[str, Any]:
+    """Return the normalizer, which removes extra spaces, and pre-tokenizer of unigrams for a tokenizer.json.
+
+    Args:
+        charsmap: SentencePiece's compiled replacements of characters; b"" for none.
+    """
     steps: list[dict[str, Any]] = []
-    if normalizer.get(2):
-        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(normalizer[2]).decode()})
+    if charsmap:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()})
     steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
-    return tokenizer_json.new_document(
-        {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False},
-        normalizer={"type": "Sequence", "normalizers": steps},
-        pre_tokenizer=metaspace(),
-    )
+    return {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": metaspace()}
 
 
 def metaspace() -> dict[str, Any]:

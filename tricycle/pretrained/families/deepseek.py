@@ -19,6 +19,7 @@ from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.llama import PREFIXES, check_heads_divide_width, common_config, common_fields
 from tricycle.pretrained.families.mixtures import NAMES as MIXTURE_NAMES
+from tricycle.pretrained.stored_model import StoredTensor
 
 ATTENTION, MLP = "model.layers.N.self_attn", "model.layers.N.mlp"
 NAMES: TensorNames = {
@@ -173,6 +174,32 @@ def _last_pairs(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator[t
     yield ours[:, :n_other], theirs[:, :n_other]
     yield ours[:, n_other : n_other + half], theirs[:, n_other::2]
     yield ours[:, n_other + half :], theirs[:, n_other + 1 :: 2]
+
+
+def split_expansion(config: LatentConfig, expansion: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the parts of an expansion (H (D + E), L) for keys, (H, L, D), and for values, (H, E, L), as in llama.cpp.
+
+    llama.cpp always absorbs it (`tricycle.latent_attention`), and multiplies queries by the first part.
+    """
+    by_head = expansion.reshape(config.n_heads, -1, expansion.shape[-1])
+    return by_head[:, : config.head_size].swapaxes(1, 2), by_head[:, config.head_size :]
+
+
+def join_expansion(to_keys: StoredTensor, to_values: StoredTensor) -> StoredTensor:
+    """Return the expansion of which `split_expansion` returns the parts, read on request; ValueError for other shapes.
+
+    Quantized parts are read as float32, because the rows of the first one are columns of the result.
+    """
+    shapes = to_keys.shape, to_values.shape
+    if len(shapes[0]) != 3 or len(shapes[1]) != 3 or shapes[0][:2] != (shapes[1][0], shapes[1][2]):
+        raise ValueError(f"expected matrices of all heads, of shapes (H, L, D) and (H, E, L), got {shapes}")
+    (n_heads, latent_size, key_size), value_size = shapes[0], shapes[1][1]
+    shape = n_heads * (key_size + value_size), latent_size
+
+    def read() -> np.ndarray:
+        return np.concatenate([to_keys.read().swapaxes(1, 2), to_values.read()], axis=1).reshape(shape)
+
+    return StoredTensor(shape, to_keys.dtype_name, read)
 
 
 def uninitialized_latent(config: LatentConfig) -> Layer:

@@ -128,6 +128,7 @@ T5 = Family(
     to_config,
     to_fields,
     NAMES,
+    legacy_names={r"DenseReluDense\.wi_1\.": "DenseReluDense.wi."},  # as in GGUF files, with or without gates
     ignored=COPIES,
     new_model=uninitialized_encoder_decoder,
     fallbacks={"lm_head.weight": "shared.weight", "shared.weight": "encoder.embed_tokens.weight"},
@@ -138,4 +139,4 @@ GATED_NAMES: TensorNames = {
     ours: [name + part for name in names for part in (("_1", "_0") if name.endswith(".wi") else ("",))]
     for ours, names in NAMES.items()
 }
-T5_GATED = replace(T5, names=GATED_NAMES, applies_to=is_gated)
+T5_GATED = replace(T5, names=GATED_NAMES, legacy_names={}, applies_to=is_gated)
