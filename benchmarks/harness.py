@@ -1,8 +1,10 @@
 """Compare Tricycle with transformers in the LM Evaluation Harness, on local tasks (`python -m benchmarks.harness`).
 
 The tasks are made of texts at hand: last words of sentences, lines of code, and facts about numbers (to choose and to
-generate). The program prints the largest difference of a log-likelihood, the items with other choices or texts, and
-the seconds of both. It needs the extras `evaluation` and `smollm2`; without --folder it runs Tricycle alone.
+generate). The program prints the largest differences of log-likelihoods, the items with other choices or texts, and
+the seconds of both. Both compute in float32 and are also compared with transformers in float64, because float32
+sums of two programs differ by the errors of both. It needs the extras `evaluation` and `smollm2`; without --folder it
+runs Tricycle alone.
 """
 
 from __future__ import annotations
@@ -137,22 +139,27 @@ def main() -> int:
         ours, seconds = run("tricycle", f"pretrained={options.model}", Path(name), tasks)
         print(f"tricycle: {seconds:.1f} s")
         if options.folder:
-            arguments = f"pretrained={options.folder},dtype=float32,batch_size=8,device=cpu"
-            theirs, seconds = run("hf", arguments, Path(name), tasks)
+            arguments = f"pretrained={options.folder},batch_size=8,device=cpu"
+            theirs, seconds = run("hf", f"{arguments},dtype=float32", Path(name), tasks)
             print(f"transformers: {seconds:.1f} s")
-            print_comparison(ours, theirs)
+            scored = [task for task in tasks if not isinstance(ours[task][0][0], str)]
+            exact, _ = run("hf", f"{arguments},dtype=float64", Path(name), scored)
+            print_comparison(ours, theirs, exact)
     return 0
 
 
-def print_comparison(ours: dict[str, list[Any]], theirs: dict[str, list[Any]]) -> None:
-    """Print for each task the number of different texts, or choices and the largest log-likelihood difference."""
+def print_comparison(ours: dict[str, list[Any]], theirs: dict[str, list[Any]], exact: dict[str, list[Any]]) -> None:
+    """Print for each task the number of different texts, or choices and differences, also from `exact` values."""
     for task, rows in ours.items():
-        if isinstance(rows[0][0], str):
+        if task not in exact:
             n_other = sum(a != b for a, b in zip(rows, theirs[task]))
             print(f"{task}: {n_other} of {len(rows)} texts differ")
             continue
-        largest, n_other = largest_difference(rows, theirs[task])
-        print(f"{task}: largest difference {largest:.1e} nats, {n_other} of {len(rows)} choices differ")
+        tricycle, transformers, float64 = (rows, "Tricycle"), (theirs[task], "transformers"), (exact[task], "float64")
+        for one, other in ((tricycle, transformers), (tricycle, float64), (transformers, float64)):
+            largest, n_other = largest_difference(one[0], other[0])
+            names = f"{one[1]} from {other[1]}"
+            print(f"{task}: largest difference of {names} {largest:.1e} nats, {n_other} of {len(rows)} choices differ")
 
 
 def largest_difference(rows: list[Any], others: list[Any]) -> tuple[float, int]:

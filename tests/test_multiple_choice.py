@@ -117,9 +117,15 @@ def test_likelihoods_of_shared_prompts(folder, monkeypatch):
     pairs = [Pair([5, 6, 7], [token]) for token in range(9)] + [Pair([5, 6], [7, 3]), Pair([5, 6, 7], [4, 5])]
     expected = [next(likelihood for _, likelihood in iter_likelihoods(model, [pair])) for pair in pairs]
     calls = []
-    monkeypatch.setattr(type(model), "__call__", lambda self, ids: calls.append(ids.shape) or self.forward(ids))
+
+    def call(self, ids, **options):
+        logits = self.forward(ids, **options)
+        calls.append((ids.shape, logits.shape[:-1]))
+        return logits
+
+    monkeypatch.setattr(type(model), "__call__", call)
     found = dict(iter_likelihoods(model, pairs))
-    assert calls == [(2, 4)]
+    assert calls == [((2, 4), (4,))]  # two rows, and logits of the continuations alone
     for i, likelihood in enumerate(expected):
         assert found[i].logprob == pytest.approx(likelihood.logprob, abs=1e-5)
 

@@ -44,6 +44,7 @@ TABLE = [
     (WIDE, "Zen 4", 2, "numba", "rows and columns"),
     (WIDE, "AMX", 2, "numpy", "columns"),
     (ODD, "Zen 4", 2, "numpy", "rows"),
+    (ODD._replace(n_columns=1536), "Zen 4", 2, "numba", "rows and columns"),
     (WEIGHT_GRADIENT, "Zen 4", 2, "numpy", "terms"),
     (WEIGHT_GRADIENT, "AMX", 2, "numpy", "terms"),
     (NARROW, "Zen 4", 2, "onednn", "rows"),

@@ -87,7 +87,7 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
         row = vector_decline_reason(product.n_rows, 4 * product.n_inner * product.n_columns, product.right)
         vectors = widest_instruction_set(machine.features)
         tiles = tiled_decline_reason(shape, product.left) or tile_processor_decline_reason(machine)
-        tiles = tiles or tile_shape_decline_reason(shape[0], shape[2], vectors.tile_rows, vectors.lanes)
+        tiles = tiles or tile_shape_decline_reason(shape[2], vectors.lanes)
         reasons = {"numba": row and tiles, "onednn": few_rows_decline_reason(shape)}
     takers = (name for name, why in reasons.items() if why is None and name in machine.providers)
     provider = next(takers, "numpy")
@@ -133,11 +133,9 @@ def tile_processor_decline_reason(machine: Machine) -> str | None:
     return None if machine.blas in slower_blas and "GenuineIntel" not in machine.vendor else NO_TILED_MATMUL
 
 
-def tile_shape_decline_reason(n_rows: int, n_columns: int, tile_rows: int, lanes: int) -> str | None:
-    """Return why a result does not consist of whole tiles (`tile_rows` x `lanes`); None if it does."""
-    if n_rows % tile_rows or n_columns % lanes:
-        return f"multiples of {tile_rows} rows and {lanes} columns, got {n_rows} and {n_columns}"
-    return None
+def tile_shape_decline_reason(n_columns: int, lanes: int) -> str | None:
+    """Return why the columns of a result do not fill whole registers of `lanes` numbers; None if they do."""
+    return f"a multiple of {lanes} columns, got {n_columns}" if n_columns % lanes else None
 
 
 def amx_missing_reason(machine: Machine) -> str | None:

@@ -58,19 +58,23 @@ def iter_likelihoods(
     while rows:
         most = max(1, MAX_LOGITS // (len(rows[0]) * model.config.vocab_size))
         batch, rows = rows[: min(most, batch_size or most)], rows[min(most, batch_size or most) :]
-        for row, logits in zip(batch, _batch_logits(model, batch)):
+        n_scored = [max(len(pairs[i].continuation) for i in owners[row]) for row in batch]
+        for row, logits in zip(batch, _batch_logits(model, batch, n_scored)):
             for i in owners[row]:
-                yield i, _likelihood(logits[: len(row)], np.array(pairs[i].continuation))
+                yield i, _likelihood(logits, np.array(pairs[i].continuation))
 
 
-def _batch_logits(model: GPT, rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the logits (rows, T, V) of rows of ids, of which the first is the longest."""
+def _batch_logits(model: GPT, rows: Sequence[Sequence[int]], n_scored: Sequence[int]) -> list[np.ndarray]:
+    """Return the last `n_scored[i]` logits (N, V) of each row i of ids; the first row is the longest."""
     ids = np.zeros((len(rows), len(rows[0])), int)  # attention is causal: padding at the end has no effect
-    for padded, row in zip(ids, rows):
-        padded[: len(row)] = row
+    is_scored = np.zeros(ids.shape, bool)
+    for i, (row, n) in enumerate(zip(rows, n_scored)):
+        ids[i, : len(row)] = row
+        is_scored[i, len(row) - n : len(row)] = True
+    scored = tuple(model.place(index) for index in is_scored.nonzero())
     with model.evaluating():
-        logits: np.ndarray = model(model.place(ids)).numpy()
-    return logits
+        logits: np.ndarray = model(model.place(ids), output_fn=lambda hidden: model.logits(hidden[scored])).numpy()
+    return np.split(logits, np.cumsum(n_scored)[:-1])
 
 
 def _likelihood(logits: np.ndarray, tokens: np.ndarray) -> Likelihood:

@@ -47,7 +47,7 @@ def _matmul_decline_reason(
     loops = _loops()
     if loops is None:
         return matmul_plan.NO_TILED_MATMUL
-    return matmul_plan.tile_shape_decline_reason(shape[0], shape[2], loops.ROWS, loops.LANES)
+    return matmul_plan.tile_shape_decline_reason(shape[2], loops.LANES)
 
 
 @decline_when(_matmul_decline_reason)
