@@ -331,25 +331,30 @@ _LATENT_INPUTS = ("q", "q_a", "q_b", "kv_a_mqa", "kv_b", "k_b", "v_b")
 _EXPANSION = DEEPSEEK_V3.names["blocks.N.attention.expansion"][0]
 _PARTS = {f"blk.N.attn_{part}_b": _EXPANSION.replace("kv_b_proj", f"{part}_b_proj") for part in "kv"}
 
-_T5_BLOCK = {
-    "attention.softmax_scales": ["attn_rel_b.weight"],
-    "attention.qkv": ["attn_q", "attn_k", "attn_v"],
-    "attention.projection": ["attn_o"],
-    "attention_norm": ["attn_norm"],
-    "cross.query": ["cross_attn_q"],
-    "cross.key": ["cross_attn_k"],
-    "cross.value": ["cross_attn_v"],
-    "cross.projection": ["cross_attn_o"],
-    "cross_norm": ["cross_attn_norm"],
-    "mlp.up": ["ffn_up", "ffn_gate"],
-    "mlp.projection": ["ffn_down"],
-    "mlp_norm": ["ffn_norm"],
+_T5_STACK = {
+    "norm": ["output_norm"],
+    "blocks.N.attention.softmax_scales": ["blk.N.attn_rel_b.weight"],
+    "blocks.N.attention.qkv": ["blk.N.attn_q", "blk.N.attn_k", "blk.N.attn_v"],
+    "blocks.N.attention.projection": ["blk.N.attn_o"],
+    "blocks.N.attention_norm": ["blk.N.attn_norm"],
+    "blocks.N.cross.query": ["blk.N.cross_attn_q"],
+    "blocks.N.cross.key": ["blk.N.cross_attn_k"],
+    "blocks.N.cross.value": ["blk.N.cross_attn_v"],
+    "blocks.N.cross.projection": ["blk.N.cross_attn_o"],
+    "blocks.N.cross_norm": ["blk.N.cross_attn_norm"],
+    "blocks.N.mlp.up": ["blk.N.ffn_up", "blk.N.ffn_gate"],
+    "blocks.N.mlp.projection": ["blk.N.ffn_down"],
+    "blocks.N.mlp_norm": ["blk.N.ffn_norm"],
 }
-_T5 = {"encoder.embedding": "token_embd", "head": "output"}
-for _stack in ("encoder", "decoder"):
-    _T5[f"{_stack}.norm"] = f"{_stack[:3]}.output_norm"
-    for _layer, _parts in _T5_BLOCK.items():
-        _T5[f"{_stack}.blocks.N.{_layer}"] = " ".join(f"{_stack[:3]}.blk.N.{part}" for part in _parts)
+_T5 = {
+    "encoder.embedding": "token_embd",
+    "head": "output",
+    **{
+        f"{stack}.{layer}": " ".join(f"{stack[:3]}.{part}" for part in parts)
+        for stack in ("encoder", "decoder")
+        for layer, parts in _T5_STACK.items()
+    },
+}
 # A table of some files that no computation uses.
 _UNUSED = "decoder.block.N.layer.1.EncDecAttention.relative_attention_bias.weight"
 
