@@ -20,7 +20,6 @@ from tricycle.optimisers import AdamW
 from tricycle.pretrained import load
 from tricycle.pretrained.adapters import new_adapter
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.sampling import SamplingParams
 from tricycle.tensor import no_grad
 from tricycle.weights import quantize
@@ -175,11 +174,6 @@ def test_a_model_with_few_layers_of_experts_loads(tmp_path: Path) -> None:
 def test_what_no_family_computes_is_not_exported(fields: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"deepseek_v2 does not support .*{next(iter(fields))}"):
         export_folder(small(**fields), None, tmp_path / "model")
-
-
-def test_gguf_files_are_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no family has a LatentConfig"):
-        export_gguf(small(), None, tmp_path / "model.gguf", "F32")
 
 
 # -------------------------------------------------------------------- configs

@@ -43,7 +43,7 @@ def test_blocks_are_parsed():
 
 
 # -------------------------------------------------------------------- python
-NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
+NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[+-]?\d+)? *")  # NumPy fills up numbers with fewer digits by spaces
 
 
 def run_block(block: str, names: dict) -> None:

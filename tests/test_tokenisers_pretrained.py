@@ -326,7 +326,7 @@ def test_gguf_ids_match_tokenizer_json(name, model, values):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "t5"}, "ggml.model.*gpt2, llama.*'t5'"),
+        ({"model": "rwkv"}, "ggml.model.*gpt2, llama.*'rwkv'"),
         ({"model": None}, "ggml.model.*str.*None"),
         ({"pre": "unheard-of"}, "ggml.pre.*gpt-2, .*'unheard-of'"),
         ({"tokens": []}, r"ggml.tokens.*got \[\]"),

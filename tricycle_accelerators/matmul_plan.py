@@ -9,7 +9,11 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+
+from tricycle import kernels
 from tricycle.kernels import FEW_ROWS
+from tricycle.kernels.explanation import explain
 from tricycle_accelerators import processor, threads
 from tricycle_accelerators.instruction_sets import widest_instruction_set
 
@@ -194,3 +198,11 @@ def blas_partition(shape: Shape, right: str, has_out: bool = False) -> str:
     if right == "columns" and n_rows <= MAX_COLUMN_CHUNK_ROWS < n_columns:
         return "pieces of columns"
     return inner_or_longer_axis(shape)
+
+
+# Cache: valid for the life of the process: depends on the processor and on the installed providers.
+@cache
+def multiplies_bfloat16() -> bool:
+    """Return whether the processor multiplies bfloat16 in less time than float32, and a provider does so."""
+    report = explain(kernels.matmul_operand, np.ones((1, 1), np.float32), "bfloat16")
+    return report.provider in ("onednn", "mkl") and not {"avx512_bf16", "amx_bf16"}.isdisjoint(this_machine().features)

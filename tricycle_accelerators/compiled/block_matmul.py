@@ -12,8 +12,7 @@ from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, BlockMatrix, count_blocks
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.compiled.vector_matmul import spin_team
-from tricycle_accelerators.cpu.quantized import multiplies_bfloat16
-from tricycle_accelerators.matmul_plan import this_machine
+from tricycle_accelerators.matmul_plan import multiplies_bfloat16, this_machine
 from tricycle_accelerators.providers import decline_when
 
 TILE_ROWS = 6  # from this number of rows on, unpacking the blocks once takes less time than multiplying each row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,10 @@ from tricycle import kernels
 from tricycle.devices import Array
 from tricycle.kernels import FEW_ROWS
 from tricycle.kernels.dispatch import is_16_bit
-from tricycle.kernels.explanation import explain
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle_accelerators import buffers, chunks, threads
-from tricycle_accelerators.matmul_plan import this_machine
+from tricycle_accelerators.matmul_plan import multiplies_bfloat16
 from tricycle_accelerators.providers import decline_when
 
 
@@ -58,11 +56,3 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = Non
     if bias is not None:
         product += bias
     return product
-
-
-# Cache: valid for the life of the process: depends on the processor and on the installed providers.
-@cache
-def multiplies_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16 in less time than float32, and a provider does so."""
-    report = explain(kernels.matmul_operand, np.ones((1, 1), np.float32), "bfloat16")
-    return report.provider in ("onednn", "mkl") and not {"avx512_bf16", "amx_bf16"}.isdisjoint(this_machine().features)
