@@ -601,7 +601,7 @@ print(registers.LANES, int(pytest.main(["-q", "-p", "no:cacheprovider", "-x", *F
     ids=["AVX2", "SSE2"],
 )
 def test_loops_compiled_for_older_processors_pass_their_tests(cpu, features, lanes, names, tmp_path):
-    """Run the tests of attention and of products of a few rows with code compiled for processors without AVX-512."""
+    """Run the tests of attention, vector and quantized products with code compiled for processors without AVX-512."""
     files = [str(Path(__file__).with_name(file)) for file in names]
     variables = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
     code = AS_OLDER.replace("FILES", repr(files))

@@ -1,11 +1,11 @@
-"""Per-layer inputs: each block also receives a short vector for each token, from an embedding table of its own.
+"""Per-layer inputs: each block also receives a short vector for each token, from a separate embedding table.
 
 A model's memory for facts about tokens is its embedding table, but only the first block sees its rows. Here a second
 table has P numbers for each token and each of L layers, all looked up before the first block. The table is large (in
 Gemma 3n a third of all parameters), but a token needs one row of it and no product, so that it may remain on a slower
 device. A block multiplies its vector with a gate, so that the context determines which of the P numbers it uses.
 
-The vectors also have a part that is projected from the token embedding, which has no table of its own.
+The vectors also have a part that is projected from the token embedding, without a table.
 
 Source: Google 2025, "Gemma 3n" (model card and code), which calls them per-layer embeddings.
 

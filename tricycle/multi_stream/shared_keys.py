@@ -33,7 +33,7 @@ class SharedKeyAttention(MultiHead):
 
     Args:
         config: of the model. layer: the index of the block.
-        has_keys: whether the layer has the matrix of its own keys and values.
+        has_keys: whether the layer computes keys and values, instead of receiving those of an earlier one.
         initialiser, generator: of the initial weights; the generator also draws dropout masks.
     """
 

@@ -46,7 +46,7 @@ from tricycle_accelerators.compiled.registers import (
 TILE_VECTORS = N_REGISTERS // 4  # vectors of a tile: each has a register of integer sums and one of float32 sums
 FOURS = PART // 4
 REGISTER = 4 * LANES  # bytes
-INTEGERS, WORDS = ir.VectorType(BYTE, REGISTER), ir.VectorType(PAIR, LANES)
+INTEGERS = ir.VectorType(BYTE, REGISTER)
 # The kinds of formats that a tile distinguishes, and the kind of each format, in their order.
 KINDS = sorted({(form.n_scales, form.has_minima, form.signed) for form in FORMATS.values()})
 KIND_OF_FORMAT = tuple(KINDS.index((form.n_scales, form.has_minima, form.signed)) for form in FORMATS.values())
