@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.attention_blocks import HeadGroup, head_major, make_head_groups
 from tricycle_accelerators.compiled.elementwise import FLOAT32
 from tricycle_accelerators.compiled.loader import load_loops
+from tricycle_accelerators.compiled.vector_matmul import spin_team
 from tricycle_accelerators.providers import decline_when
 
 LEAST_QUERIES = 16
@@ -72,20 +75,24 @@ def _few_decline_reason(
 def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, off_by_one: bool) -> Any:
     """Return output and logsumexp of a text's few queries, one at a time, so that batching changes no result."""
     n_queries, n_keys = q.shape[1], k.shape[1]
-    keys, values = k[0], v[0]
+    keys, values, numbers = k[0], v[0], load_loops("decode_loops").NUMBER_TYPES[k.dtype.name]
     out = np.empty(q.shape, np.float32)
     logsumexp = np.empty((1, q.shape[2], n_queries), np.float32)
-    attend = load_loops("loops").decode_attention
-    narrow: tuple[Any, ...] = ()
-    if keys.dtype != FLOAT32:
-        narrow = NO_SCALES, NO_SCALES, keys.dtype != np.float16
-        attend = load_loops("loops").decode_attention_narrow
+    if k.dtype != FLOAT32:
         keys, values = keys.view(np.uint16), values.view(np.uint16)
     for t in range(n_queries):
         seen = _visible_keys(score_options, t, n_keys)
-        options = *narrow, score_options.scale, off_by_one
-        attend(q[0, t], keys[seen], values[seen], *options, out[0, t], logsumexp[0, :, t])
+        cached = keys[seen], values[seen], NO_SCALES, NO_SCALES, numbers
+        _attend_one(q[0, t], cached, score_options.scale, off_by_one, out[0, t], logsumexp[0, :, t])
     return out, logsumexp
+
+
+def _attend_one(q: np.ndarray, cached: Sequence[Any], scale: float, off_by_one: bool, *results: np.ndarray) -> None:
+    """Write attention and logsumexp of a query (H, D) to keys, values, their scales and type, by spinning threads."""
+    loops = load_loops("decode_loops")
+    spin_team().run(
+        partial(loops.decode_attention, q, *cached, scale, off_by_one, *results, loops.attend_to_units.address)
+    )
 
 
 def _visible_keys(score_options: ScoreOptions, t: int, n_keys: int) -> slice:
@@ -119,13 +126,13 @@ def quantized_attention(
     """Return attention (B, T, H, D) of a few queries to an int8 cache, converting some keys and values at a time."""
     out = np.empty(q.shape, np.float32)
     logsumexp = np.empty(q.shape[2], np.float32)
-    attend = load_loops("loops").decode_attention_narrow
+    numbers = load_loops("decode_loops").INT8
     for i in range(len(q)):
         for t in range(q.shape[1]):
             seen = _visible_keys(score_options, t, k.shape[1])
             keys, values = k[i, seen], v[i, seen]
-            options = keys.scales, values.scales, False, score_options.scale, off_by_one
-            attend(np.ascontiguousarray(q[i, t]), keys.values, values.values, *options, out[i, t], logsumexp)
+            cached = keys.values, values.values, keys.scales, values.scales, numbers
+            _attend_one(np.ascontiguousarray(q[i, t]), cached, score_options.scale, off_by_one, out[i, t], logsumexp)
     return out
 
 

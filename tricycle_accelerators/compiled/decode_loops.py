@@ -1,0 +1,290 @@
+"""Numba loops for the attention of one query to the KV cache, shared by spinning threads. The import compiles them.
+
+The cache is read once for each token, so attention takes the time in which it comes from memory. Threads attend to
+units of UNIT tokens each; their results are added with the weights of the units, as softmax over all tokens asks for.
+Units do not depend on the number of threads, so neither do the bits of the result.
+
+Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
+
+Shapes: K heads of keys, G heads of queries for each, H = K G, D head size, S tokens so far, N blocks of a head, U units.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from tricycle_accelerators.compiled.jit import (
+    ANY_ORDER,
+    FEATURES,
+    IS_ARM64,
+    OPTIONS,
+    ZERO,
+    bfloat16_to_float32,
+    compile_loop,
+    exp,
+    intrinsic,
+    maximum,
+    overload_by_types,
+)
+from tricycle_accelerators.compiled.registers import prefetch_line
+from tricycle_accelerators.compiled.vector_loops import run_job
+from tricycle_accelerators.compiled.vector_rows import (
+    FUNCTION,
+    KIND,
+    N_PARTS,
+    N_ROWS,
+    OTHER,
+    OUT,
+    ROWS,
+    SCALES,
+    SIZE,
+    STRIDE,
+    SUMS,
+    X,
+    pointer_to,
+)
+
+UNIT = 64  # tokens
+CONVERTED = 16  # tokens whose keys or values are converted to float32 at a time
+AHEAD = 16  # tokens: values that are prefetched before they are needed, as the processor does not foresee their order
+# More fields of a job: the address of the values, tokens, query heads, key heads, blocks of a head with one scale, and
+# the type of the cache's numbers. Scales of keys are at SCALES, those of values at SUMS.
+VALUES, N_TOKENS, N_HEADS, N_KEY_HEADS, N_BLOCKS, NUMBERS = range(FUNCTION + 1, FUNCTION + 7)
+FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)
+NUMBER_TYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
+if FEATURES.get("f16c") or IS_ARM64:  # elsewhere no instruction converts float16
+    NUMBER_TYPES["float16"] = FLOAT16
+
+
+@intrinsic
+def _float16_to_float32(context: Any, bits: Any) -> Any:
+    """Convert the bits of a float16 (uint16) to float32 by an instruction of the processor (Numba intrinsic)."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), code
+
+
+if "float16" not in NUMBER_TYPES:
+    _float16_to_float32 = bfloat16_to_float32  # never called
+
+
+@overload_by_types
+def _float32_rows(rows: Any, scales: Any, is_float16: Any, converted: Any) -> Any:
+    """Return rows (n, K, D) of the cache as float32: themselves, or written to the first of `converted`."""
+    if rows.dtype == types.float32:
+        return lambda rows, scales, is_float16, converted: rows
+    if rows.dtype == types.int8:
+        return lambda rows, scales, is_float16, converted: _dequantize(rows, scales, converted)
+    return lambda rows, scales, is_float16, converted: _widen(rows, is_float16, converted)
+
+
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def _widen(rows: np.ndarray, is_float16: bool, converted: np.ndarray) -> Any:
+    """Write float16 or bfloat16 numbers, given as bits, to the first of `converted` as float32; return those."""
+    source, out = rows.reshape(-1), converted.reshape(-1)
+    if is_float16:
+        for i in range(len(source)):
+            out[i] = _float16_to_float32(source[i])
+    else:
+        for i in range(len(source)):
+            out[i] = bfloat16_to_float32(source[i])
+    return converted[: len(rows)]
+
+
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def _dequantize(rows: np.ndarray, scales: np.ndarray, converted: np.ndarray) -> Any:
+    """Write int8 numbers times their block's scale, bfloat16 bits, to the first of `converted`; return those."""
+    source, out, of_blocks = rows.reshape(-1), converted.reshape(-1), scales.reshape(-1)
+    for i in range(len(source)):  # two loops, as LLVM checks once whether the arrays of this one overlap
+        out[i] = np.float32(source[i])
+    size = len(source) // max(1, len(of_blocks))
+    for n in range(len(of_blocks)):
+        scale, block = bfloat16_to_float32(of_blocks[n]), out[n * size : (n + 1) * size]
+        for i in range(size):
+            block[i] *= scale
+    return converted[: len(rows)]
+
+
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def _write_scores(q: np.ndarray, keys: np.ndarray, scores: np.ndarray) -> None:
+    """Write the dot products (H, n) of queries (H, D) and keys (n, K, D); each key is read once."""
+    n_heads, size = q.shape
+    n_tokens, n_key_heads, _ = keys.shape
+    group = n_heads // n_key_heads
+    for s in range(n_tokens):
+        for k in range(n_key_heads):
+            for h in range(k * group, (k + 1) * group):
+                score = ZERO
+                for d in range(size):
+                    score += q[h, d] * keys[s, k, d]
+                scores[h, s] = score
+
+
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def _write_weights(scores: np.ndarray, largest: np.ndarray, totals: np.ndarray) -> None:
+    """Replace scores (H, n) by exp(score - largest of the row); write the largest and the totals of rows (H,)."""
+    for h in range(len(scores)):
+        row = scores[h]
+        most = row[0]
+        for s in range(len(row)):
+            most = maximum(most, row[s])
+        total = ZERO
+        for s in range(len(row)):
+            row[s] = exp(row[s] - most)
+            total += row[s]
+        largest[h], totals[h] = most, total
+
+
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def _add_weighted_values(weights: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
+    """Add the products of weights (H, n) and values (n, K, D) to `out` (H, D), four values at a time."""
+    n_heads, size = out.shape
+    n_tokens, n_key_heads, _ = values.shape
+    group = n_heads // n_key_heads
+    fours = n_tokens - n_tokens % 4
+    for s in range(0, fours, 4):
+        start = values.ctypes.data + (s + AHEAD) * values.strides[0]
+        for address in range(start, start + 4 * values.strides[0], 64):
+            prefetch_line(address)
+        for k in range(n_key_heads):
+            a, b, c, d = values[s, k], values[s + 1, k], values[s + 2, k], values[s + 3, k]
+            for h in range(k * group, (k + 1) * group):
+                row = out[h]
+                of_a, of_b, of_c, of_d = weights[h, s], weights[h, s + 1], weights[h, s + 2], weights[h, s + 3]
+                for i in range(size):
+                    row[i] += of_a * a[i] + of_b * b[i] + of_c * c[i] + of_d * d[i]
+    for s in range(fours, n_tokens):
+        for h in range(n_heads):
+            for i in range(size):
+                out[h, i] += weights[h, s] * values[s, h // group, i]
+
+
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def _attend_to_unit(box: Any, unit: int, number: Any, n_bytes: int) -> None:
+    """Write a unit's part of a job: for each head sums of weighted values (D), the largest score, and the total.
+
+    Args:
+        number: any number of the cache's type; bits (uint16) for floats of 16 bits.
+        n_bytes: of a number.
+    """
+    first, n_heads, n_key_heads, size = unit * UNIT, box[N_HEADS], box[N_KEY_HEADS], box[SIZE]
+    n_tokens, per_token = min(UNIT, box[N_TOKENS] - first), n_key_heads * size
+    q = numba.carray(pointer_to(box[X], ZERO), (n_heads, size))
+    part = numba.carray(pointer_to(box[OUT], ZERO), (unit + 1, n_heads * (size + 2)))[unit]
+    sums = part[: n_heads * size].reshape(n_heads, size)
+    weights = np.empty((n_heads, n_tokens), np.float32)
+    step = UNIT if box[NUMBERS] == FLOAT32 else CONVERTED
+    converted = np.empty((CONVERTED, n_key_heads, size), np.float32)
+    for of_values in range(2):
+        if of_values:
+            _write_weights(weights, part[n_heads * size : n_heads * (size + 1)], part[n_heads * (size + 1) :])
+            sums[:] = 0
+        address, scales_address = box[VALUES if of_values else ROWS], box[SUMS if of_values else SCALES]
+        for start in range(0, n_tokens, step):
+            stop, token = min(n_tokens, start + step), first + start
+            stored = pointer_to(address + token * per_token * n_bytes, number)
+            scale = pointer_to(scales_address + 2 * token * n_key_heads * box[N_BLOCKS], np.uint16(0))
+            rows = _float32_rows(
+                numba.carray(stored, (stop - start, n_key_heads, size)),
+                numba.carray(scale, (stop - start, n_key_heads, box[N_BLOCKS])),
+                box[NUMBERS] == FLOAT16,
+                converted,
+            )
+            if of_values:
+                _add_weighted_values(weights[:, start:stop], rows, sums)
+            else:
+                _write_scores(q, rows, weights[:, start:stop])
+
+
+def _attend_to_units(place: int, start: int, stop: int) -> None:
+    """Write some units' parts of a job; `place` is the address of its mailbox."""
+    box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 7,))
+    for unit in range(start, stop):
+        if box[NUMBERS] == FLOAT32:
+            _attend_to_unit(box, unit, ZERO, 4)
+        elif box[NUMBERS] == INT8:
+            _attend_to_unit(box, unit, np.int8(0), 1)
+        else:
+            _attend_to_unit(box, unit, np.uint16(0), 2)
+
+
+attend_to_units: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_attend_to_units)
+
+
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def _add_units(parts: np.ndarray, off_by_one: bool, out: np.ndarray, logsumexp: np.ndarray) -> None:
+    """Write the results (H, D) and the logsumexp (H,) of softmax, or softmax1, over the tokens of all units' parts."""
+    n_heads, size = out.shape
+    for h in range(n_heads):
+        most_at, total_at = n_heads * size + h, n_heads * (size + 1) + h
+        most = ZERO if off_by_one else parts[0, most_at]
+        for part in parts:
+            most = maximum(most, part[most_at])
+        total = exp(-most) if off_by_one else ZERO
+        out[h] = 0
+        for part in parts:
+            weight = exp(part[most_at] - most)
+            total += weight * part[total_at]
+            for i in range(size):
+                out[h, i] += weight * part[h * size + i]
+        for i in range(size):
+            out[h, i] /= total
+        logsumexp[h] = most + np.float32(math.log(total))
+
+
+@compile_loop(
+    [
+        f"i8(f4[:, ::1], {x}[:, :, ::1], {x}[:, :, ::1], u2[:, :, ::1], u2[:, :, ::1], i8, f4, b1, f4[:, ::1], f4[:], "
+        "i8, i8[::1], i8)"
+        for x in ("f4", "u2", "i1")
+    ]
+)
+def decode_attention(
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    key_scales: np.ndarray,
+    value_scales: np.ndarray,
+    numbers: int,
+    scale: float,
+    off_by_one: bool,
+    out: np.ndarray,
+    logsumexp: np.ndarray,
+    function: int,
+    box: np.ndarray,
+    n_threads: int,
+) -> int:
+    """Write attention of q (H, D) to keys, values (S, K, D), softmax1 if `off_by_one`, to `out` and `logsumexp`.
+
+    Args:
+        key_scales, value_scales: (S, K, N), bits of bfloat16, of an int8 cache; (0, 0, 0) for others.
+        numbers: the type of keys and values: FLOAT32, FLOAT16, BFLOAT16 (both as bits) or INT8.
+        function: the address of `attend_to_units`.
+
+    Returns:
+        As `vector_loops.multiply_vector`.
+    """
+    (n_heads, size), n_tokens = q.shape, len(keys)
+    n_units = (n_tokens + UNIT - 1) // UNIT
+    scaled = q * scale
+    parts = np.empty((n_units, n_heads * (size + 2)), np.float32)
+    box[KIND], box[FUNCTION], box[N_PARTS] = OTHER, function, n_threads
+    box[X], box[OUT], box[SIZE] = scaled.ctypes.data, parts.ctypes.data, size
+    box[ROWS], box[VALUES] = keys.ctypes.data, values.ctypes.data
+    box[STRIDE], box[N_ROWS] = keys.strides[0] * UNIT, n_units
+    box[SCALES], box[SUMS] = key_scales.ctypes.data, value_scales.ctypes.data
+    box[N_TOKENS], box[N_HEADS], box[N_KEY_HEADS] = n_tokens, n_heads, keys.shape[1]
+    box[N_BLOCKS], box[NUMBERS] = key_scales.shape[2], numbers
+    waited = run_job(box)
+    _add_units(parts, off_by_one, out, logsumexp)
+    if len(scaled) == 0:  # named here, or its memory would be free by now
+        return 0
+    return waited
