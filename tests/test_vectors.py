@@ -1,4 +1,4 @@
-"""Products of one row and a matrix, which threads share while they spin (`compiled/vectors.py`)."""
+"""Products of one row and a matrix, and attention of one query, which threads share while they spin."""
 
 import os
 import threading
@@ -7,12 +7,14 @@ import time
 import numpy as np
 import pytest
 
+from tricycle.kernels import ScoreOptions
 from tricycle.kernels.quantized import QuantizedMatrix
+from tricycle.kernels.reference import attention as reference
 from tricycle_accelerators import matmul_plan, threads
 
 pytest.importorskip("numba")
 pytest.importorskip("ml_dtypes")
-from tricycle_accelerators.compiled import vector_matmul
+from tricycle_accelerators.compiled import attention, decode_loops, vector_matmul
 
 KINDS = ["float32", "bfloat16", "int8"]
 SHAPES = [(1, 1), (5, 64), (300, 576), (577, 100), (64, 1536), (4097, 67), (2, 130)]  # (columns, inner)
@@ -185,3 +187,20 @@ def test_unsupported_arguments_are_declined_with_a_reason(team, monkeypatch, kin
     assert decline_reason(x, matrix, out=np.empty((1, 40), np.float32)).startswith("a place or a dtype")
     monkeypatch.setattr(matmul_plan, "MIN_VECTOR_BYTES", 2**17)
     assert "131072 bytes" in decline_reason(x, matrix)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("n_keys", [1, decode_loops.UNIT - 1, decode_loops.UNIT + 1, 5 * decode_loops.UNIT + 3])
+@pytest.mark.parametrize("off_by_one", [False, True])
+def test_attention_of_one_query_does_not_depend_on_threads(team, monkeypatch, dtype, n_keys, off_by_one):
+    rng = np.random.default_rng(n_keys)
+    q = rng.standard_normal((1, 1, 6, 20)).astype(np.float32)
+    k, v = rng.standard_normal((2, 1, n_keys, 3, 20)).astype(np.dtype(dtype))
+    options = ScoreOptions(0.3, n_keys - 1)
+    shared = attention.attention(q, k, v, options, off_by_one)
+    monkeypatch.setattr(threads, "n_threads", lambda: 1)
+    alone = attention.attention(q, k, v, options, off_by_one)
+    expected = reference.attention(*(x.astype(np.float64) for x in (q, k, v)), options, off_by_one)
+    for one, other, exact in zip(shared, alone, expected):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(one, exact, 2e-6, 2e-6)

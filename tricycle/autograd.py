@@ -270,6 +270,5 @@ def grad_enabled_for(*args: Node) -> bool:
     """Return whether an operation on these Tensors records a backward function, and so must save its inputs."""
     for arg in args:
         if arg.requires_grad:
-            modes = current_modes.get()
-            return not modes or all(mode.builds_graph for mode in modes)
+            return all(mode.builds_graph for mode in current_modes.get())
     return False

@@ -178,13 +178,15 @@ def record(
     if is_batched is None:
         is_batched = any_batched
     modes = autograd.current_modes.get()  # via the module, which is faster than an imported name
-    if not requires_grad or (modes and not all(mode.builds_graph for mode in modes)):
+    for mode in modes:  # a loop is faster than `all`
+        if not mode.builds_graph:
+            requires_grad = False
+    if not requires_grad:
         return Tensor(array, False, is_batched, name)
     result = Tensor(array, True, is_batched, name, args, backward, saved)
-    if modes:  # usually empty; the check is faster than an empty loop
-        for mode in modes:
-            if mode.on_record is not None:
-                mode.on_record(result)
+    for mode in modes:
+        if mode.on_record is not None:
+            mode.on_record(result)
     return result
 
 

@@ -22,7 +22,6 @@ from tricycle_accelerators.providers import decline_when
 LEAST_QUERIES = 16
 MASK_OR_CAP = "a mask or a soft-cap"
 NO_SCALES = np.empty((0, 0, 0), np.uint16)
-MANY_SCORES = 2**19  # of a query: more are shared by threads
 
 
 def _many_decline_reason(
@@ -50,14 +49,11 @@ def _few_decline_reason(
 
     The caller has seen that they are at most FEW_ROWS.
     """
-    n_items, n_queries, n_heads, _ = q.shape
-    n_keys = k.shape[1]
+    n_items, n_queries, n_keys = *q.shape[:2], k.shape[1]
     if mask is not None or score_options.softcap is not None:
         return MASK_OR_CAP
     if n_items != 1 or not n_queries:
         return f"few queries of one text alone, got {n_queries} of {n_items}"
-    if n_heads * n_keys >= MANY_SCORES:
-        return f"few queries with {MANY_SCORES} scores each or more"
     if score_options.offset is not None and score_options.offset + n_queries != n_keys:
         return "few queries that are not at the last keys"
     if (dtype is not None and dtype != FLOAT32) or q.dtype != FLOAT32:
@@ -65,6 +61,8 @@ def _few_decline_reason(
     kept = k.dtype
     if v.dtype != kept or not (kept == FLOAT32 or is_16_bit(k)):
         return f"keys and values of one dtype, float32 or of 16 bits, got {kept} and {v.dtype}"
+    if kept == np.float16 and not load_loops("decode_loops").HAS_FLOAT16:
+        return "a processor that converts float16"
     if v.shape != k.shape or not k.size:
         return f"keys and values of one size, got {k.shape} and {v.shape}"
     if not (q[0, 0].flags.carray and k[0].flags.carray and v[0].flags.carray):
@@ -75,10 +73,12 @@ def _few_decline_reason(
 def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, off_by_one: bool) -> Any:
     """Return output and logsumexp of a text's few queries, one at a time, so that batching changes no result."""
     n_queries, n_keys = q.shape[1], k.shape[1]
-    keys, values, numbers = k[0], v[0], load_loops("decode_loops").NUMBER_TYPES[k.dtype.name]
+    keys, values, loops = k[0], v[0], load_loops("decode_loops")
+    numbers = loops.FLOAT32
     out = np.empty(q.shape, np.float32)
     logsumexp = np.empty((1, q.shape[2], n_queries), np.float32)
     if k.dtype != FLOAT32:
+        numbers = loops.FLOAT16 if k.dtype == np.float16 else loops.BFLOAT16
         keys, values = keys.view(np.uint16), values.view(np.uint16)
     for t in range(n_queries):
         seen = _visible_keys(score_options, t, n_keys)

@@ -53,13 +53,11 @@ from tricycle_accelerators.compiled.vector_rows import (
 UNIT = 64  # tokens
 CONVERTED = 16  # tokens whose keys or values are converted to float32 at a time
 AHEAD = 16  # tokens: values that are prefetched before they are needed, as the processor does not foresee their order
-# More fields of a job: the address of the values, tokens, query heads, key heads, blocks of a head with one scale, and
-# the type of the cache's numbers. Scales of keys are at SCALES, those of values at SUMS.
-VALUES, N_TOKENS, N_HEADS, N_KEY_HEADS, N_BLOCKS, NUMBERS = range(FUNCTION + 1, FUNCTION + 7)
+# More fields of a job: the address of the values, tokens, query heads, key heads, blocks of a head with one scale, the
+# type of the cache's numbers, and the factor of scores, a float32. Scales of keys are at SCALES, of values at SUMS.
+VALUES, N_TOKENS, N_HEADS, N_KEY_HEADS, N_BLOCKS, NUMBERS, FACTOR = range(FUNCTION + 1, FUNCTION + 8)
 FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)
-NUMBER_TYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
-if FEATURES.get("f16c") or IS_ARM64:  # elsewhere no instruction converts float16
-    NUMBER_TYPES["float16"] = FLOAT16
+HAS_FLOAT16 = bool(FEATURES.get("f16c") or IS_ARM64)  # whether an instruction converts float16
 
 
 @intrinsic
@@ -72,7 +70,7 @@ def _float16_to_float32(context: Any, bits: Any) -> Any:
     return types.float32(types.uint16), code
 
 
-if "float16" not in NUMBER_TYPES:
+if not HAS_FLOAT16:
     _float16_to_float32 = bfloat16_to_float32  # never called
 
 
@@ -114,8 +112,8 @@ def _dequantize(rows: np.ndarray, scales: np.ndarray, converted: np.ndarray) -> 
 
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def _write_scores(q: np.ndarray, keys: np.ndarray, scores: np.ndarray) -> None:
-    """Write the dot products (H, n) of queries (H, D) and keys (n, K, D); each key is read once."""
+def _write_scores(q: np.ndarray, keys: np.ndarray, factor: float, scores: np.ndarray) -> None:
+    """Write `factor` times the dot products (H, n) of queries (H, D) and keys (n, K, D); each key is read once."""
     n_heads, size = q.shape
     n_tokens, n_key_heads, _ = keys.shape
     group = n_heads // n_key_heads
@@ -125,7 +123,7 @@ def _write_scores(q: np.ndarray, keys: np.ndarray, scores: np.ndarray) -> None:
                 score = ZERO
                 for d in range(size):
                     score += q[h, d] * keys[s, k, d]
-                scores[h, s] = score
+                scores[h, s] = score * factor
 
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
@@ -178,6 +176,7 @@ def _attend_to_unit(box: Any, unit: int, number: Any, n_bytes: int) -> None:
     first, n_heads, n_key_heads, size = unit * UNIT, box[N_HEADS], box[N_KEY_HEADS], box[SIZE]
     n_tokens, per_token = min(UNIT, box[N_TOKENS] - first), n_key_heads * size
     q = numba.carray(pointer_to(box[X], ZERO), (n_heads, size))
+    factor = numba.carray(pointer_to(box.ctypes.data + 8 * FACTOR, ZERO), (1,))
     part = numba.carray(pointer_to(box[OUT], ZERO), (unit + 1, n_heads * (size + 2)))[unit]
     sums = part[: n_heads * size].reshape(n_heads, size)
     weights = np.empty((n_heads, n_tokens), np.float32)
@@ -201,12 +200,12 @@ def _attend_to_unit(box: Any, unit: int, number: Any, n_bytes: int) -> None:
             if of_values:
                 _add_weighted_values(weights[:, start:stop], rows, sums)
             else:
-                _write_scores(q, rows, weights[:, start:stop])
+                _write_scores(q, rows, factor[0], weights[:, start:stop])
 
 
 def _attend_to_units(place: int, start: int, stop: int) -> None:
     """Write some units' parts of a job; `place` is the address of its mailbox."""
-    box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 7,))
+    box = numba.carray(pointer_to(place, np.int64(0)), (FACTOR + 1,))
     for unit in range(start, stop):
         if box[NUMBERS] == FLOAT32:
             _attend_to_unit(box, unit, ZERO, 4)
@@ -274,17 +273,15 @@ def decode_attention(
     """
     (n_heads, size), n_tokens = q.shape, len(keys)
     n_units = (n_tokens + UNIT - 1) // UNIT
-    scaled = q * scale
     parts = np.empty((n_units, n_heads * (size + 2)), np.float32)
     box[KIND], box[FUNCTION], box[N_PARTS] = OTHER, function, n_threads
-    box[X], box[OUT], box[SIZE] = scaled.ctypes.data, parts.ctypes.data, size
+    box[X], box[OUT], box[SIZE] = q.ctypes.data, parts.ctypes.data, size
     box[ROWS], box[VALUES] = keys.ctypes.data, values.ctypes.data
     box[STRIDE], box[N_ROWS] = keys.strides[0] * UNIT, n_units
     box[SCALES], box[SUMS] = key_scales.ctypes.data, value_scales.ctypes.data
     box[N_TOKENS], box[N_HEADS], box[N_KEY_HEADS] = n_tokens, n_heads, keys.shape[1]
     box[N_BLOCKS], box[NUMBERS] = key_scales.shape[2], numbers
+    numba.carray(pointer_to(box.ctypes.data + 8 * FACTOR, ZERO), (1,))[0] = scale
     waited = run_job(box)
     _add_units(parts, off_by_one, out, logsumexp)
-    if len(scaled) == 0:  # named here, or its memory would be free by now
-        return 0
     return waited
