@@ -150,7 +150,7 @@ def autograd_step(task: str, config: GPTConfig) -> Step:
 
 
 def torch_step(task: str, config: GPTConfig) -> Step:
-    """Return a function that computes a task's gradients by eager PyTorch; for "hvp-", of <gradient, tangents>."""
+    """Return a function for eager PyTorch's gradients of "chain" or "mlp-..."; else GPT's Hessian-vector product."""
     import torch
     from torch.autograd import grad
     from torch.nn import functional as F

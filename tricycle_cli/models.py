@@ -249,7 +249,7 @@ class SamplingFlags:
     """seed of the random generator: the same seed gives the same text"""
 
     def for_model(self, loaded: Pretrained, fallback: dict[str, Any] | None = None) -> PenalizedSamplingParams:
-        """Return the model's sampling parameters (if none, `fallback`) with its stop tokens, replaced by given flags.
+        """Return the model's sampling, with given flags; `fallback` changes it for a pretrained model without settings.
 
         Args:
             loaded: the model with its generation settings.

@@ -120,7 +120,7 @@ def contains_run(folder: Path) -> bool:
 
 
 def claim_new_folder(folder: Path) -> None:
-    """Raise ValueError if the folder contains a run; else delete the config.json of an incomplete one."""
+    """Raise ValueError if the folder has a run, even with no checkpoint; else delete a config.json left alone there."""
     if contains_run(folder):
         raise ValueError(f"{folder} contains a run already: continue it with --resume, or use another --run-folder")
     (folder / "config.json").unlink(missing_ok=True)  # without data.json

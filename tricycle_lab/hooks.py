@@ -79,7 +79,7 @@ def add_hook(target: Any, kind: str, function: Callable[..., Any]) -> RemoveHook
 
 
 def attention_of(layer: Layer) -> Any:
-    """Return the attention op of a layer; None if it has none."""
+    """Return an attention layer's `attention` if it has `score_options`; None for others, such as whole blocks."""
     attention = getattr(layer, "attention", None)
     return attention if hasattr(attention, "score_options") else None
 

@@ -73,7 +73,7 @@ def _token_rules(kind: int, string: str, statement: str, previous: list[str]) ->
 
 
 def label_tokens(text: str, pieces: Sequence[str]) -> np.ndarray:
-    """Return which of RULES hold per token of a file, booleans (T, len(RULES)); ValueError unless `pieces` join to it.
+    """Return which RULES hold for any character of each piece of Python; ValueError, SyntaxError or TokenError.
 
     A token has the labels of all of its characters. Tokens with a line break are also "line break", or "indentation
     after a colon" if a colon ends the line.

@@ -70,7 +70,7 @@ def message(role: str, content: str) -> dict[str, str]:
 
 
 def story_questions() -> list[Question]:
-    """Return the test questions in groups NEW and KNOWN by their steps, then OTHER: stories in another form."""
+    """Return a question per test story, NEW if no step of it is in training, else KNOWN; then half reworded: OTHER."""
     parts = sums.sums(N_STORIES)
     stories = [record["messages"] for record in story_records("test")]
     unseen = sums.unseen_steps(parts["test"], parts["train"])

@@ -69,7 +69,7 @@ def _numbers(n: int, generator: np.random.Generator) -> list[int]:
 
 
 def name(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
-    """Return a Text: 8 named roles, n other lines, 8 questions for the names, the first 2 unscored; ignores `words`."""
+    """Return a Text: 8 lines that name roles, then n others; 8 questions for names, 2 unscored; ignores `words`."""
     n_examples = 2
     names = generator.permutation(NAMES)
     people = [(f"The {role} is called", f" {who}.\n") for role, who in zip(generator.permutation(ROLES)[:8], names)]

@@ -407,7 +407,7 @@ def n_grams(tokens: Sequence[str], most: int) -> set[tuple[str, ...]]:
 
 
 def naive_bayes(problem: Problem, parts: Parts, most: int) -> np.ndarray:
-    """Return the logits (N, K) of the test texts by naive Bayes on 1- to `most`-grams with add-one smoothing.
+    """Return test logits (N, K) of naive Bayes, add-one smoothing; a 1- to `most`-gram counts once per text.
 
     An n-gram counts once a text (Wang and Manning 2012); those that training lacks are left out.
     """

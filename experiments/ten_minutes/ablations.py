@@ -100,7 +100,7 @@ def all_variants(also: Sequence[str] = ()) -> dict[str, Variant]:
 
 
 def _change(part: str, text: str) -> tuple[str, Any]:
-    """Parse "field=value" to (field, Python literal or else the text); raise ValueError for an unknown field."""
+    """Parse `part`, "field=value", to (field, literal or text); ValueError with `text` if the field is unknown."""
     field, equals, value = (piece.strip() for piece in part.partition("="))
     if not equals or field not in FIELDS:
         raise ValueError(f"expected fields of GPTConfig with their values in --also, got {part.strip()!r} in {text!r}")

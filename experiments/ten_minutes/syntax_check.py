@@ -125,7 +125,7 @@ def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dic
 
 
 def count_outcomes(samples: Sequence[tuple[str, bool]]) -> dict[str, Any]:
-    """Return counts "samples", "distinct", "finished", "parsed", and "examples", of (text, ended) pairs."""
+    """Count (text, ended) pairs, distinct, finished, parsed; "examples" are {text, parses} of the first finished."""
     finished = [text for text, ended in samples if ended]
     examples = [{"text": text, "parses": is_python(text)} for text in finished[:SHOWN]]
     return {

@@ -44,7 +44,7 @@ class Explanation(NamedTuple):
 
 
 def explain(kernel: Kernel[..., Any] | str, *args: Any, **options: Any) -> Explanation:
-    """Report, without running it, which provider would run a kernel, why others decline; ValueError if none or unknown.
+    """Report which provider would run a kernel (else the reference), why others decline; ValueError if no args.
 
     A provider without a decline function is assumed to accept all arguments.
 

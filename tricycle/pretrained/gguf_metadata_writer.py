@@ -232,7 +232,7 @@ def _mixers(config: Any) -> Metadata:
 
 
 def _mamba2(config: ModelConfig) -> Metadata:
-    """Return the metadata of Mamba-2, with 0 for the attention heads and the width of MLPs, which it lacks."""
+    """Return what Mamba-2 adds to the size metadata: norm epsilon, SSM sizes, and 0 for heads and MLP width."""
     sizes = {"feed_forward_length": 0, "attention.head_count": 0}
     return {**sizes, "attention.layer_norm_rms_epsilon": config.norm_eps, **_mixers(config)}
 

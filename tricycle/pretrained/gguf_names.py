@@ -284,7 +284,7 @@ def _map_tensors(
 
 
 def _separate_gates(names: TensorNames) -> dict[str, Any]:
-    """Return the changes to a mixture family by which experts' gates are separate matrices, without stacks.
+    """Return changes that separate up and gate of a mixture's experts, MLP and shared MLP; no layouts or stacks.
 
     Where checkpoints have the same names for an MLP without experts and one beside them, llama.cpp has different ones.
     """

@@ -97,7 +97,7 @@ def _steps_before_merging(document: Metadata) -> list[tuple[str, Any]]:
 
 
 def _flatten_steps(parts: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (type, option) of each normalizer or pre-tokenizer, also those in sequences; skip None."""
+    """Yield (type, main option, else dict of options) of each normalizer or pre-tokenizer, flattened; skip None."""
     for part in parts:
         if part is None:
             continue

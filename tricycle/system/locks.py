@@ -163,7 +163,7 @@ def lock_file(handle: int) -> bool | None:
 
 
 def _write_holder(handle: int) -> None:
-    """Write process id, host and start time of this process to the lock file as JSON; ignore a full disk."""
+    """Write process id, host and start time of this process to the lock file as JSON; ignore any OSError."""
     holder = {
         "pid": os.getpid(),
         "host": socket.gethostname(),

@@ -143,7 +143,7 @@ def _q4_1(builder: Any, address: Any) -> Block:
 
 
 def _q5_0(builder: Any, address: Any) -> Block:
-    """Emit code that reads a Q5_0 block of one part: 32 unsigned integers."""
+    """Emit code that reads a Q5_0 block: one part of 32 integers from 0 to 31 (no 16 subtracted), and its scale."""
     integers = builder.or_(_nibbles(builder, address, 6), _fifth_bits(builder, address, 2))
     return Block([integers], _half(builder, address, 0))
 

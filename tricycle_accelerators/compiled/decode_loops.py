@@ -6,7 +6,7 @@ Units do not depend on the number of threads, so neither do the bits of the resu
 
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
-Shapes: K heads of keys, G heads of queries for each, H = K G, D head size, S tokens so far, N blocks of a head, U units.
+Shapes: K heads of keys, G heads of queries for each, H = K G, D head size, S tokens so far, N blocks of a head.
 """
 
 from __future__ import annotations

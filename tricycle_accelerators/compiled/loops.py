@@ -1,16 +1,14 @@
 """Numba loops for generation and training. The import compiles the loops or loads cached machine code.
 
-Shapes: R rows, C channels; H heads, D head size; K heads of keys, G heads of queries for each, S tokens so far.
+Shapes: R rows, C channels; H heads, D head size.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 
 from tricycle_accelerators.compiled.jit import (
     LARGEST,
@@ -21,13 +19,11 @@ from tricycle_accelerators.compiled.jit import (
     compile_loop,
     contiguous_row,
     convert_for,
-    exp,
     exp_underflowing_to_zero,
     float32_to_bfloat16,
     max_abs_if_finite,
     maximum,
     multiply_by_sigmoid,
-    overload_by_types,
     to_float32,
 )
 

@@ -24,7 +24,7 @@ RMS_NORM_DTYPES = LAYER_NORM_DTYPES | {("bfloat16", "bfloat16")}
 
 
 def _large_decline_reason(x: np.ndarray, other: Any, subtract_mean: bool) -> str | None:
-    """Return why no loop runs for many rows (x small, dtypes of x and `other`, not contiguous), or None."""
+    """Return why no loop for many rows runs (x small or not contiguous, dtypes not allowed for this norm), or None."""
     if x.size < MIN_SIZE:
         return TOO_SMALL
     dtypes = x.dtype.name, x.dtype.name if other is None else np.dtype(other).name

@@ -53,7 +53,7 @@ def _mask(mask: Array | None) -> tuple[np.ndarray, Array | None]:
 
 
 def _select_kernels(q: Array) -> SimpleNamespace:
-    """Return names, tiles and launch settings of the kernels for queries q: tensor cores for 16 bits, else float32."""
+    """Return kernels' names, tiles, launch settings: tensor cores for 16 bits if size and GPU allow, else float32."""
     kind, size = arrays.cuda_type(q.dtype), q.shape[-1]
     if kind != "float" and size in launch.HEAD_SIZES and launch.has_tensor_cores():
         tile = launch.tensor_core_tile(size)

@@ -158,7 +158,7 @@ def start_measure(inspectable: InspectableModel, trace: Trace, fields: Mapping[s
 
 
 def table_data(table: Table) -> dict[str, Any]:
-    """Return a table as JSON data; values are a list with a row each, with None for those that are not computed."""
+    """Return a table as JSON data: values to 4 digits, None if not finite; a row per (layer, head) of 3-D values."""
     values = table.values.reshape(-1, table.values.shape[-1])
     rows = table.rows
     if table.values.ndim == 3:
