@@ -13,6 +13,7 @@ from test_look import TEXT, TOKENISER, new_inspectable, new_transformer
 from tricycle.checkpoint import save_checkpoint
 from tricycle_cli import look
 from tricycle_lab.attribution import attribute_logit
+from tricycle_lab.circuits import measure_faithfulness, rank_heads, task_prompts
 from tricycle_lab.head_scores import score_heads
 from tricycle_lab.lens import TunedLens, lens_log_probabilities
 from tricycle_lab.look.inspectable import InspectableStack
@@ -111,6 +112,19 @@ def test_patching_equals_the_library(viewer):
         assert_values(table, expected)
     (paths,) = viewer.tables("paths", **PROMPTS).values()
     assert_values(paths, patch_paths(model, prompts))
+
+
+def test_circuits_of_tasks_equal_the_library(viewer):
+    inspectable = viewer.service.models[0]
+    pairs = task_prompts("brackets", inspectable.encode, 10)
+    effects, faithfulness = viewer.tables("circuit_brackets").values()
+    expected = np.mean([estimate_patches(inspectable.model, pair)["heads"] for pair in pairs[:5]], axis=0)
+    assert_values(effects, expected)
+    heads = rank_heads(expected)
+    assert (faithfulness["columns"], faithfulness["rowName"]) == (["0", "1", "2", "4", "6"], "prompt")
+    assert_values(
+        faithfulness, [measure_faithfulness(inspectable.model, pair, heads, [0, 1, 2, 4, 6]) for pair in pairs[5:]]
+    )
 
 
 @pytest.mark.parametrize("interventions", [{}, {"ablatedLayers": ["blocks.1.mlp"]}, {"steering": 2.0}])

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tricycle_lab.attribution import LogitAttribution
+from tricycle_lab.circuits import mean_head_effects, measure_faithfulness, rank_heads, task_prompts
 from tricycle_lab.head_scores import score_heads
 from tricycle_lab.lens import TunedLens, lens_log_probabilities
 from tricycle_lab.look.inspectable import InspectableStack
@@ -94,6 +95,32 @@ def path_tables(
     """Yield the effects of path patching from heads to the logits, or to the head `receiver`."""
     values = patch_paths(inspectable.model, prompts, receiver, batch_size=batch_size)
     yield Table(f"direct paths from heads to {receiver or 'the logits'}", values, _head_labels(values))
+
+
+def circuit_tables(
+    inspectable: InspectableStack, task: str, n_prompts: int = 10, exact: bool = False
+) -> Iterator[Table]:
+    """Yield the mean effects of heads on a task, and a Table per further prompt: faithfulness of the strongest heads.
+
+    Args:
+        inspectable: the model.
+        task: a name in `circuits.TASKS`.
+        n_prompts: pairs of prompts, at least 2; the first half orders the heads, and the second half measures them.
+        exact: order the heads by exact patching in place of gradients.
+
+    Raises:
+        ValueError: as of `task_prompts`.
+    """
+    pairs = task_prompts(task, inspectable.encode, n_prompts)
+    ranking, measured = pairs[: n_prompts // 2], pairs[n_prompts // 2 :]
+    effects = mean_head_effects(inspectable.model, ranking, exact)
+    yield Table("effects of heads", effects, _head_labels(effects))
+    heads = rank_heads(effects)
+    counts = sorted({0, len(heads), *(2**i for i in range(20) if 2**i < len(heads))})
+    values = np.full((len(measured), len(counts)), np.nan)
+    for i, pair in enumerate(measured):
+        values[i] = measure_faithfulness(inspectable.model, pair, heads, counts)
+        yield Table("faithfulness of the strongest heads", values.copy(), [*map(str, counts)], "heads", "prompt")
 
 
 def lens_tables(

@@ -10,11 +10,13 @@ import numpy as np
 
 from tricycle.models import GPT
 from tricycle_lab.attribution import attribute_logit
+from tricycle_lab.circuits import TASKS
 from tricycle_lab.look.inspectable import InspectableModel, InspectableStack
 from tricycle_lab.look.trace import Trace, round_significant
 from tricycle_lab.measures import (
     Table,
     attribution_tables,
+    circuit_tables,
     estimate_tables,
     feature_tables,
     lens_tables,
@@ -86,6 +88,11 @@ def _patch(*kinds: str) -> Compute:
     return lambda inspectable, inputs: patch_tables(inspectable, _prompts(inspectable, inputs), kinds)
 
 
+def _circuit(task: str) -> Compute:
+    """Return a function that yields the effects of heads on a task, and the faithfulness of the strongest."""
+    return lambda inspectable, _: circuit_tables(inspectable, task)
+
+
 def _lens(inspectable: InspectableStack, inputs: Inputs, is_tuned: bool) -> Iterator[Table]:
     """Yield the logit lens or the tuned lens at all positions."""
     streams = list(inputs.trace.stream.values())[1:]
@@ -114,6 +121,7 @@ MEASURES: dict[str, Measure] = {
         lambda inspectable, inputs: path_tables(inspectable, _prompts(inspectable, inputs)),
         PROMPTS,
     ),
+    **{f"circuit_{task}": Measure(f"circuit of a task: {task}", _circuit(task)) for task in TASKS},
     "logit_lens": Measure("logit lens", lambda inspectable, inputs: _lens(inspectable, inputs, False)),
     "tuned_lens": Measure("tuned lens", lambda inspectable, inputs: _lens(inspectable, inputs, True), needs="lens"),
     "features": Measure("features at the selected token", _features, needs="autoencoder"),
