@@ -13,9 +13,8 @@ import tyro
 from tricycle_cli.flags import parse
 from tricycle_cli.run import read_metrics
 from tricycle_lab.head_scores import HeadScores
+from tricycle_lab.look.runs import SCORES
 from tricycle_lab.plot import plot_curves, require_matplotlib
-
-FIELDS = tuple(f"{name}_score" for name in HeadScores._fields)  # of metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ def read_scores(folder: Path) -> list[tuple[float, ...]]:
     Raises:
         ValueError: no evaluation with head scores.
     """
-    names = ("step", "held_out_loss", *FIELDS)
+    names = ("step", "held_out_loss", *SCORES)
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if all(name in line for name in names)]
     rows: list[tuple[float, ...]] = [tuple(line[name] for name in names) for line in lines]
     sound = [row for row in rows if all(type(value) in (int, float) and math.isfinite(value) for value in row)]
