@@ -22,6 +22,7 @@ from tricycle_lab.measures import (
     lens_tables,
     patch_tables,
     path_tables,
+    probe_tables,
     score_tables,
 )
 from tricycle_lab.patching import Prompts
@@ -99,6 +100,12 @@ def _lens(inspectable: InspectableStack, inputs: Inputs, is_tuned: bool) -> Iter
     return lens_tables(inspectable, streams, inputs.trace.texts, inspectable.lens if is_tuned else None)
 
 
+def _probes(inspectable: InspectableStack, inputs: Inputs) -> Iterator[Table]:
+    """Yield the accuracy of linear probes, and their probabilities at all positions; only with labeled texts."""
+    streams = list(inputs.trace.stream.values())[1:]
+    return probe_tables(inspectable, inspectable.labeled or [], streams, inputs.trace.texts)
+
+
 def _features(inspectable: InspectableStack, inputs: Inputs) -> Iterator[Table]:
     """Yield the features that are strongest at the selected token; only for a model with an autoencoder."""
     autoencoder, layer = cast("tuple[SparseAutoencoder, int]", inspectable.autoencoder)
@@ -124,6 +131,7 @@ MEASURES: dict[str, Measure] = {
     **{f"circuit_{task}": Measure(f"circuit of a task: {task}", _circuit(task)) for task in TASKS},
     "logit_lens": Measure("logit lens", lambda inspectable, inputs: _lens(inspectable, inputs, False)),
     "tuned_lens": Measure("tuned lens", lambda inspectable, inputs: _lens(inspectable, inputs, True), needs="lens"),
+    "probes": Measure("linear probes", _probes, needs="labeled"),
     "features": Measure("features at the selected token", _features, needs="autoencoder"),
 }
 
