@@ -223,6 +223,7 @@ function showSamples() {
 
 document.title = $("title").textContent = "Run comparison: " + data.runs.map(({ name }) => name).join(", ");
 for (const note of data.notes) add($("notes"), "li", note);
+$("scores-note").hidden = !data.scores.length;
 for (const name of data.scores) {
   const label = add($("units"), "label");
   add(label, "input", "", { type: "radio", name: "unit", value: name });
