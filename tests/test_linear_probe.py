@@ -26,8 +26,8 @@ TEXTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 
 def test_activations_are_those_of_the_last_token() -> None:
     model = lively(TINY).eval()
-    found = collect_activations(model, TEXTS, "blocks.*.mlp", "blocks.1")
-    assert list(found) == ["blocks.0.mlp", "blocks.1", "blocks.1.mlp"]
+    found = collect_activations(model, TEXTS, "blocks.*.mlp", "blocks.1", "norm")
+    assert list(found) == ["blocks.0.mlp", "blocks.1", "blocks.1.mlp", "norm"]
     for i, tokens in enumerate(TEXTS):
         with Probe(model, *found) as probe, no_grad():
             model(np.array([tokens]))

@@ -58,7 +58,7 @@ def collect_activations(model: GPT, texts: Sequence[Sequence[int]], *patterns: s
     for tokens in texts:
         check_tokens("collect_activations", tokens, model.config.vocab_size)
         with Probe(model, *names) as probe, model.evaluating():
-            model.hidden_states(model.place(np.array([tokens])))
+            model.logits(model.hidden_states(model.place(np.array([tokens])))[:, -1:])  # also runs the last norm
         for name, array in probe.activations.items():
             rows.setdefault(name, []).append(to_cpu(array[0, -1]).astype(np.float32))
     stacked = {name: np.stack(rows[name]) for name, _ in model.named_layers() if name in rows}
