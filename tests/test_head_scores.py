@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tables import bad_input
@@ -9,6 +12,8 @@ from test_models import FAMILIES, TINY, lively
 
 from tricycle.models import GPT
 from tricycle.tensor import no_grad
+from tricycle_cli.inspect import main
+from tricycle_cli.scores import read_scores
 from tricycle_lab.head_scores import score_heads, score_weights
 from tricycle_lab.probe import Probe
 
@@ -80,3 +85,19 @@ test_invalid_arguments = bad_input(
         "shape": (lambda: score_weights(np.zeros((1, 2, 9, 9)), 5), "T of at least 10"),
     }
 )
+
+
+def test_command_shows_the_scores_of_each_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {"induction_score": 0.25, "previous_token_score": 0.5, "duplicate_token_score": 0.125}
+    lines = [{"step": 1, "loss": 4.0}, {"step": 5, "held_out_loss": 3.0, **scores}, {"step": 10, "held_out_loss": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    main(["scores", str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "      5         3.0000     0.2500          0.5000           0.1250"
+    ]
+    assert read_scores(tmp_path) == [(5, 3.0, 0.25, 0.5, 0.125)]
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r"with at least one evaluation.*got no head scores"):
+        read_scores(tmp_path)
+    with pytest.raises(FileNotFoundError, match="expected a run folder, there is no such folder"):
+        read_scores(tmp_path / "other")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from tiny_models import write_folder
 from tricycle.models import GPT
 from tricycle.tensor import no_grad
 from tricycle_cli.inspect import main
-from tricycle_lab.linear_probe import collect_activations, probe_accuracy
+from tricycle_cli.probe import site_curves
+from tricycle_lab.linear_probe import collect_activations, probe_accuracy, read_labeled_texts
 from tricycle_lab.probe import Probe
 
 pytest.importorskip("sklearn")
@@ -23,8 +26,8 @@ TEXTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 
 def test_activations_are_those_of_the_last_token() -> None:
     model = lively(TINY).eval()
-    found = collect_activations(model, TEXTS, "blocks.*.mlp", "blocks.1")
-    assert list(found) == ["blocks.0.mlp", "blocks.1", "blocks.1.mlp"]
+    found = collect_activations(model, TEXTS, "blocks.*.mlp", "blocks.1", "norm")
+    assert list(found) == ["blocks.0.mlp", "blocks.1", "blocks.1.mlp", "norm"]
     for i, tokens in enumerate(TEXTS):
         with Probe(model, *found) as probe, no_grad():
             model(np.array([tokens]))
@@ -43,6 +46,26 @@ def test_planted_directions_are_found_and_random_labels_are_not() -> None:
     assert probe_accuracy(x, labels) == probe_accuracy(x, labels)
 
 
+def damaged() -> GPT:
+    """Return a model with a NaN in its second block."""
+    model = lively(TINY)
+    model.blocks[1].mlp.up.weights.array[0, 0] = np.nan
+    return model
+
+
+def read(content: str | bytes) -> list[tuple[str, str]]:
+    """Write a file of labeled texts and read it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "labels.tsv"
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return read_labeled_texts(path)
+
+
+def test_curves_have_a_point_per_layer() -> None:
+    found = site_curves({"blocks.0.mlp": 0.5, "blocks.2": 0.9, "blocks.2.mlp": 0.75, "norm": 1.0}, 2)
+    assert found == {"blocks.*.mlp": ([0, 2], [0.5, 0.75]), "blocks.*": ([2], [0.9]), "norm": ([0, 2], [1.0, 1.0])}
+
+
 X = np.zeros((6, 2))
 test_invalid_arguments = bad_input(
     {
@@ -50,7 +73,11 @@ test_invalid_arguments = bad_input(
         "one label": (lambda: probe_accuracy(X, list("aaaaaa")), "two of them different"),
         "few": (lambda: probe_accuracy(X, list("aaaabb"), 3), r"each of 3 texts or more, got 6 with counts \[4, 2\]"),
         "no texts": (lambda: collect_activations(GPT(TINY), []), "at least one text"),
-        "layer": (lambda: collect_activations(GPT(TINY), TEXTS, "nothing"), "nothing"),
+        "layer": (lambda: collect_activations(GPT(TINY), TEXTS, "nothing"), r"nothing.*the layers .*blocks\.\*\.mlp,"),
+        "NaN weights": (lambda: collect_activations(damaged(), TEXTS), "expected finite activations.* from blocks.1"),
+        "file without a text": (lambda: read("a\tb\n\n \tb"), "a tab and a text in each line, got another line 3"),
+        "empty file": (lambda: read("\n"), "got no line"),
+        "other encoding": (lambda: read(b"a\tb\xff"), "expected UTF-8 text, got another encoding at byte 3"),
     }
 )
 

@@ -90,6 +90,18 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_head_scores_are_shown_for_runs_that_have_them(two: list[Path]) -> None:
+    lines = read_lines(two[0])
+    for i, line in enumerate(line for line in lines if "held_out_loss" in line):
+        line |= {"induction_score": 0.1 * i, "previous_token_score": "bad"}
+    (two[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = compare_folders(two)
+    scored, plain = (run["heldOut"] for run in data["runs"])
+    assert data["scores"] == ["induction_score"]
+    assert scored["scores"] == {"induction_score": [0.1 * i for i in range(4)]}
+    assert scored["step"] == [10, 20, 30, 40] and plain["scores"] == {}
+
+
 def test_folders_written_by_training_can_be_compared(tmp_path: Path) -> None:
     """Compare run folders that training wrote."""
     folders = []

@@ -29,7 +29,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     (other / "tokeniser.json").write_text("another")
     with (other / "metrics.jsonl").open("a") as file:
         file.write('{"step": 26, "los')
-    return [write_run(place / "baseline"), other, write_run(place / "third", 40, True, 2, beta2=0.99)]
+    baseline = write_run(place / "baseline")
+    scored = '"induction_score": 0.25, "duplicate_token_score": 0.5, "held_out_loss"'
+    lines = (baseline / "metrics.jsonl").read_text().replace('"held_out_loss"', scored)
+    (baseline / "metrics.jsonl").write_text(lines)
+    return [baseline, other, write_run(place / "third", 40, True, 2, beta2=0.99)]
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +99,20 @@ def test_axes_units_and_smoothing_change_the_chart(browser: Browser, file: str) 
     assert browser.run(PATHS) == 3
     browser.find("#summary input").click()
     assert browser.run(PATHS) == 2
+    assert browser.errors() == []
+
+
+def test_head_scores_are_drawn_for_runs_that_have_them(browser: Browser, file: str) -> None:
+    browser.open(file)
+    labels = browser.run("return [...document.querySelectorAll('#units label')].map((e) => e.textContent.trim())")
+    assert labels[2:] == ["induction score", "duplicate token score"]
+    browser.find("input[value=duplicate_token_score]").click()
+    assert browser.run(PATHS) == 1
+    assert "nearest duplicate token score" in browser.run(READOUT)
+    assert "0.5000 at 40" in browser.run(READOUT)
+    assert browser.violations() == []
+    browser.find("input[value=nats]").click()
+    assert browser.run(PATHS) == 9
     assert browser.errors() == []
 
 

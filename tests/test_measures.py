@@ -13,8 +13,10 @@ from test_look import TEXT, TOKENISER, new_inspectable, new_transformer
 from tricycle.checkpoint import save_checkpoint
 from tricycle_cli import look
 from tricycle_lab.attribution import attribute_logit
+from tricycle_lab.circuits import measure_faithfulness, rank_heads, task_prompts
 from tricycle_lab.head_scores import score_heads
 from tricycle_lab.lens import TunedLens, lens_log_probabilities
+from tricycle_lab.linear_probe import collect_activations, new_classifier, probe_accuracy
 from tricycle_lab.look.inspectable import InspectableStack
 from tricycle_lab.look.measures import MEASURES, describe_measures
 from tricycle_lab.look.server import ViewerService
@@ -113,6 +115,39 @@ def test_patching_equals_the_library(viewer):
     assert_values(paths, patch_paths(model, prompts))
 
 
+def test_circuits_of_tasks_equal_the_library(viewer):
+    inspectable = viewer.service.models[0]
+    pairs = task_prompts("brackets", inspectable.encode, 10)
+    effects, faithfulness = viewer.tables("circuit_brackets").values()
+    expected = np.mean([estimate_patches(inspectable.model, pair)["heads"] for pair in pairs[:5]], axis=0)
+    assert_values(effects, expected)
+    heads = rank_heads(expected)
+    assert (faithfulness["columns"], faithfulness["rowName"]) == (["0", "1", "2", "4", "6"], "prompt")
+    assert_values(
+        faithfulness, [measure_faithfulness(inspectable.model, pair, heads, [0, 1, 2, 4, 6]) for pair in pairs[5:]]
+    )
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_linear_probes_equal_the_library(names):
+    pytest.importorskip("sklearn")
+    inspectable = new_model()
+    inspectable.labeled = [(name, f"the {name} {dots}") for name in names for dots in (".", "..", "...", "?", "!")]
+    labels = [label for label, _ in inspectable.labeled]
+    texts = [inspectable.encode_input(text) for _, text in inspectable.labeled]
+    activations = collect_activations(inspectable.model, texts)
+    viewer = Viewer(inspectable, ablatedLayers=["blocks.1.mlp"])
+    accuracy, *tables = viewer.tables("probes").values()
+    assert_values(accuracy, [[probe_accuracy(rows, labels)] for rows in activations.values()])
+    streams = list(viewer.service._traces[0][1].stream.values())[1:]
+    shown = names[1:] if len(names) == 2 else names
+    assert [table["title"] for table in tables] == [f"linear probes: probability of {name}" for name in shown]
+    for name, table in zip(shown, tables):
+        fitted = [new_classifier().fit(rows, labels) for rows in activations.values()]
+        expected = [one.predict_proba(x)[:, names.index(name)] for one, x in zip(fitted, streams)]
+        assert_values(table, expected)
+
+
 @pytest.mark.parametrize("interventions", [{}, {"ablatedLayers": ["blocks.1.mlp"]}, {"steering": 2.0}])
 def test_lenses_and_features_describe_the_run_of_the_page(interventions):
     viewer = Viewer(new_model(), **interventions)
@@ -161,7 +196,7 @@ def test_other_requests_are_answered_between_two_tables(viewer):
 
 def test_measures_without_their_files_and_of_other_models_are_not_offered():
     names = [measure["name"] for measure in describe_measures(new_inspectable())]
-    assert names == [name for name in MEASURES if name not in ("tuned_lens", "features")]
+    assert names == [name for name in MEASURES if name not in ("tuned_lens", "features", "probes")]
     assert describe_measures(new_transformer()) == []
     with pytest.raises(ValueError, match="expected a measure, one of none for this model"):
         service = ViewerService([new_transformer()], "")
@@ -178,12 +213,15 @@ def test_command_reads_the_files_of_a_decoder_and_no_others(tmp_path):
     save_checkpoint(checkpoint, inspectable.model, TOKENISER)
     inspectable.lens.save(tmp_path / "lens.safetensors")
     inspectable.autoencoder[0].save(tmp_path / "a.safetensors", 1)
+    (tmp_path / "labels.tsv").write_text("cat\tthe cat\ndog\tthe dog\n")
     files = {"lens": tmp_path / "lens.safetensors", "autoencoder": tmp_path / "a.safetensors"}
+    files["labels"] = tmp_path / "labels.tsv"
     loaded = look.load_inspectable(look.Arguments(str(checkpoint), **files), str(checkpoint))
     np.testing.assert_array_equal(loaded.lens.matrices, inspectable.lens.matrices)
+    assert loaded.labeled == [("cat", "the cat"), ("dog", "the dog")]
     assert loaded.autoencoder[1] == 1 and len(describe_measures(loaded)) == len(MEASURES)
     second = look.load_inspectable(look.Arguments(str(checkpoint), **files), str(checkpoint), is_second=True)
-    assert second.lens is None and second.autoencoder is None
+    assert second.lens is None and second.autoencoder is None and second.labeled is None
     with pytest.raises(ValueError, match="GGUF"):
         look.load_inspectable(look.Arguments(str(checkpoint), steer=files["lens"]), str(checkpoint))
 

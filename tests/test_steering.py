@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from programs import good, run_here
 from tables import bad_input
+from test_look import TOKENISER
 from test_models import GEMMA, TINY, lively
 from tiny_models import lively_model, smollm2_file, write_folder
 
+from tricycle.checkpoint import save_checkpoint
 from tricycle.generate import generate
 from tricycle.models import GPT
+from tricycle.pretrained.gguf_control_vectors import read_control_vectors
 from tricycle.tensor import no_grad
 from tricycle_cli import generate as generate_command
 from tricycle_cli.inspect import main
@@ -114,6 +120,25 @@ def test_commands_write_and_use_a_vector(tmp_path) -> None:
         return good(run_here(generate_command.main, "tricycle generate", words, tmp_path))
 
     assert text() == text("--steer", "v.gguf", "--strength", "0") != text("--steer", "v.gguf", "--strength", "4")
+
+
+def test_a_run_that_llama_cpp_cannot_compute_is_steered_too(tmp_path) -> None:
+    pytest.importorskip("gguf")
+    model = lively(replace(TINY, vocab_size=TOKENISER.n_vocab, token_shift=True))
+    save_checkpoint(tmp_path / "run" / "best.safetensors", model, TOKENISER)
+    words = ("steer", "run", "--positive", "the cat", "--negative", "a dog", "--vector", "v.gguf")
+    out = good(run_here(main, "tricycle inspect", words, tmp_path))
+    assert out.splitlines()[-1].startswith("v.gguf (llama.cpp cannot run this model: ")
+    assert list(read_control_vectors(tmp_path / "v.gguf", TINY.n_layers, TINY.embedding_dim)) == [1]
+
+
+def test_weights_with_nan_are_rejected(tmp_path) -> None:
+    pytest.importorskip("jinja2")
+    path = write_folder(tmp_path / "tiny") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\xc0\x7f")  # NaN, the last value of the last weight
+    done = run_here(main, "tricycle inspect", ("tiny", "--heads"), tmp_path)
+    assert done.returncode == 1
+    assert re.fullmatch(r"tricycle inspect: tiny: expected finite weights, \S+ has NaN or infinity\n", done.stderr)
 
 
 @pytest.mark.parametrize(

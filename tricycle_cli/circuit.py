@@ -14,8 +14,8 @@ import numpy as np
 from tricycle.configs.validated import OneOf
 from tricycle_cli.flags import parse
 from tricycle_cli.inspect_flags import InspectFlags
-from tricycle_lab.circuits import TASKS, measure_faithfulness, rank_heads, task_prompts
-from tricycle_lab.patching import estimate_patches, patch_activations
+from tricycle_lab.circuits import TASKS, rank_heads
+from tricycle_lab.measures import circuit_tables
 from tricycle_lab.plot import plot_curves
 
 Task = OneOf[str, TASKS]
@@ -40,29 +40,16 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if arguments.prompts < 2:
         raise ValueError(f"--prompts: expected at least 2, got {arguments.prompts}")
-    loaded, inspectable = arguments.load()
-    pairs = task_prompts(arguments.task, inspectable.encode, arguments.prompts)
-    n_ranked = len(pairs) // 2
-    effects = np.mean(
-        [
-            patch_activations(loaded.model, pair, "heads")
-            if arguments.exact
-            else estimate_patches(loaded.model, pair)["heads"]
-            for pair in pairs[:n_ranked]
-        ],
-        axis=0,
-    )
-    heads = rank_heads(effects)
+    _, inspectable = arguments.load()
+    ranked, *_, measured = circuit_tables(inspectable, arguments.task, arguments.prompts, arguments.exact)
     print("   effect  layer  head")
-    for layer, head in heads[: arguments.top]:
-        print(f"{effects[layer, head]:9.4f}  {layer:5}  {head:4}")
-    counts = sorted({0, len(heads), *(2**i for i in range(20) if 2**i < len(heads))})
-    curves = [measure_faithfulness(loaded.model, pair, heads, counts) for pair in pairs[n_ranked:]]
+    for layer, head in rank_heads(ranked.values)[: arguments.top]:
+        print(f"{ranked.values[layer, head]:9.4f}  {layer:5}  {head:4}")
     print("\nheads  faithfulness")
-    for count, value in zip(counts, np.mean(curves, axis=0)):
-        print(f"{count:5}  {value:12.4f}")
+    for count, value in zip(measured.columns, measured.values.mean(axis=0)):
+        print(f"{count:>5}  {value:12.4f}")
     if arguments.out is not None:
-        x = np.array(counts) + 1
-        drawn = {arguments.task: {"faithfulness of prompts, mean and range": (x, np.array(curves))}}
+        x = np.array([*map(int, measured.columns)]) + 1
+        drawn = {arguments.task: {"faithfulness of prompts, mean and range": (x, measured.values)}}
         plot_curves(drawn, arguments.out, "heads + 1", "faithfulness", title=inspectable.title, log="x")
         print(arguments.out)

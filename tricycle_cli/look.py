@@ -26,6 +26,7 @@ from tricycle_cli.flags import parse
 from tricycle_cli.models import ModelFlags, load_file, load_model
 from tricycle_lab.attribution import check_decoder
 from tricycle_lab.lens import TunedLens
+from tricycle_lab.linear_probe import new_classifier, read_labeled_texts
 from tricycle_lab.look.inspectable import InspectableModel, InspectableStack, load_inspectable_translator
 from tricycle_lab.look.interventions import Interventions
 from tricycle_lab.look.page import collect_static_data, render_page, write_page
@@ -65,6 +66,8 @@ class Arguments:
     """a tuned lens of the model (`tricycle inspect lens --save`)"""
     autoencoder: Path | None = None
     """a sparse autoencoder of the model (`tricycle inspect features --save`)"""
+    labels: Path | None = None
+    """a text file with a label, a tab and a text in each line, for linear probes (needs scikit-learn)"""
     model: ModelFlags = field(default_factory=ModelFlags)
 
 
@@ -140,9 +143,9 @@ def load_inspectable(arguments: Arguments, source: str, is_second: bool = False)
 
 
 def _attach_files(inspectable: InspectableStack, arguments: Arguments) -> None:
-    """Set vectors, lens and autoencoder from --steer, --lens, --autoencoder; ValueError if one does not fit."""
+    """Set what --steer, --lens, --autoencoder and --labels name; ValueError if one does not fit."""
     model: Any = inspectable.model
-    for name in ("steer", "lens", "autoencoder"):
+    for name in ("steer", "lens", "autoencoder", "labels"):
         if getattr(arguments, name) is not None:
             check_decoder(f"--{name}", model)
     if arguments.steer is not None:
@@ -152,6 +155,9 @@ def _attach_files(inspectable: InspectableStack, arguments: Arguments) -> None:
         inspectable.lens = TunedLens.load(arguments.lens, model)
     if arguments.autoencoder is not None:
         inspectable.autoencoder = SparseAutoencoder.load(arguments.autoencoder, model)
+    if arguments.labels is not None:
+        new_classifier()  # an ImportError of the command, not of the page
+        inspectable.labeled = read_labeled_texts(arguments.labels)
 
 
 def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) -> InspectableModel:
@@ -160,7 +166,7 @@ def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) ->
         found = ", ".join(map(str, paths))
         raise ValueError(f"{source}: expected one encoder-decoder, got several: give one of {found}")
     plain, given = (vars(x.model) | vars(x) for x in (Arguments(), arguments))
-    for name in ("softmax", "tokeniser", "adapter", "weights", "steer", "lens", "autoencoder"):
+    for name in ("softmax", "tokeniser", "adapter", "weights", "steer", "lens", "autoencoder", "labels"):
         if given[name] != plain[name]:
             raise ValueError(f"--{name}: expected a decoder, got the encoder-decoder {paths[0]}")
     return load_inspectable_translator(paths[0])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 
 from tricycle_cli.flags import parse
 from tricycle_cli.inspect_flags import InspectFlags
-from tricycle_lab.linear_probe import collect_activations, probe_accuracy
+from tricycle_lab.linear_probe import collect_activations, probe_accuracy, read_labeled_texts
 from tricycle_lab.plot import plot_curves
 
 
@@ -36,9 +36,7 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if not arguments.penalty > 0:
         raise ValueError(f"--penalty: expected a number above 0, got {arguments.penalty}")
-    lines = [line.split("\t", 1) for line in arguments.file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines or not all(len(line) == 2 and all(part.strip() for part in line) for line in lines):
-        raise ValueError(f"{arguments.file}: expected a label, a tab and a text in each line")
+    lines = read_labeled_texts(arguments.file)
     loaded, inspectable = arguments.load()
     labels = [label for label, _ in lines]
     texts = [inspectable.encode_input(text) for _, text in lines]
@@ -51,10 +49,24 @@ def main(args: Sequence[str] | None = None) -> None:
     for name, accuracy in accuracies.items():
         print(f"{accuracy:8.4f}  {name}")
     if arguments.out is not None:
-        x = np.arange(len(accuracies))
-        lines_drawn = {
-            "linear probe": (x, list(accuracies.values())),
-            "most frequent label": (x, np.full(len(x), largest)),
-        }
-        plot_curves({"accuracy": lines_drawn}, arguments.out, "site", "accuracy", title=inspectable.title)
+        last = len(loaded.model.blocks) - 1
+        curves = site_curves(accuracies, last) | {"most frequent label": ([0, last], [largest, largest])}
+        drawn = {"linear probes": curves}
+        plot_curves(drawn, arguments.out, "layer", "accuracy on held-out texts", title=inspectable.title)
         print(arguments.out)
+
+
+def site_curves(accuracies: Mapping[str, float], last: int) -> dict[str, tuple[list[int], list[float]]]:
+    """Return (layers, accuracies) of each kind of site, such as "blocks.*.mlp"; outside of blocks a horizontal line.
+
+    Args:
+        accuracies: by the name of the site.
+        last: the index of the last layer.
+    """
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+    for name, accuracy in accuracies.items():
+        number = re.search(r"\d+", name)
+        layers, values = curves.setdefault(re.sub(r"\d+", "*", name, count=1), ([], []))
+        layers += [0, last] if number is None else [int(number[0])]
+        values += [accuracy, accuracy] if number is None else [accuracy]
+    return curves

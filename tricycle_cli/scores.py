@@ -13,9 +13,8 @@ import tyro
 from tricycle_cli.flags import parse
 from tricycle_cli.run import read_metrics
 from tricycle_lab.head_scores import HeadScores
+from tricycle_lab.look.runs import SCORES
 from tricycle_lab.plot import plot_curves, require_matplotlib
-
-FIELDS = tuple(f"{name}_score" for name in HeadScores._fields)  # of metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +54,18 @@ def read_scores(folder: Path) -> list[tuple[float, ...]]:
     """Return (step, held-out loss, best head scores) of each evaluation of a run; ValueError if there is none.
 
     Raises:
+        FileNotFoundError: no such folder.
         ValueError: no evaluation with head scores.
     """
-    names = ("step", "held_out_loss", *FIELDS)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: expected a run folder, there is no such folder")
+    names = ("step", "held_out_loss", *SCORES)
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if all(name in line for name in names)]
     rows: list[tuple[float, ...]] = [tuple(line[name] for name in names) for line in lines]
     sound = [row for row in rows if all(type(value) in (int, float) and math.isfinite(value) for value in row)]
     if not sound:
         raise ValueError(
-            f"{folder}: expected a run of `tricycle train --score-heads`, got no head scores in its metrics"
+            f"{folder}: expected a run of `tricycle train --score-heads` with at least one evaluation "
+            "(every --eval-interval updates), got no head scores in its metrics"
         )
     return sound

@@ -59,8 +59,12 @@ def main(args: Sequence[str] | None = None) -> None:
     if arguments.score:
         _print_scores(inspectable, arguments, vectors)
     if arguments.vector is not None:
-        write_control_vectors(arguments.vector, vectors, find_architecture(loaded.source, loaded.model.config))
-        print(arguments.vector)
+        try:
+            hint, note = find_architecture(loaded.source, loaded.model.config), ""
+        except ValueError as error:  # `tricycle generate` and `look` read the file nevertheless
+            hint, note = "tricycle", f" ({error})"
+        write_control_vectors(arguments.vector, vectors, hint)
+        print(f"{arguments.vector}{note}")
 
 
 def _print_scores(inspectable: InspectableStack, arguments: Arguments, vectors: dict[int, np.ndarray]) -> None:

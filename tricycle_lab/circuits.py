@@ -15,7 +15,7 @@ import numpy as np
 from tricycle.devices import array_module
 from tricycle.models import GPT
 from tricycle.tensor import Tensor
-from tricycle_lab.patching import PromptRuns, Prompts
+from tricycle_lab.patching import PromptRuns, Prompts, estimate_patches, patch_activations
 from tricycle_lab.recorded_run import run_block
 
 NAMES = "Mary John Tom Anna James Lisa Alice Robert Sarah Paul Peter Emma".split()
@@ -106,6 +106,17 @@ def measure_faithfulness(
             change = lambda out, mask=mask, other=corrupted: Tensor(out.xp.where(mask, out.array, other), False)
             x = run_block(model, layer, x, runs.clean, [(block.attention.attention, change)])
     return runs.effects(x)
+
+
+def mean_head_effects(model: GPT, pairs: Sequence[Prompts], exact: bool = False) -> np.ndarray:
+    """Return the mean effect (L, H) of each head over pairs of prompts, by gradients, or by exact activation patching.
+
+    Raises:
+        ValueError: as of `patch_activations`.
+    """
+    if exact:
+        return np.mean([patch_activations(model, pair, "heads") for pair in pairs], axis=0)
+    return np.mean([estimate_patches(model, pair)["heads"] for pair in pairs], axis=0)
 
 
 def rank_heads(effects: np.ndarray) -> list[tuple[int, int]]:

@@ -13,8 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tricycle_lab.attribution import LogitAttribution
+from tricycle_lab.circuits import mean_head_effects, measure_faithfulness, rank_heads, task_prompts
 from tricycle_lab.head_scores import score_heads
 from tricycle_lab.lens import TunedLens, lens_log_probabilities
+from tricycle_lab.linear_probe import collect_activations, new_classifier, probe_accuracy
 from tricycle_lab.look.inspectable import InspectableStack
 from tricycle_lab.patching import Prompts, estimate_patches, iterate_patches
 from tricycle_lab.path_patching import patch_paths
@@ -96,6 +98,32 @@ def path_tables(
     yield Table(f"direct paths from heads to {receiver or 'the logits'}", values, _head_labels(values))
 
 
+def circuit_tables(
+    inspectable: InspectableStack, task: str, n_prompts: int = 10, exact: bool = False
+) -> Iterator[Table]:
+    """Yield the mean effects of heads on a task, and a Table per further prompt: faithfulness of the strongest heads.
+
+    Args:
+        inspectable: the model.
+        task: a name in `circuits.TASKS`.
+        n_prompts: pairs of prompts, at least 2; the first half orders the heads, and the second half measures them.
+        exact: order the heads by exact patching in place of gradients.
+
+    Raises:
+        ValueError: as of `task_prompts`.
+    """
+    pairs = task_prompts(task, inspectable.encode, n_prompts)
+    ranking, measured = pairs[: n_prompts // 2], pairs[n_prompts // 2 :]
+    effects = mean_head_effects(inspectable.model, ranking, exact)
+    yield Table("effects of heads", effects, _head_labels(effects))
+    heads = rank_heads(effects)
+    counts = sorted({0, len(heads), *(2**i for i in range(20) if 2**i < len(heads))})
+    values = np.full((len(measured), len(counts)), np.nan)
+    for i, pair in enumerate(measured):
+        values[i] = measure_faithfulness(inspectable.model, pair, heads, counts)
+        yield Table("faithfulness of the strongest heads", values.copy(), [*map(str, counts)], "heads", "prompt")
+
+
 def lens_tables(
     inspectable: InspectableStack, streams: Sequence[np.ndarray], tokens: Sequence[str], lens: TunedLens | None
 ) -> Iterator[Table]:
@@ -119,6 +147,39 @@ def lens_tables(
         texts[layer] = [inspectable.token_text(int(token)) for token in logs.argmax(axis=-1)]
         title = f"{'logit' if lens is None else 'tuned'} lens: probability of the model's prediction"
         yield Table(title, values.copy(), tokens, "position", texts=texts)
+
+
+def probe_tables(
+    inspectable: InspectableStack,
+    labeled: Sequence[tuple[str, str]],
+    streams: Sequence[np.ndarray],
+    tokens: Sequence[str],
+) -> Iterator[Table]:
+    """Yield tables per layer: held-out accuracy of linear probes, and the probability of a label at each position.
+
+    Args:
+        inspectable: the model.
+        labeled: (label, text) of each text that the probes are fitted to, at its last token.
+        streams: the residual stream (T, C) after each block, of the text with T positions.
+        tokens: a label of each position.
+
+    Raises:
+        ImportError, ValueError: as of `probe_accuracy` and `collect_activations`.
+    """
+    labels = [label for label, _ in labeled]
+    names = sorted(set(labels))
+    shown = names[1:] if len(names) == 2 else names  # two probabilities have the sum 1
+    texts = [inspectable.encode_input(text) for _, text in labeled]
+    activations = collect_activations(inspectable.model, texts)
+    accuracy = np.full((len(streams), 1), np.nan)
+    values = {name: np.full((len(streams), len(tokens)), np.nan) for name in shown}
+    for layer, (rows, stream) in enumerate(zip(activations.values(), streams)):
+        accuracy[layer] = probe_accuracy(rows, labels)
+        yield Table("linear probes: accuracy on held-out texts", accuracy.copy(), ["accuracy"], "part")
+        probabilities = new_classifier().fit(rows, labels).predict_proba(stream)
+        for name in shown:
+            values[name][layer] = probabilities[:, names.index(name)]
+            yield Table(f"linear probes: probability of {name}", values[name].copy(), tokens, "position")
 
 
 def feature_tables(

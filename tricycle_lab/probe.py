@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, S keys, H heads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
@@ -183,7 +184,8 @@ class Probe:
         named = dict(self._model.named_layers())
         layers = [layer for name, layer in named.items() if fnmatchcase(name, pattern)]
         if not layers:
-            raise ValueError(f"{caller}: no layer matches {pattern!r}; the layers are {', '.join(filter(None, named))}")
+            kinds = dict.fromkeys(re.sub(r"\d+", "*", name) for name in named if name)  # of all blocks at once
+            raise ValueError(f"{caller}: no layer matches {pattern!r}; the layers are {', '.join(kinds)}")
         return layers
 
     def _add_changes(

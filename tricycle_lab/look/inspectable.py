@@ -253,10 +253,12 @@ class InspectableStack(InspectableModel):
     Attributes:
         lens: a tuned lens of the model; None without.
         autoencoder: a sparse autoencoder of the model, and the index of its block; None without.
+        labeled: (label, text) of each text that linear probes are fitted to; None without.
     """
 
     lens: TunedLens | None = None
     autoencoder: tuple[SparseAutoencoder, int] | None = None
+    labeled: list[tuple[str, str]] | None = None
 
     def __init__(self, model: GPT | TextEncoder, tokeniser: Any, title: str) -> None:
         super().__init__(model, tokeniser, title, min(MAX_TOKENS, model.config.context_window))

@@ -6,7 +6,7 @@ let signedColors = palette(["--less", "--low", "--accent"]);
 class MeasureView {
   constructor(panel, part) {
     Object.assign(this, { panel, measures: panel.given.measures, nRuns: 0, tables: new Map(), inputs: {} });
-    add(part, "p", "Measures of the model. Patching compares the text above with a corrupted prompt of equally many tokens: 0 is no effect, 1 restores the logit difference of two answers (one token each, usually with a space in front). Patching, attribution and head scores ignore interventions.", { className: "quiet" });
+    add(part, "p", "Measures of the model. Patching compares the text above with a corrupted prompt of equally many tokens: 0 is no effect, 1 restores the logit difference of two answers (one token each, usually with a space in front). Patching, attribution, circuits and head scores ignore interventions.", { className: "quiet" });
     const form = add(part, "form", "", { className: "bar" });
     this.nameBox = add(add(form, "label", "Measure "), "select");
     for (const { name, title } of this.measures) add(this.nameBox, "option", title, { value: name });

@@ -10,16 +10,19 @@ import numpy as np
 
 from tricycle.models import GPT
 from tricycle_lab.attribution import attribute_logit
+from tricycle_lab.circuits import TASKS
 from tricycle_lab.look.inspectable import InspectableModel, InspectableStack
 from tricycle_lab.look.trace import Trace, round_significant
 from tricycle_lab.measures import (
     Table,
     attribution_tables,
+    circuit_tables,
     estimate_tables,
     feature_tables,
     lens_tables,
     patch_tables,
     path_tables,
+    probe_tables,
     score_tables,
 )
 from tricycle_lab.patching import Prompts
@@ -86,10 +89,21 @@ def _patch(*kinds: str) -> Compute:
     return lambda inspectable, inputs: patch_tables(inspectable, _prompts(inspectable, inputs), kinds)
 
 
+def _circuit(task: str) -> Compute:
+    """Return a function that yields the effects of heads on a task, and the faithfulness of the strongest."""
+    return lambda inspectable, _: circuit_tables(inspectable, task)
+
+
 def _lens(inspectable: InspectableStack, inputs: Inputs, is_tuned: bool) -> Iterator[Table]:
     """Yield the logit lens or the tuned lens at all positions."""
     streams = list(inputs.trace.stream.values())[1:]
     return lens_tables(inspectable, streams, inputs.trace.texts, inspectable.lens if is_tuned else None)
+
+
+def _probes(inspectable: InspectableStack, inputs: Inputs) -> Iterator[Table]:
+    """Yield the accuracy of linear probes, and their probabilities at all positions; only with labeled texts."""
+    streams = list(inputs.trace.stream.values())[1:]
+    return probe_tables(inspectable, inspectable.labeled or [], streams, inputs.trace.texts)
 
 
 def _features(inspectable: InspectableStack, inputs: Inputs) -> Iterator[Table]:
@@ -114,8 +128,10 @@ MEASURES: dict[str, Measure] = {
         lambda inspectable, inputs: path_tables(inspectable, _prompts(inspectable, inputs)),
         PROMPTS,
     ),
+    **{f"circuit_{task}": Measure(f"circuit of a task: {task}", _circuit(task)) for task in TASKS},
     "logit_lens": Measure("logit lens", lambda inspectable, inputs: _lens(inspectable, inputs, False)),
     "tuned_lens": Measure("tuned lens", lambda inspectable, inputs: _lens(inspectable, inputs, True), needs="lens"),
+    "probes": Measure("linear probes", _probes, needs="labeled"),
     "features": Measure("features at the selected token", _features, needs="autoencoder"),
 }
 

@@ -5,6 +5,8 @@ const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 1000, NARROW_HEIGHT = 900, WIDE_HEIGHT = 460, RIGHT = 14, TOP = 12, BOTTOM = 46, NARROW = 544;
 let HEIGHT = WIDE_HEIGHT, LEFT = 74;
 const AXES = { step: "steps", seconds: "time", tokens: "tokens" };
+const isScore = (unit) => data.scores.includes(unit);
+const unitName = (unit) => (isScore(unit) ? unit.replaceAll("_", " ") : "loss in " + (unit === "bits" ? "bits/byte" : "nats/token"));
 const hiddenRuns = new Set();
 
 function draw(parent, tag, attributes, text = "") {
@@ -43,6 +45,7 @@ function curvePoints(run, kind, axis, unit, weight) {
   const curve = run[kind], factor = unit === "bits" ? run.bitsPerNat : 1;
   if (factor === null) return [];
   const xs = axis === "tokens" ? (run.tokensPerStep ? curve.step.map((step) => step * run.tokensPerStep) : []) : curve[axis];
+  if (isScore(unit)) return xs.map((x, i) => ({ x, y: curve.scores?.[unit]?.[i] })).filter(({ y }) => Number.isFinite(y));
   const ys = kind === "training" ? smooth(curve.loss, weight) : curve.loss;
   return xs.map((x, i) => ({ x, y: ys[i] * factor }));
 }
@@ -51,8 +54,8 @@ function visibleCurves() {
   const axis = checkedValue("axis"), unit = checkedValue("unit"), weight = Number($("smoothing").value), curves = [];
   data.runs.forEach((run, i) => {
     if (hiddenRuns.has(i)) return;
-    for (const kind of ["training", "heldOut"]) {
-      if (!$(kind).checked) continue;
+    for (const kind of isScore(unit) ? ["heldOut"] : ["training", "heldOut"]) {
+      if (!isScore(unit) && !$(kind).checked) continue;
       if (kind === "training" && weight > 0) curves.push({ run, i, kind: "raw", points: curvePoints(run, kind, axis, unit, 0) });
       curves.push({ run, i, kind, points: curvePoints(run, kind, axis, unit, weight) });
     }
@@ -88,15 +91,15 @@ let chart = null; // the x scale, the curves, the cursor line and the x axis of 
 
 function drawChart() {
   [HEIGHT, LEFT] = innerWidth > NARROW ? [WIDE_HEIGHT, 74] : [NARROW_HEIGHT, 104];
-  const curves = visibleCurves(), axis = checkedValue("axis"), unit = checkedValue("unit") === "bits" ? "bits/byte" : "nats/token";
+  const curves = visibleCurves(), axis = checkedValue("axis"), unit = unitName(checkedValue("unit"));
   $("smoothing-value").textContent = Number($("smoothing").value).toFixed(2);
   $("chart").textContent = "";
-  $("trouble").textContent = curves.length ? "" : "No data: no selected curve has losses in " + unit + " over " + AXES[axis] + ".";
+  $("trouble").textContent = curves.length ? "" : "No data: no selected curve shows the " + unit + " over " + AXES[axis] + ".";
   chart = null;
   if (!curves.length) { $("readout").textContent = ""; $("cursor-value").textContent = ""; return; }
   const xs = curves.flatMap(({ points }) => [points[0].x, points.at(-1).x]), logX = $("log-x").checked, logY = $("log-y").checked;
   const x = createScale(logX ? xs : [0, ...xs], logX, LEFT, WIDTH - RIGHT), y = createScale(lossRange(curves), logY, HEIGHT - BOTTOM, TOP);
-  const label = "Loss curves in " + unit + " over " + AXES[axis] + " of " + data.runs.map(({ name }) => name).join(", ") + "; the tables below list the values.";
+  const label = "Curves of the " + unit + " over " + AXES[axis] + " of " + data.runs.map(({ name }) => name).join(", ") + "; the tables below list the values.";
   const svg = draw($("chart"), "svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label });
   draw(draw(draw(svg, "defs", {}), "clipPath", { id: "inside" }), "rect", { x: LEFT, y: TOP - 4, width: WIDTH - LEFT - RIGHT, height: HEIGHT - TOP - BOTTOM + 8 });
   drawAxes(svg, x, y, axis);
@@ -177,7 +180,8 @@ function showReadout() {
     const training = nearest("training"), heldOut = nearest("heldOut");
     return { writeName: runNameWriter(i), cells: [training ? training.y.toFixed(4) : "–", heldOut ? heldOut.y.toFixed(4) + " at " + formatX(heldOut.x, axis) : "–"] };
   });
-  showTable($("readout"), ["run", "training loss, smoothed", "nearest held-out loss"], rows);
+  const unit = checkedValue("unit");
+  showTable($("readout"), ["run", "training loss, smoothed", "nearest " + (isScore(unit) ? unitName(unit) : "held-out loss")], rows);
 }
 
 function showSummary() {
@@ -219,6 +223,12 @@ function showSamples() {
 
 document.title = $("title").textContent = "Run comparison: " + data.runs.map(({ name }) => name).join(", ");
 for (const note of data.notes) add($("notes"), "li", note);
+$("scores-note").hidden = !data.scores.length;
+for (const name of data.scores) {
+  const label = add($("units"), "label");
+  add(label, "input", "", { type: "radio", name: "unit", value: name });
+  label.append(" " + unitName(name));
+}
 document.querySelector(`input[value=${data.unit}]`).checked = true;
 if (!data.runs.some(({ bitsPerNat }) => bitsPerNat)) document.querySelector("input[value=bits]").disabled = true;
 $("controls").onchange = drawChart;

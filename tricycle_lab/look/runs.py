@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from tricycle_lab.head_scores import HeadScores
+
 MAX_POINTS = 1500  # of a curve; a screen has fewer pixels
 MAX_SAMPLE_LENGTH = 3000  # characters
+SCORES = tuple(f"{name}_score" for name in HeadScores._fields)  # of metrics.jsonl, with --score-heads
 N_SAMPLES = 4  # the latest samples of a run
 
 Record = Mapping[str, Any]
@@ -45,12 +48,16 @@ class RunData:
 
 
 def compare_runs(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Return JSON data of runs (losses in nats, "bitsPerNat"), config "differences", "notes" and initial "unit"."""
+    """Return JSON data of runs (losses in nats, "bitsPerNat"), config "differences", "notes" and initial "unit".
+
+    "scores" are the names of the head scores that a run has.
+    """
     shown = [_describe_run(run) for run in runs]
     return {
         "runs": shown,
         "differences": config_differences([run.config for run in runs]),
         "notes": _notes(runs, shown),
+        "scores": [name for name in SCORES if any(name in run["heldOut"]["scores"] for run in shown)],
         "unit": "bits" if all(run["bitsPerNat"] for run in shown) else "nats",
     }
 
@@ -108,6 +115,11 @@ def _describe_run(run: RunData) -> dict[str, Any]:
             "step": [record["step"] for record in held_out],
             "loss": [_round_significant(record["held_out_loss"]) for record in held_out],
             "seconds": [round(float(second), 2) for second in held_out_seconds],
+            "scores": {
+                name: [record[name] if _is_finite(record.get(name)) else None for record in held_out]
+                for name in SCORES
+                if any(_is_finite(record.get(name)) for record in held_out)
+            },
         },
         "summary": _summarize(run, training, held_out, seconds),
         "samples": [{"title": title, "text": text[:MAX_SAMPLE_LENGTH]} for title, text in run.samples[-N_SAMPLES:]],
