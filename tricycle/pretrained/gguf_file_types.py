@@ -37,11 +37,11 @@ FILE_TYPES = {
     "Q4_0": FileType(2, "Q4_0"),
 }
 
-# With all tensors that are not matrices; ffn_gate_inp is a router, attn_rel_b a table of relative positions, and those
-# of ssm are small.
-_ALWAYS_F32 = (
-    *("position_embd.weight", "token_types.weight", "ffn_gate_inp.weight", "attn_rel_b.weight", ".bias"),
-    *("ssm_conv1d.weight", "ssm_norm.weight", "ssm_a", "ssm_d"),
+# Parts of names, with all tensors that are not matrices; ffn_gate_inp is a router, attn_rel_b a table of relative
+# positions, and those of ssm, altup and laurel are small.
+_ALWAYS_F32 = re.compile(
+    r"^(position_embd|token_types|per_layer_model_proj)\.|(ffn_gate_inp|attn_rel_b)\.weight|\.bias$"
+    r"|ssm_(conv1d|norm)\.weight|ssm_[ad]$|altup|laurel"
 )
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # for rows that are not whole blocks of 256 values
 _LAYERS_OF_70B = 80  # llama.cpp recognizes models of 70B parameters by their layers and grouped-query attention
@@ -69,11 +69,11 @@ class Mixture:
             shape: slowest dimension first; the last one is the row size.
         """
         format_name = FILE_TYPES[self.file_type].format_name
-        if len(shape) == 1 or name.endswith(_ALWAYS_F32):
+        if len(shape) == 1 or _ALWAYS_F32.search(name):
             return "F32"
         if format_name not in BLOCK_FORMATS:
             return format_name
-        if name == "output.weight" or (name == "token_embd.weight" and self.config.tied):
+        if name == "output.weight" or (name.endswith("token_embd.weight") and self.config.tied):
             is_whole = shape[-1] % BLOCK_FORMATS[format_name].n_values == 0
             format_name = "Q6_K" if is_whole and format_name != "Q8_0" else "Q8_0"
         elif match := re.fullmatch(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down)(?:_exps|_shexp)?\.weight", name):
