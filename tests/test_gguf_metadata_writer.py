@@ -12,6 +12,7 @@ from transformers_families import FAMILIES, LIKE_LLAMA, TRICYCLE_SIZES
 from tricycle.configs import EncoderConfig, ModelConfig
 from tricycle.configs.encoder_decoder import EncoderDecoderConfig
 from tricycle.configs.mamba import MambaConfig
+from tricycle.multi_stream.decoder import MultiStreamConfig
 from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.pretrained.gguf_config import CONFIG_READERS, POOLING_TYPES
 from tricycle.pretrained.gguf_metadata_writer import (
@@ -44,6 +45,7 @@ T5 = {"relative_buckets": 32, "activation": "relu", "positions": "none", "norm":
 CONFIGS["T5"] = EncoderDecoderConfig(**T5, context_window=2**15, n_decoder_layers=9, bias=False, tied=False)
 CONFIGS["T5, gated"] = replace(CONFIGS["T5"], activation="gelu", gated=True)
 CONFIGS["Mamba-2"] = MambaConfig()
+CONFIGS["Gemma 3n"] = MultiStreamConfig()
 CONFIGS["Granite 4"] = MambaConfig(
     **{**TRICYCLE_SIZES, **LIKE_LLAMA, "positions": "none", "n_heads": 4, "n_key_heads": 2, "head_size": 0},
     **{"n_mamba_heads": 3, "mamba_head_size": 16, "mamba_mlp": True, "attention_layers": (1,), "score_scale": 0.2},
@@ -54,6 +56,7 @@ ARCHITECTURES = {
     **{"Qwen2": "qwen2", "Qwen3": "qwen3", "OLMo 2": "olmo2", "Gemma 2": "gemma2", "Gemma 3": "gemma3"},
     **{"Pythia": "gptneox", "GPT-NeoX, one after the other": "gptneox", "GPT-2": "gpt2", "Phi": "phi2", "BERT": "bert"},
     **{"Granite": "granite", "Cohere": "command-r", "Qwen2, YaRN": "qwen2", "Mamba-2": "mamba2"},
+    **{"Gemma 3n": "gemma3n"},
     **dict.fromkeys(("Granite 4", "Granite 4, experts"), "granitehybrid"),
     **{"Phi-3": "phi3", "Falcon": "falcon", "Falcon, 40B": "falcon"},
     **{

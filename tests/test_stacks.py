@@ -36,8 +36,8 @@ def test_stacks_are_split_and_joined():
     assert len(parts) == 7
     by_expert = [f"layers.0.mlp.experts.{e}.up.{kind}" for e in range(3) for kind in ("weight", "bias")]
     by_expert.append("layers.0.norm.weight")
-    shapes = stacked_shapes(STACKS, {name: parts[name].shape for name in by_expert}, 3)
-    joined = dict(stacked_arrays(STACKS, [(name, parts[name].read()) for name in by_expert], 3))
+    shapes = stacked_shapes(STACKS, {name: parts[name].shape for name in by_expert})
+    joined = dict(stacked_arrays(STACKS, [(name, parts[name].read()) for name in by_expert], shapes))
     assert list(shapes) == list(joined) and set(joined) == set(arrays)
     for name, array in arrays.items():
         assert shapes[name] == array.shape
@@ -47,7 +47,16 @@ def test_stacks_are_split_and_joined():
 def test_stacks_without_all_experts_raise():
     arrays = [(f"layers.0.mlp.experts.{e}.up.bias", np.zeros(5)) for e in range(2)]
     with pytest.raises(ValueError, match="up_bias: expected 3 experts, got 2"):
-        list(stacked_arrays(STACKS, arrays, 3))
+        list(stacked_arrays(STACKS, arrays, {"layers.0.mlp.experts.up_bias": (3, 5)}))
+
+
+def test_matrices_outside_of_blocks_are_stacked():
+    stacks = {"projections.N.weight": Stack("projections.N.weight")}
+    arrays = {f"projections.{i}.weight": np.full((2, 3), i) for i in range(3)} | {"layers.1.weight": np.ones(4)}
+    shapes = stacked_shapes(stacks, {name: array.shape for name, array in arrays.items()})
+    assert shapes == {"projections.N.weight": (3, 2, 3), "layers.1.weight": (4,)}
+    joined = dict(stacked_arrays(stacks, arrays.items(), shapes))
+    np.testing.assert_array_equal(joined["projections.N.weight"][:, 1, 2], [0, 1, 2])
 
 
 def test_mxfp4_values():

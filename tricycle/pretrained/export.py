@@ -231,8 +231,8 @@ def export_tensors(
                 raise ValueError(f"export: expected finite weights, {name} has NaN or infinity")
             yield from to_hf_tensors(mapping, name, array)
 
-    stacks, n_experts = family.stacks, config.n_experts
-    return stacked_shapes(stacks, shapes, n_experts), stacked_arrays(stacks, arrays(), n_experts)
+    shapes = stacked_shapes(family.stacks, shapes)
+    return shapes, stacked_arrays(family.stacks, arrays(), shapes)
 
 
 # -------------------------------------------------------------------- generation settings

@@ -24,6 +24,7 @@ from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, Tens
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 
 _BLOCK = re.compile(r"^((?:enc\.|dec\.)?blk)\.(0|[1-9][0-9]{0,8})\.")  # of a decoder, or of one after an encoder
+_STACKED = r"\.[NM](?=\.)"  # in a name: the number of a matrix in a tensor of several ones
 _MAX_EXPERT_TENSORS = 2**17  # the largest models have 2**16
 # From fields of a generation_config.json to keys of general.sampling; others have the same name.
 _SAMPLING = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
@@ -148,11 +149,10 @@ class TensorConversion:
         if hf_templates is None or suffix not in ("", "weight", "bias"):
             architecture = self.metadata.architecture
             raise self.metadata.error(f"tensor {short_repr(name)} is unknown in the architecture {architecture}")
-        number = match[2] if match else ""
         ending = f".{suffix}" if suffix else ""
-        if ".M." in hf_templates[0]:
-            return self._convert_experts(info, fill_numbers(hf_templates[0], [number]) + ending)
-        hf_names = [fill_numbers(hf_template, [number]) + ending for hf_template in hf_templates]
+        hf_names = [fill_numbers(hf_name + ending, [match[2]] if match else []) for hf_name in hf_templates]
+        if re.search(_STACKED, hf_names[0]):
+            return self._split_stack(info, hf_names[0])
         transform = self.mapping.transforms.get(template, WeightTransform())
         if len(hf_names) == 1:
             return [(hf_names[0], self._stored_tensor(info, slice(None), info.shape, transform))]
@@ -166,9 +166,14 @@ class TensorConversion:
             tensors.append((hf_name, self._stored_tensor(info, rows, (n_rows, *info.shape[1:]), transform)))
         return tensors
 
-    def _convert_experts(self, info: GGUFTensorInfo, template: str) -> list[tuple[str, StoredTensor]]:
-        """Return (name, tensor) of each expert in a tensor (E, out, in), or bias (E, out), of all; else ValueError."""
-        n_experts, is_matrix = self.metadata.n_experts(), not template.endswith(".bias")
+    def _split_stack(self, info: GGUFTensorInfo, template: str) -> list[tuple[str, StoredTensor]]:
+        """Return (name, tensor) of each expert in a tensor (E, out, in), or bias (E, out), of all; else ValueError.
+
+        Args:
+            template: the name in transformers, with M for the number of an expert, or N for that of another matrix.
+        """
+        is_matrix = not template.endswith(".bias")
+        n_experts = self.metadata.n_experts() if ".M." in template else info.shape[0]
         if len(info.shape) != 2 + is_matrix or info.shape[0] != n_experts:
             expected = (
                 f"expected a tensor {short_repr(info.name)} of {n_experts} {'matrices' if is_matrix else 'biases'}"
@@ -177,7 +182,7 @@ class TensorConversion:
         n_bytes, transform = (info.shape[1] if is_matrix else 1) * info.row_bytes, WeightTransform()
         parts = [replace(info, shape=info.shape[1:], start=info.start + e * n_bytes) for e in range(n_experts)]
         tensors = [self._stored_tensor(part, slice(None), part.shape, transform) for part in parts]
-        return [(template.replace(".M.", f".{e}."), tensor) for e, tensor in enumerate(tensors)]
+        return [(re.sub(_STACKED, f".{e}", template), tensor) for e, tensor in enumerate(tensors)]
 
     def _stored_tensor(
         self, info: GGUFTensorInfo, rows: slice, shape: tuple[int, ...], transform: WeightTransform

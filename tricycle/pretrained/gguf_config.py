@@ -9,13 +9,14 @@ here, so that a file which llama.cpp rejects is also rejected by Tricycle.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tricycle.pretrained.config_fields import SIZE_FIELDS
+from tricycle.pretrained.families.gemma import periodic_layer_types
 from tricycle.pretrained.gguf_file import GGUFFile, short_repr
 
 Fields = dict[str, Any]
@@ -45,6 +46,20 @@ _EXPERT_METADATA: dict[str, tuple[Any, ...]] = {
     "interleave_moe_layer_step": (1, 0),
     "attention.clamp_kqv": (0.0,),
 }
+# Keys of Gemma 3n, whose values are constants in llama.cpp, and fields of config.json with the same values.
+GEMMA3N_METADATA: dict[str, tuple[Any, ...]] = {
+    "altup.num_inputs": (4,),
+    "altup.active_idx": (0,),
+    "embedding_length_per_layer_input": (256,),
+    "final_logit_softcapping": (30.0,),
+}
+_GEMMA3N_SIZES = {
+    "altup_num_inputs": "altup.num_inputs",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+GEMMA3N_OWN_KEYS = 20  # first layers with keys and values of their own
+GEMMA3N_SPARSE_LAYERS = 10  # first layers in which 95% of the MLP's gates are set to 0
 LATENT_NORM_EPS = 1e-6  # of norms of latents in transformers; llama.cpp has the epsilon of the other norms
 _LLAMA_3_BOUNDS = (8192.0, 1.0, 4.0)  # of Llama 3.1 and 3.2: original window, lower and upper bound
 
@@ -365,10 +380,7 @@ def _like_llama(
 
 def _expert_fields(metadata: ModelMetadata) -> Fields:
     """Return the numbers and the width of experts; ValueError for shared or grouped experts, or dense layers."""
-    for key, supported in _EXPERT_METADATA.items():
-        if metadata.get(key) not in (None, *supported):
-            expected = f"expected {metadata.architecture}.{key} to be missing or {supported[0]}"
-            raise metadata.error(f"{expected}, got {short_repr(metadata.get(key))}")
+    _check_values(metadata, _EXPERT_METADATA)
     width = metadata.positive_int(metadata.expert_width_key())
     return {
         "num_local_experts": metadata.positive_int("expert_count"),
@@ -376,6 +388,14 @@ def _expert_fields(metadata: ModelMetadata) -> Fields:
         "intermediate_size": width,
         "moe_intermediate_size": width,
     }
+
+
+def _check_values(metadata: ModelMetadata, supported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError if a key of `supported` has none of its values."""
+    for key, values in supported.items():
+        if metadata.get(key) not in (None, *values):
+            expected = f"expected {metadata.architecture}.{key} to be missing or {values[0]}"
+            raise metadata.error(f"{expected}, got {short_repr(metadata.get(key))}")
 
 
 def _mixtral(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
@@ -574,6 +594,41 @@ def _gemma3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
         "rope_theta": metadata.positive_float("rope.freq_base", 1_000_000.0),
         "attn_logit_softcapping": None,
         softcap: metadata.positive_float(softcap) if metadata.get(softcap) else None,
+    }
+
+
+def _gemma3n(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return Gemma 3n's config.json fields: the constants of llama.cpp, windows with their pattern (default 5), bases.
+
+    llama.cpp ignores the keys of these constants, and a pattern that is a list; other values are rejected.
+    """
+    fields = _like_llama(metadata, divisors, "gemma3n_text")
+    n_layers, key = fields["num_hidden_layers"], "attention.sliding_window_pattern"
+    n_shared = max(0, n_layers - GEMMA3N_OWN_KEYS)
+    is_sparse = [layer < GEMMA3N_SPARSE_LAYERS for layer in range(n_layers)]
+    _check_values(metadata, {**GEMMA3N_METADATA, "attention.shared_kv_layers": (n_shared,)})
+    period = 5 if isinstance(metadata.get(key), list) else metadata.positive_int(key, 5)
+    types = periodic_layer_types(n_layers, period)
+    if isinstance(metadata.get(key), list) and metadata.get(key) != [kind == "sliding_attention" for kind in types]:
+        raise metadata.error(f"expected {metadata.architecture}.{key} to be that of full attention in each 5th layer")
+    scales = metadata.get("activation_sparsity_scale")
+    if scales is not None and [isinstance(scale, float) and scale > 0 for scale in scales] != is_sparse:
+        expected = f"above 0 in the first {GEMMA3N_SPARSE_LAYERS} layers only"
+        raise metadata.error(f"expected {metadata.architecture}.activation_sparsity_scale to be {expected}")
+    # llama.cpp fails without a window, and shares the keys of layers 18 and 19 in any case.
+    if period == 1 or (n_shared and GEMMA3N_OWN_KEYS % period):
+        expected = f"above 1, and a divisor of {GEMMA3N_OWN_KEYS} in a model of more layers"
+        raise metadata.error(f"expected {metadata.architecture}.{key} to be {expected}, got {period}")
+    return fields | {
+        **{name: GEMMA3N_METADATA[size][0] for name, size in _GEMMA3N_SIZES.items()},
+        "laurel_rank": 64,
+        "vocab_size_per_layer_input": metadata.shape("per_layer_token_embd")[0],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": metadata.positive_int("attention.sliding_window"),
+        "layer_types": types,
+        "rope_local_base_freq": metadata.positive_float("rope.freq_base_swa", 10_000.0),
+        "num_kv_shared_layers": n_shared,
+        "activation_sparsity_pattern": [0.95 if sparse else 0.0 for sparse in is_sparse],
     }
 
 
@@ -791,6 +846,7 @@ CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] 
     "olmo2": _olmo2,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma3n": _gemma3n,
     "gpt2": _gpt2,
     "gptneox": _neox,
     "phi2": _phi2,

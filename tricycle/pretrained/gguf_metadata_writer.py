@@ -19,6 +19,7 @@ from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.encoder_decoder import EncoderDecoderConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.latent_attention import LatentConfig
+from tricycle.multi_stream.decoder import MultiStreamConfig
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ConfigFields, field_error, rotary_scaling_fields, size_fields
 from tricycle.pretrained.export import match_family
@@ -29,6 +30,7 @@ from tricycle.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tricycle.pretrained.families.falcon import FALCON, FALCON_TWO_NORMS
 from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
+from tricycle.pretrained.families.gemma3n import GEMMA3N
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.gpt_oss import GPT_OSS
 from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
@@ -43,6 +45,8 @@ from tricycle.pretrained.families.stacks import Stack
 from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.gguf_config import (
     CONFIG_READERS,
+    GEMMA3N_METADATA,
+    GEMMA3N_OWN_KEYS,
     SIZE_METADATA,
     WITH_ROPE_DIVISORS,
     ModelMetadata,
@@ -53,6 +57,7 @@ from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS
 
 Metadata = dict[str, Any]
+MIN_SPARSE_WIDTH = 2**13  # of the MLPs of Gemma 3n E2B
 _FLOAT32_ROUNDING = 2.0**-23  # relative: metadata have floats of 32 bits
 
 
@@ -100,12 +105,14 @@ def rope_divisors(config: ModelConfig) -> np.ndarray | None:
 def _as_family(architecture: str, family: Family) -> Family:
     """Return a copy of the family whose fields are only those that a GGUF file of the architecture can hold.
 
-    The matrices of all experts are one tensor. A family without names of an MLP has experts in all of its models.
+    The matrices of all experts are one tensor, as are others that are numbered outside of blocks. A family without
+    names of an MLP has experts in all of its models.
     """
     family = replace(family, **TENSOR_MAPPINGS[architecture].family_changes)
-    layers = [name for names in family.names.values() for name in names if ".M." in name]
+    layers = [name for names in family.names.values() for name in names if ".M." in name or name.endswith(".N")]
     stacks = {f"{name}.{kind}": Stack(f"{name}.{kind}") for name in layers for kind in ("weight", "bias")}
-    kinds = {bool(stacks), bool(stacks) and "blocks.N.mlp.up" not in family.names}  # with experts, or without
+    has_experts = any(".M." in name for name in layers)
+    kinds = {has_experts, has_experts and "blocks.N.mlp.up" not in family.names}  # with experts, or without
     return replace(
         family,
         model_types=(architecture,),
@@ -144,6 +151,8 @@ def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["token_types.weight"] = (config.token_types, width)
     if isinstance(config, EncoderDecoderConfig) and config.is_gated:
         shapes["enc.blk.0.ffn_gate.weight"] = (config.mlp_width, width)
+    if isinstance(config, MultiStreamConfig):
+        shapes["per_layer_token_embd.weight"] = (config.per_layer_rows, config.n_layers * config.per_layer_size)
     if config.parallel and not config.shared_norm:
         shapes["blk.0.attn_norm_2.weight"] = (width,)
     has_output_bias = has_bias(config, "output")
@@ -268,6 +277,25 @@ def _gemma3(config: ModelConfig) -> Metadata:
     }
 
 
+def _gemma3n(config: MultiStreamConfig) -> Metadata:
+    """Return Gemma 3's metadata, with a window also if no layer uses it; ValueError for narrow MLPs.
+
+    For the variance of an MLP's F gates, by which the smaller gates are set to 0, transformers divides by F, and
+    llama.cpp by F - 1. Its deviation is larger by 1 / (2 F), a relative 6e-5 in the smallest published model.
+    """
+    if config.mlp_width < MIN_SPARSE_WIDTH:
+        expected = f"at least {MIN_SPARSE_WIDTH}, as llama.cpp computes another variance of the gates of an MLP"
+        raise field_error("hidden_size", expected, config.mlp_width)
+    window = {"attention.sliding_window": config.context_window, "attention.sliding_window_pattern": 1}
+    constants = {key: values[0] for key, values in GEMMA3N_METADATA.items()}
+    return {
+        **window,
+        **_gemma3(config),
+        **constants,
+        "attention.shared_kv_layers": max(0, config.n_layers - GEMMA3N_OWN_KEYS),
+    }
+
+
 def _gpt_oss(config: ModelConfig) -> Metadata:
     """Return Llama's metadata and the sliding window, by default the context window."""
     return _like_llama(config) | {"attention.sliding_window": config.window or config.context_window}
@@ -373,6 +401,7 @@ METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[Any], Metadata]]
     "mamba2": ((MAMBA2,), _mamba2),
     "gemma2": ((GEMMA2,), _gemma2),
     "gemma3": ((GEMMA3,), _gemma3),
+    "gemma3n": ((GEMMA3N,), _gemma3n),
     "gpt2": ((GPT2,), _layer_norm),
     "gptneox": ((NEOX,), _neox),
     "phi2": ((PHI,), _phi2),

@@ -22,6 +22,7 @@ from tricycle.pretrained.families.deepseek import DEEPSEEK_V3, join_expansion, s
 from tricycle.pretrained.families.falcon import FALCON
 from tricycle.pretrained.families.family import Family, TensorNames, fill_numbers
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
+from tricycle.pretrained.families.gemma3n import GEMMA3N, LAYER
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.gpt_oss import GPT_OSS
 from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
@@ -39,12 +40,13 @@ Shape = tuple[int, ...]
 
 
 class AttentionHeads(NamedTuple):
-    """The numbers of query heads, of key and value heads, of channels of a head, and of groups of a Mamba layer."""
+    """The numbers of query heads, key and value heads, channels of a head, groups of a Mamba layer, and all tokens."""
 
     n_heads: int
     n_key_heads: int
     head_size: int
     n_groups: int = 1
+    vocab_size: int = 0
 
     @property
     def n_rows(self) -> tuple[int, int, int]:
@@ -104,6 +106,8 @@ class TensorMapping:
         family_changes: attributes of the `Family` that files of llama.cpp have otherwise than checkpoints.
         splits: by the name in transformers of the whole tensor.
         without_adapters: names in llama.cpp of layers for which it ignores LoRA adapters.
+        unused: returns for a config, by name in transformers, the shapes of tensors that llama.cpp requires although no
+            computation uses them; they are written as zeros.
     """
 
     names: dict[str, tuple[str, ...]]
@@ -112,6 +116,7 @@ class TensorMapping:
     aliases: dict[str, str] = field(default_factory=dict)
     splits: dict[str, TensorSplit] = field(default_factory=dict)
     without_adapters: tuple[str, ...] = ()
+    unused: Callable[[Any], dict[str, Shape]] = lambda config: {}
 
     def gguf_layer(self, hf_layer: str) -> tuple[str, WeightTransform]:
         """Return llama.cpp's name and the transform of a layer of transformers; raise KeyError if there is none."""
@@ -196,6 +201,15 @@ _CHANNEL_KERNELS = WeightTransform(
 )
 
 
+# Tokens without a row of the table of per-layer inputs have its first row; llama.cpp has a row for each token.
+_PADDED_ROWS = WeightTransform(
+    to_gguf=lambda values, heads: np.concatenate(
+        [values[: heads.vocab_size], np.repeat(values[:1], max(0, heads.vocab_size - len(values)), axis=0)]
+    ),
+    gguf_shape=lambda shape, heads: (heads.vocab_size, *shape[1:]),
+)
+
+
 def _vector(gguf_shape: Callable[[Shape, AttentionHeads], Shape]) -> WeightTransform:
     """Return the transform of a matrix of llama.cpp that is a vector in transformers."""
     return WeightTransform(
@@ -265,6 +279,26 @@ _MAMBA_TRANSFORMS = {
     "blk.N.ssm_a": _DECAY,
     "blk.N.ssm_d": _HEAD_VECTOR,
     "blk.N.ssm_norm.weight": _GROUP_GAINS,
+}
+_GEMMA3N = {
+    "blocks.N.attention.query": "blk.N.attn_q",
+    "blocks.N.attention.key_value": "blk.N.attn_k blk.N.attn_v",
+    "blocks.N.altup.router_norm": "blk.N.altup_router_norm",
+    "blocks.N.altup.router": "blk.N.altup_router",
+    "blocks.N.altup.prediction": "blk.N.altup_predict_coef",
+    "blocks.N.altup.correction": "blk.N.altup_correct_coef",
+    "blocks.N.laurel.down": "blk.N.laurel_l",
+    "blocks.N.laurel.projection": "blk.N.laurel_r",
+    "blocks.N.laurel.norm": "blk.N.laurel_post_norm",
+    "blocks.N.per_layer.scale": "blk.N.altup_correct_scale.weight",
+    "blocks.N.per_layer.gate": "blk.N.inp_gate",
+    "blocks.N.per_layer.projection": "blk.N.proj",
+    "blocks.N.per_layer.norm": "blk.N.post_norm",
+    "streams.projections.inputs.N": "altup_proj",  # all in one tensor
+    "streams.projections.outputs.N": "altup_unembd_proj",
+    "streams.per_layer.embedding": "per_layer_token_embd",
+    "streams.per_layer.projection": "per_layer_model_proj",
+    "streams.per_layer.norm": "per_layer_proj_norm",
 }
 _BERT = {"blocks.N.attention_norm": "blk.N.attn_output_norm", "blocks.N.mlp_norm": "blk.N.layer_output_norm"}
 
@@ -358,6 +392,18 @@ _T5 = {
 # A table of some files that no computation uses.
 _UNUSED = "decoder.block.N.layer.1.EncDecAttention.relative_attention_bias.weight"
 
+
+def _keys_of_shared_layers(config: Any) -> dict[str, Shape]:
+    """Return the shapes of the matrices and norms of keys and values in layers that use those of earlier layers."""
+    rows = config.key_heads * config.channels_per_head
+    shapes: dict[str, Shape] = {}
+    for layer in range(config.n_layers - config.n_shared_layers, config.n_layers):
+        prefix = f"{fill_numbers(LAYER, [str(layer)])}.self_attn"
+        shapes |= {f"{prefix}.{part}_proj.weight": (rows, config.embedding_dim) for part in "kv"}
+        shapes[f"{prefix}.k_norm.weight"] = (config.channels_per_head,)
+    return shapes
+
+
 # By `general.architecture`, which is llama for Mistral, Mixtral and SmolLM2.
 TENSOR_MAPPINGS: dict[str, TensorMapping] = {
     "llama": TensorMapping(_LLAMA, _PERMUTED),
@@ -375,6 +421,11 @@ TENSOR_MAPPINGS: dict[str, TensorMapping] = {
     "olmo2": _map_tensors(OLMO2, table=_NAMES | _OLMO2),
     "gemma2": _map_tensors(GEMMA2, _GEMMA_NORMS),
     "gemma3": _map_tensors(GEMMA3, _GEMMA_NORMS),
+    "gemma3n": replace(
+        _map_tensors(GEMMA3N, {"per_layer_token_embd": _PADDED_ROWS}, _NAMES | _GEMMA3N),
+        without_adapters=("altup_proj", "altup_unembd_proj", "per_layer_model_proj", "blk.N.altup_router"),
+        unused=_keys_of_shared_layers,
+    ),
     "gpt2": _map_tensors(GPT2, dict.fromkeys(_GPT2_MATRICES, _CONV1D)),
     "gptneox": _map_tensors(NEOX, {_FUSED: _INTERLEAVED}),
     "phi2": TensorMapping(_PHI),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -101,10 +101,10 @@ def export_gguf(
     if isinstance(model, TextEncoder):
         metadata[f"{architecture}.pooling_type"] = POOLING_TYPES[pooling]
         metadata["tokenizer.ggml.token_type_count"] = model.config.token_types
-    split = partial(TENSOR_MAPPINGS[architecture].split, config)
-    shapes, arrays = _split_tensors(split, *export_tensors(model, family, config))
-    mixture = Mixture(dtype_name, config, bool(importance))
-    heads = AttentionHeads(config.n_heads, config.key_heads, config.channels_per_head, getattr(config, "n_groups", 1))
+    shapes, arrays = _split_tensors(architecture, config, *export_tensors(model, family, config))
+    mixture = Mixture(dtype_name, config, bool(importance), architecture == "falcon")
+    sizes = config.n_heads, config.key_heads, config.channels_per_head
+    heads = AttentionHeads(*sizes, getattr(config, "n_groups", 1), config.vocab_size)
     plan = {name: _plan_tensor(architecture, name, shape, mixture, heads) for name, shape in shapes.items()}
     mapping = TensorMapping(family, model)
     importances = {part.name: array for name, array in (importance or {}).items() for part in mapping.hf_tensors(name)}
@@ -118,11 +118,12 @@ def export_gguf(
 
 # -------------------------------------------------------------------- tensors
 def _split_tensors(
-    split: Callable[[str, np.ndarray], Iterable[NamedArray]],
-    shapes: dict[str, tuple[int, ...]],
-    arrays: Iterator[NamedArray],
+    architecture: str, config: Any, shapes: dict[str, tuple[int, ...]], arrays: Iterator[NamedArray]
 ) -> tuple[dict[str, tuple[int, ...]], Iterator[NamedArray]]:
-    """Return shapes by name and a lazy iterator of (name, values), with the parts of tensors that `split` divides."""
+    """Return shapes by name and a lazy iterator of (name, values), with parts of tensors, and zeros for unused ones."""
+    split, unused = partial(TENSOR_MAPPINGS[architecture].split, config), TENSOR_MAPPINGS[architecture].unused(config)
+    arrays = chain(arrays, ((name, np.zeros(shape, np.float32)) for name, shape in unused.items()))
+    shapes = shapes | unused
     zeros = ((name, np.broadcast_to(np.float32(0), shape)) for name, shape in shapes.items())  # without memory
     parts = {part: values.shape for name, array in zeros for part, values in split(name, array)}
     return parts, (part for name, array in arrays for part in split(name, array))

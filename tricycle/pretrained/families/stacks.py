@@ -30,7 +30,8 @@ class Stack(NamedTuple):
     transposed: bool = False
 
 
-# From the name of a tensor of one expert to that of the stack; N is the number of a block, M that of an expert.
+# From the name of a tensor of one expert to that of the stack; N is the number of a block, M that of an expert. In a
+# name without M, N is the number of a matrix in a stack that no block has.
 Stacks = Mapping[str, Stack]
 
 
@@ -87,21 +88,27 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- export
-def stacked_shapes(stacks: Stacks, shapes: dict[str, tuple[int, ...]], n_experts: int) -> dict[str, tuple[int, ...]]:
+def stacked_shapes(stacks: Stacks, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return shapes by name with stacks in place of the tensors of experts, in the order of `stacked_arrays`."""
     stacked: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         stack = _stack_of(stacks, name)
-        if stack is not None:
-            shape = (n_experts, *(shape[::-1] if stack.transposed else shape))
-        stacked[name if stack is None else stack.name] = shape
+        if stack is None:
+            stacked[name] = shape
+            continue
+        n_held = stacked.get(stack.name, (0,))[0]
+        stacked[stack.name] = (n_held + 1, *(shape[::-1] if stack.transposed else shape))
     return stacked
 
 
 def stacked_arrays(
-    stacks: Stacks, arrays: Iterable[tuple[str, np.ndarray]], n_experts: int
+    stacks: Stacks, arrays: Iterable[tuple[str, np.ndarray]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, array), experts stacked in order of arrival, transposed if the stack is; ValueError if some lack."""
+    """Yield (name, array), experts stacked in order of arrival, transposed if the stack is; ValueError if some lack.
+
+    Args:
+        shapes: of the result, from `stacked_shapes`.
+    """
     parts: dict[str, list[np.ndarray]] = {}
     for name, array in arrays:
         stack = _stack_of(stacks, name)
@@ -110,17 +117,17 @@ def stacked_arrays(
             continue
         held = parts.setdefault(stack.name, [])
         held.append(array.T if stack.transposed else array)
-        if len(held) == n_experts:
+        if len(held) == shapes[stack.name][0]:
             yield stack.name, np.stack(parts.pop(stack.name))
     for name, held in parts.items():
-        raise ValueError(f"{name}: expected {n_experts} experts, got {len(held)}")
+        raise ValueError(f"{name}: expected {shapes[name][0]} experts, got {len(held)}")
 
 
 def _stack_of(stacks: Stacks, name: str) -> Stack | None:
     """Return the stack that contains an expert's tensor, with the block's number in its name; None if none does."""
-    match = re.search(r"\.(\d+)\.(.*)\.experts\.\d+\.", name)
-    if match is None:
-        return None
-    template = re.sub(r"\.experts\.\d+\.", ".experts.M.", name.replace(f".{match[1]}.", ".N.", 1))
-    stack = stacks.get(template)
-    return None if stack is None else stack._replace(name=stack.name.replace(".N.", f".{match[1]}."))
+    for template, stack in stacks.items():
+        is_in_block = ".M." in template
+        pattern = re.escape(template).replace(r"\.N\.", r"\.(\d+)\.").replace(r"\.M\.", r"\.\d+\.")
+        if match := re.fullmatch(pattern, name):
+            return stack._replace(name=stack.name.replace(".N.", f".{match[1]}.")) if is_in_block else stack
+    return None
