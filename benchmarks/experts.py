@@ -23,7 +23,7 @@ from tricycle.blocks import MLPBlock
 from tricycle.configs.model import ModelConfig
 from tricycle.experts import MixtureOfExperts
 from tricycle.layers import Layer
-from tricycle.tensor import no_grad, to_tensor
+from tricycle.tensor import to_tensor
 from tricycle.weights import set_memory_order
 
 FIELDS: dict[str, Any] = {"n_heads": 1, "gated": True, "activation": "swish", "bias": False}
@@ -44,7 +44,7 @@ def tricycle_step(layer: Layer, inputs: np.ndarray, trains: bool) -> Step:
 
     def step() -> np.ndarray:
         if not trains:
-            with no_grad():
+            with layer.evaluating():
                 return layer(x).array
         y = layer(x)
         y.backward()

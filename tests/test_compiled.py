@@ -16,10 +16,13 @@ from test_onednn import distance
 from benchmarks.avx2 import HASWELL
 from tricycle import kernels
 from tricycle.kernels import ScoreOptions
+from tricycle.kernels import experts as experts_kernels
+from tricycle.kernels.experts import Routing
 from tricycle_accelerators import compiled, matmul_plan, registry, threads
 from tricycle_accelerators.compiled import (
     attention,
     elementwise,
+    experts,
     losses,
     normalisation,
     optimisers,
@@ -248,10 +251,40 @@ def test_tiled_matmul_declines_unsupported_operands(large):
     assert large(left, right, out=np.empty((8, 48), np.float32, "F")) is NotImplemented
 
 
+# -------------------------------------------------------------------- mixtures of experts
+def test_route_puts_nan_last_and_the_first_of_equal_scores_first():
+    logits = normal(16, 6)
+    logits[0], logits[1], logits[2] = 0, [1, 3, 1, 3, 2, 2], -np.inf
+    for sigmoid in (False, True):
+        logits[3] = [np.nan, 1, 2, np.nan, np.inf, 3] if sigmoid else np.nan
+        for correction in (None, np.array([0, 0, 1, 0, 0, 0], np.float32)):
+            for n_active in (1, 3, 6):
+                arguments = logits, Routing(n_active, sigmoid=sigmoid), correction
+                with np.errstate(all="ignore"):
+                    expected = experts_kernels.route.reference(*arguments)
+                for actual, reference in zip(experts.route(*arguments), expected):
+                    np.testing.assert_allclose(actual, reference, 1e-6, 1e-7)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (48, 33, 3), (192, 256, 2), (40, 600, 8)])
+def test_experts_of_one_token_match_the_reference(sizes, monkeypatch):
+    n_channels, size, n_active = sizes
+    shapes = [(1, n_channels), (1, n_active), *[(n_channels, 2 * size), (size, n_channels)] * n_active]
+    arrays = [np.asfortranarray(normal(*shape, seed=i)) for i, shape in enumerate(shapes)]
+    expected = experts_kernels.mix_swiglu_experts.reference(*(array.astype(np.float64) for array in arrays))
+    results = []
+    for n_threads in (1, 3):
+        monkeypatch.setattr(threads, "n_threads", lambda n=n_threads: n)
+        results += [experts.mix_swiglu_experts(*arrays) for _ in range(3)]
+    np.testing.assert_allclose(results[0], expected, 1e-5, 1e-5 * float(np.abs(expected).max()))
+    assert all(np.array_equal(result, results[0]) for result in results)
+
+
 BIG = normal(300, 400)  # above the minimum sizes
 IDS = np.zeros(300, np.int64)
 GATES, STATES, WEIGHTS = normal(4, 6, 20), normal(3, 5, 6, 5, seed=1), normal(5, 20, seed=2)
 LEFT, RIGHT = normal(8, 32), normal(32, 48)
+X, U, D = normal(1, 32), np.asfortranarray(RIGHT), np.asfortranarray(normal(24, 32, seed=2))
 MANY_QUERIES = normal(1, 20, 4, 8), normal(1, 20, 2, 8), normal(1, 20, 2, 8)
 
 
@@ -298,6 +331,19 @@ def locked(array: np.ndarray) -> np.ndarray:
         (normalisation.layer_norm, (BIG[:2], locked(BIG[0]), None, 1e-5, True), "parameters and statistics"),
         (normalisation.layer_norm_backward, (BIG, BIG, BIG[0], BIG[:, :1].copy(), IDS, True), "statistics of float32"),
         (normalisation.layer_norm_backward, (locked(BIG), BIG, BIG[0], BIG[0], BIG[0], True), "a gradient in one"),
+        (experts.route, (LEFT, Routing(2)), None),
+        (experts.route, (LEFT, Routing(2, n_groups=4, n_active_groups=2)), "all groups"),
+        (experts.route, (LEFT, Routing(2), LEFT[0].astype(np.float64)), "a correction of float32"),
+        (experts.route, (LEFT, Routing(33)), "at most 32 active"),
+        (experts.route, (LEFT, Routing(2), LEFT[0, :31]), "a correction of each"),
+        (experts.route, (BIG, Routing(2)), "16 rows or fewer, got 300"),
+        (experts.mix_swiglu_experts, (X, WEIGHTS[:1, :2], U, D, U, D), None),
+        (experts.mix_swiglu_experts, (LEFT, LEFT[:, :1], U, D), "one row and one expert.*got 8"),
+        (experts.mix_swiglu_experts, (X, WEIGHTS[:1, :0]), "one expert or more.*got 1 rows and 0 matrices"),
+        (experts.mix_swiglu_experts, (X, WEIGHTS[:1, :1], U, D.astype(np.float64)), "float32 alone, got float64"),
+        (experts.mix_swiglu_experts, (X, WEIGHTS[:1, :1], U.copy("C"), D), "matrices by columns"),
+        (experts.mix_swiglu_experts, (X, WEIGHTS[:1, :2], U, D), r"shapes \[\(32, 48\), \(24, 32\), \(32, 48\)"),
+        (experts.mix_swiglu_experts, (X, WEIGHTS[:1, :1], U[:, :46], D), r"shapes \[\(32, 48\).*got \[\(32, 46\)"),
         (losses.cross_entropy, (BIG, IDS, BIG[0]), None),
         (losses.cross_entropy, (BIG[:2], IDS, BIG[0]), "fewer than 65536 elements"),
         (tables.embedding_backward, (BIG, IDS, 5), None),

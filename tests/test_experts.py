@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from test_quantized_blocks import block_rows
 
 from tricycle import Tensor, experts, no_grad, to_tensor
+from tricycle.activation import ACTIVATIONS
 from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.blocks import TransformerBlock
 from tricycle.configs import PRESETS, ModelConfig
 from tricycle.configs.size import min_n_weights
 from tricycle.experts import MixtureOfExperts, RouterStatistics, Routing, add_router_loss, select_experts
-from tricycle.finetuning.lora import LoRAConfig
+from tricycle.finetuning.lora import AdaptedDense, LoRAConfig
 from tricycle.generate import generate
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.kernels.quantized_blocks import BlockMatrix
@@ -31,7 +33,7 @@ from tricycle.pretrained.safetensors_weights import read_tensors
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.training import compute_gradients, supervised_loss, train_on_batch
 from tricycle.training_state import new_state, train_step
-from tricycle.weights import quantize
+from tricycle.weights import quantize, set_memory_order
 
 CONFIG = ModelConfig(
     vocab_size=31,
@@ -456,18 +458,70 @@ def test_mixture_preset_trains_and_exports(tmp_path):
     assert relative_error(back(BATCH[0]).array, state.model.eval()(BATCH[0]).array) < 1e-6
 
 
-@pytest.mark.parametrize("normalized", [True, False])
-def test_one_token_equals_its_row_in_a_batch(normalized):
-    """Without gradients, one token is computed without sorting."""
-    layer = MixtureOfExperts(CONFIG, Routing(3, normalized)).eval()
-    x = RNG.normal(size=(6, 12)).astype(np.float32)
-    with no_grad():
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({}, {}),
+        ({"routing": Routing(3, normalized=False)}, {}),
+        ({"routing": Routing(5)}, {}),
+        ({"routing": Routing(1)}, {"n_experts": 1, "n_active_experts": 1}),
+        ({"routing": GROUPS._replace(sigmoid=True), "shared_size": 7}, {"n_experts": 8, "router_loss": 0.0}),
+        ({}, {"bias": True, "router_bias": True}),
+        ({}, {"bias": True, "activation": "clamped_swiglu", "gated": False}),
+        ({}, {"activation": "gelu", "gated": False}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_one_token_equals_its_row_in_a_batch(dtype, options, fields):
+    """Without gradients, one token is computed without sorting, and in evaluation perhaps by one kernel."""
+    layer = MixtureOfExperts(replace(CONFIG, **{"bias": False, **fields}), **options, generator=0)
+    for parameter in set_memory_order(layer, "F").parameters():
+        parameter.array = (parameter.array + (parameter.ndim == 1)).astype(dtype)
+    x = RNG.normal(size=(6, 12)).astype(dtype)
+    expected = layer(x).array
+    for context in (no_grad, layer.evaluating):
+        with context():
+            for row, one in zip(expected, x):
+                for shape in ((12,), (1, 1, 12)):
+                    y = layer(to_tensor(one.reshape(shape), dtype=dtype))
+                    assert y.shape == shape and y.dtype == row.dtype and not y.requires_grad
+                    np.testing.assert_allclose(y.array.reshape(-1), row, rtol=1e-5, atol=1e-6)
+
+
+def test_one_kernel_computes_plain_experts_alone():
+    """An expert that is another layer, or that has a hook, an adapter, a bias or quantized weights, is called."""
+    layer = set_memory_order(MixtureOfExperts(replace(CONFIG, bias=False), generator=0), "F")
+    first, second = layer.experts[:2]
+    matrices = experts.swiglu_matrices([first, second], np.ndarray)
+    assert [id(x) for x in matrices] == [id(y.weights.array) for e in (first, second) for y in (e.up, e.projection)]
+    for place in (first, first.up, first.activation, first.projection, first.dropout):
+        vars(place)["forward"] = place.forward
+        assert experts.swiglu_matrices([second, first], np.ndarray) is None
+        del vars(place)["forward"]
+    assert experts.swiglu_matrices([first], np.ndarray) is not None
+    low_rank = SimpleNamespace(forward=None)
+    for expert, name, value in (
+        (first, "up", AdaptedDense(first.up, low_rank)),
+        (first, "activation", ACTIVATIONS["clamped_swiglu"]()),
+        (first.projection, "bias", to_tensor(np.zeros(12))),
+        (first.up.weights, "array", QuantizedMatrix.quantize(first.up.weights.array, "float16", True)),
+    ):
+        before = getattr(expert, name)
+        setattr(expert, name, value)
+        assert experts.swiglu_matrices([first], np.ndarray) is None
+        setattr(expert, name, before)
+    assert experts.swiglu_matrices([lambda x: x], np.ndarray) is None
+
+
+def test_hook_of_an_expert_is_called_in_evaluation():
+    layer = set_memory_order(MixtureOfExperts(replace(CONFIG, bias=False), Routing(5), generator=0), "F")
+    x, seen = to_tensor(RNG.normal(size=(1, 12))), []
+    forward = layer.experts[3].up.forward
+    with layer.evaluating():
         expected = layer(x).array
-        for row, one in zip(expected, x):
-            for shape in ((12,), (1, 1, 12)):
-                y = layer(one.reshape(shape))
-                assert y.shape == shape and y.dtype == row.dtype and not y.requires_grad
-                np.testing.assert_allclose(y.array.reshape(-1), row, rtol=1e-5, atol=1e-6)
+        layer.experts[3].up.forward = lambda x, dtype=None: seen.append(x) or forward(x, dtype)
+        np.testing.assert_allclose(layer(x).array, expected, rtol=1e-5, atol=1e-6)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("dtype_name", ["int8", "float16", "Q4_K", "Q8_0"])

@@ -240,7 +240,7 @@ def test_activations_and_gradients_have_16_bits(device, changes, precision, monk
 
 ALONE = set(
     """matmul matmul_operand matmul_operand_and_sums to_compute_dtype orthogonalize adamw embedding_backward
-    sum_rows""".split()
+    route sum_rows""".split()
 )
 SIXTEEN = [
     pytest.param(name, size, id=f"{name}-{size}")

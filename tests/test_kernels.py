@@ -16,6 +16,7 @@ from tricycle import kernels
 from tricycle.debug import use_reference
 from tricycle.kernels import KERNELS, recurrent
 from tricycle.kernels.dispatch import Kernel
+from tricycle.kernels.experts import Routing
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle_accelerators import attention_blocks, chunks, cpu, matmul_plan, registry, threads
 
@@ -75,6 +76,16 @@ def _few_bits_matmul(rng, n, k, m, kind, transposed, bias):
     return rng.standard_normal((n, k)), matrix, rng.standard_normal(m) if bias else None
 
 
+def _route(rng, n, n_experts, corrected, *fields):
+    correction = rng.standard_normal(n_experts) / 9 if corrected else None
+    return rng.standard_normal((n, n_experts)), Routing(*fields), correction
+
+
+def _mix_experts(rng, n, n_channels, size, n_active):
+    shapes = [(n, n_channels), (n, n_active), *[(n_channels, 2 * size), (size, n_channels)] * n_active]
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
 def _rotate(rng, items, tokens, heads, size):
     angles = rng.standard_normal((tokens, size // 2))
     return rng.standard_normal((items, tokens, heads, size)), np.cos(angles), np.sin(angles)
@@ -106,6 +117,7 @@ def _recurrence_backward(rng, forward, n_gates, n_states, n_kept, n_grads, *size
 ROWS = [(1,), (7,), (3, 5), (1, 1), (2, 3, 7), (0, 4), (131, 1031)]
 SMALL_PRODUCTS = [(1, 1, 1), (3, 5, 2), (0, 3, 2), (3, 0, 2), (3, 2, 0)]
 LARGE_PRODUCTS = [(1031, 70, 67), (2, 300, 500), (7, 600, 700), (67, 70, 1031), (2100, 3, 70), (70, 4000, 70)]
+TWO_FLAGS = [*itertools.product((False, True), (False, True))]
 ANY = [(), *ROWS, (2, 0, 3), (65_537,), (140_000,)]
 # steps, items, hidden size; 2 and 32 items and 480 terms of a sum are where the CPU's version turns
 RECURRENCES = [
@@ -152,6 +164,18 @@ CASES = {
         ]
         + [(140, 37, 70, "int8", True, True)],
     ),
+    "route": (
+        _route,
+        [
+            (1, 1, False, 1),
+            (0, 8, False, 3),
+            *((n, 8, corrected, 3, normalized, True) for n in (1, 16) for corrected, normalized in TWO_FLAGS),
+            *((40, 8, False, 8, normalized, sigmoid) for normalized, sigmoid in TWO_FLAGS),
+            *((7, 8, corrected, 3, True, sigmoid, 4, 2, 1.7) for corrected, sigmoid in TWO_FLAGS),
+            (3, 70, False, 70, False, False, 1, 1, 1.7),
+        ],
+    ),
+    "mix_swiglu_experts": (_mix_experts, [(1, 1, 1, 1), (1, 48, 33, 3), (3, 5, 4, 2), (0, 3, 2, 1)]),
     "sum_rows": (_rows, [((1, 1),), ((7, 3),), ((0, 4),), ((1031, 131),), ((3, 70_001),)]),
     "layer_norm": (_layer_norm, [*itertools.product(ROWS, (True, False), (True, False))]),
     "layer_norm_backward": (_layer_norm_backward, [*itertools.product(ROWS, (True, False))]),
@@ -193,7 +217,7 @@ IN_PLACE = {
     **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
 }
 ON_HOSTS = {"quantized_matmul"}
-ELSEWHERE = {"quantized_matmul", "relu_squared"}  # not in `tricycle.kernels`
+ELSEWHERE = {"quantized_matmul", "relu_squared", "route", "mix_swiglu_experts"}  # not in `tricycle.kernels`
 # helpers, and what draws
 NOT_OPS = {"run_independent", "run_over_batch", "prepare_matrix", "run_batch_parallel", "dropout_mask"}
 
@@ -246,6 +270,9 @@ def assert_close(name: str, actual: list, expected: list, dtype: type) -> None:
     assert len(actual) == len(expected)
     for result, reference in zip(actual, expected):
         if result is None and name == "gelu_with_derivative" and reference is expected[1]:  # it is found again from x
+            continue
+        if reference.dtype.kind == "i":
+            np.testing.assert_array_equal(result, reference)
             continue
         assert result.dtype == dtype and np.shape(result) == np.shape(reference)
         scale = max(1.0, float(np.abs(reference).max(initial=0, where=np.isfinite(reference))))

@@ -22,12 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tricycle import kernels
-from tricycle.autograd import NeedsGrad, OwnedGradient, current_modes, grad_enabled_for
+from tricycle.activation import SwiGLU
+from tricycle.autograd import NeedsGrad, OwnedGradient, current_modes, is_evaluating
 from tricycle.blocks import MLPBlock
 from tricycle.configs.model import ModelConfig
 from tricycle.create_graph import cast, unfused
@@ -36,6 +37,8 @@ from tricycle.extra_ops import concatenate, split_sizes
 from tricycle.functions import Sigmoid, Softmax, linear
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels.dispatch import upcast
+from tricycle.kernels.experts import Routing as Routing
+from tricycle.kernels.experts import mix_swiglu_experts, route
 from tricycle.layers import MIXTURES, Dense, Dropout, Generator, Layer, new_generator
 from tricycle.ops import as_floating, as_tensor, check_last_axis, reshape
 from tricycle.parameter import Parameter
@@ -110,65 +113,24 @@ def add_router_loss(compute_loss: Callable[[], Tensor], weight: Any) -> Tensor:
 
 
 # -------------------------------------------------------------------- routing
-class Routing(NamedTuple):
-    """How a router selects experts.
-
-    Attributes:
-        n_active: K, the number of experts of each token.
-        normalized: whether the weights of a token are divided by their sum.
-        sigmoid: whether the scores are sigmoids of the logits; by default they are a softmax.
-        n_groups: the number of groups of consecutive experts, a divisor of E.
-        n_active_groups: the number of groups from which the experts of a token are selected: those with the highest
-            score, or, with sigmoid, those with the highest sum of two scores.
-        scale: the factor of the weights.
-    """
-
-    n_active: int
-    normalized: bool = True
-    sigmoid: bool = False
-    n_groups: int = 1
-    n_active_groups: int = 1
-    scale: float = 1.0
-
-    def select(self, scores: Array) -> Array:
-        """Return the indices (N, K) of the experts with the highest scores (N, E); of equal ones the first."""
-        xp = array_module(scores)
-        if self.n_active_groups < self.n_groups:
-            groups = scores.reshape(len(scores), self.n_groups, -1)
-            best = xp.sort(groups, axis=-1)[..., -2 if self.sigmoid else -1 :].sum(axis=-1)
-            excluded = xp.argsort(-best, axis=-1, kind="stable")[:, self.n_active_groups :]
-            groups = groups.copy()
-            groups[xp.arange(len(groups))[:, None], excluded] = -xp.inf
-            scores = groups.reshape(scores.shape)
-        return xp.argsort(-scores, axis=-1, kind="stable")[:, : self.n_active]
-
-
 def select_experts(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Array]:
-    """Return the weights (N, K), the scores, and the indices (N, K) of the experts with the highest scores of logits.
+    """Return the weights (N, K), and the indices (N, K) of the experts with the highest scores, from logits (N, E).
 
     Args:
-        logits: (N, E).
         correction: (E,), added to the scores for the selection, but not to the weights, so its gradient is 0.
     """
     xp, statistics, normalized = logits.xp, _statistics.get(), routing.normalized
-    array = upcast(as_floating(logits.array))
-    scores = kernels.sigmoid(array) if routing.sigmoid else kernels.softmax(array)
     added = None if correction is None else correction.array
-    selected = routing.select(scores if added is None else scores + added)
+    weights, scores, selected = route(upcast(as_floating(logits.array)), routing, added)
     if statistics is not None:
         statistics.add(scores, selected)
-    places = xp.arange(len(selected))[:, None], selected
-    top = scores[places]
-    divisor = top.sum(axis=-1, keepdims=True) if normalized else 1
-    divisor = divisor if routing.scale == 1 else divisor / routing.scale
-    weights = top / divisor
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array, ...]:
         if normalized:
             grad = grad - (grad * weights).sum(axis=-1, keepdims=True) / routing.scale
-        grad = grad / divisor
+            grad = grad / xp.take_along_axis(scores, selected, axis=-1).sum(axis=-1, keepdims=True)
         slope = xp.zeros_like(scores)
-        slope[places] = grad
+        slope[xp.arange(len(selected))[:, None], selected] = grad * routing.scale
         if statistics is not None:
             slope += statistics.gradient()
         slope = slope * scores * (1 - scores) if routing.sigmoid else kernels.softmax_backward(slope, scores)
@@ -182,7 +144,8 @@ def select_experts(logits: Tensor, routing: Routing, correction: Tensor | None =
 def _select_experts(node: Tensor, variables: Any) -> Tensor:
     """Recompute the experts' weights on Tensors; the selection is constant, the router loss gives no gradient."""
     scores = Sigmoid() if variables.routing.sigmoid else Softmax()
-    top: Tensor = scores(cast(node.args[0], node.dtype))[variables.places]
+    places = variables.xp.arange(len(variables.selected))[:, None], variables.selected
+    top: Tensor = scores(cast(node.args[0], node.dtype))[places]
     return (top / top.sum(axis=-1, keepdims=True) if variables.normalized else top) * variables.routing.scale
 
 
@@ -264,6 +227,29 @@ def _combine_rows(node: Tensor, variables: Any) -> Tensor:
 
 
 # -------------------------------------------------------------------- layers
+def swiglu_matrices(experts: list[Any], kind: type) -> list[Array] | None:
+    """Return the arrays U and D of each of the MLPs that compute swiglu(x U) D in evaluation; else None.
+
+    An MLP with biases, a hook, an adapter, or matrices that are not of the array type `kind` computes something else.
+    """
+    matrices = []
+    for expert in experts:
+        if not _is_plain(expert, MLPBlock):
+            return None
+        up, down = expert.up, expert.projection
+        if not (_is_plain(up, Dense) and _is_plain(down, Dense) and up.bias is None and down.bias is None):
+            return None
+        if not (_is_plain(expert.activation, SwiGLU) and _is_plain(expert.dropout, Dropout)):
+            return None
+        matrices += [up.weights.array, down.weights.array]
+    return matrices if all(type(matrix) is kind for matrix in matrices) else None
+
+
+def _is_plain(layer: Any, kind: type) -> bool:
+    """Return whether a layer computes what the class `kind` defines: neither a subclass's nor a hook's result."""
+    return type(layer) is kind and "forward" not in vars(layer)
+
+
 class Router(Dense):
     """The linear layer of a mixture that computes logits of the experts, in float32 at any precision of the model."""
 
@@ -325,21 +311,20 @@ class MixtureOfExperts(Layer):
         x = as_tensor(x)
         shape = x.shape
         check_last_axis(f"MixtureOfExperts(embedding_dim={self.embedding_dim})", x, self.embedding_dim)
-        rows = reshape(x, math.prod(shape[:-1]), shape[-1])
-        weights, selected = select_experts(self.router(rows), self.routing, self.correction)
-        y = reshape(self._mix(rows, weights, selected), shape)
+        n_rows = math.prod(shape[:-1])
+        if n_rows == 1 and is_evaluating():
+            y = Tensor(self._mix_one(as_floating(x.array).reshape(1, shape[-1])).reshape(shape), False)
+        else:
+            y = reshape(self._mix(reshape(x, n_rows, shape[-1])), shape)
         return self.dropout(y if self.shared is None else y + self.run_shared(self.shared, x))
 
     def run_shared(self, shared: MLPBlock, x: Tensor) -> Tensor:
         """Return the result of the MLP that processes every token."""
         return shared(x)
 
-    def _mix(self, rows: Tensor, weights: Tensor, selected: Array) -> Tensor:
-        """Return the weighted sum (N, C) of the experts `selected` (N, k) for each of the rows (N, C)."""
-        if len(selected) == 1 and not grad_enabled_for(weights):  # decoding: there is nothing to sort
-            results = rows.xp.concatenate([self.experts[e](rows).array for e in to_cpu(selected)[0].tolist()])
-            total = rows.xp.einsum("kc,nk->nc", upcast(results), weights.array)
-            return Tensor(total.astype(results.dtype, copy=False), False)
+    def _mix(self, rows: Tensor) -> Tensor:
+        """Return the weighted sum (N, C) of the results of the selected experts for rows (N, C)."""
+        weights, selected = select_experts(self.router(rows), self.routing, self.correction)
         assignment = Assignment(selected, len(self.experts))
         builds_graph = all(mode.builds_graph for mode in current_modes.get())
         running = [(e, n) for e, n in zip(self.experts, assignment.counts) if n or builds_graph] or [
@@ -348,6 +333,22 @@ class MixtureOfExperts(Layer):
         parts = split_sizes(gather_rows(rows, assignment), [n for _, n in running], axis=0)
         outputs = concatenate([expert(part) for (expert, _), part in zip(running, parts)])
         return combine_rows(outputs, weights, assignment)
+
+    def _mix_one(self, row: Array) -> Array:
+        """Return the same as `_mix` for one row (1, C) in evaluation: nothing is sorted, and few kernels are called."""
+        router = self.router
+        bias = None if router.bias is None else router.bias.array
+        if _is_plain(router, Router) and type(router.weights.array) is type(row):
+            logits = kernels.matmul(upcast(row), router.weights.array, bias)
+        else:
+            logits = router(Tensor(row, False)).array
+        weights, _, selected = route(logits, self.routing, None if self.correction is None else self.correction.array)
+        experts = [self.experts[e] for e in to_cpu(selected)[0].tolist()]
+        matrices = swiglu_matrices(experts, type(row))  # in evaluation, few rows are multiplied in float32
+        if matrices is not None:
+            return mix_swiglu_experts(row, weights, *matrices)
+        results = array_module(row).concatenate([expert(Tensor(row, False)).array for expert in experts])
+        return (weights @ upcast(results)).astype(results.dtype, copy=False)
 
     def add_loss(self, compute_loss: Callable[[], Tensor], scale: Any) -> Tensor:
         """Return `compute_loss()`, in training plus `scale` times the weighted load-balancing loss of all mixtures."""

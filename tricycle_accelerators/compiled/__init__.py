@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tricycle import kernels
 from tricycle.kernels import recurrent
+from tricycle.kernels.experts import mix_swiglu_experts, route
 from tricycle.kernels.quantized import quantized_matmul
 from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle.kernels.quantized_heads import quantized_attention
@@ -24,6 +25,7 @@ from tricycle_accelerators.compiled import (
     attention,
     block_matmul,
     elementwise,
+    experts,
     losses,
     normalisation,
     optimisers,
@@ -76,6 +78,7 @@ def register(array: type) -> None:
         (elementwise, (*activated, k.softmax, k.sum_rows, k.sum_squares, k.apply_rope)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (recurrence, (r.prepare_matrix, r.run_batch_parallel, r.project, *layers)),
+        (experts, [mix_swiglu_experts, route]),
         (losses, [k.cross_entropy]),
         (tables, [k.embedding_backward]),
         (optimisers, [k.adamw]),
