@@ -12,8 +12,8 @@ from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle.pretrained import gguf
 from tricycle.pretrained.families import build_model
 from tricycle.pretrained.gguf import read_gguf
-from tricycle.pretrained.gguf_config import ModelMetadata, llama3_scaling
 from tricycle.pretrained.gguf_file import GGUFFile
+from tricycle.pretrained.gguf_model_metadata import ModelMetadata, llama3_scaling
 from tricycle.tensor import no_grad
 
 pytest.importorskip("gguf")

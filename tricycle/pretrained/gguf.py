@@ -11,15 +11,9 @@ import numpy as np
 
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, BlockRows
 from tricycle.pretrained.families.family import fill_numbers
-from tricycle.pretrained.gguf_config import (
-    CONFIG_READERS,
-    LONGROPE_DIVISORS,
-    ROPE_DIVISORS,
-    WITH_FUSED_GATES,
-    Fields,
-    ModelMetadata,
-)
+from tricycle.pretrained.gguf_config import CONFIG_READERS, WITH_FUSED_GATES
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
+from tricycle.pretrained.gguf_model_metadata import LONGROPE_DIVISORS, ROPE_DIVISORS, Fields, ModelMetadata
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 

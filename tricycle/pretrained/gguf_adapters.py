@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle.pretrained.gguf import GGUFModel, TensorConversion
-from tricycle.pretrained.gguf_config import ModelMetadata
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
 from tricycle.pretrained.gguf_metadata_writer import match_architecture
+from tricycle.pretrained.gguf_model_metadata import ModelMetadata
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
 from tricycle.pretrained.gguf_writer import WrittenTensor, write_gguf
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix

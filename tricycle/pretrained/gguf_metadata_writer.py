@@ -43,17 +43,14 @@ from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
 from tricycle.pretrained.families.stacks import Stack
 from tricycle.pretrained.families.t5 import T5, T5_GATED
-from tricycle.pretrained.gguf_config import (
-    CONFIG_READERS,
-    GEMMA3N_METADATA,
-    GEMMA3N_OWN_KEYS,
-    SIZE_METADATA,
+from tricycle.pretrained.gguf_config import CONFIG_READERS, GEMMA3N_METADATA, GEMMA3N_OWN_KEYS, SIZE_METADATA
+from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo
+from tricycle.pretrained.gguf_model_metadata import (
     WITH_ROPE_DIVISORS,
     ModelMetadata,
     llama3_divisors,
     yarn_attention_factor,
 )
-from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS
 
 Metadata = dict[str, Any]

@@ -21,9 +21,10 @@ from tricycle.models import GPT
 from tricycle.pretrained.export import export_tensors
 from tricycle.pretrained.families.family import TensorMapping
 from tricycle.pretrained.ggml_quantization import quantize_blocks
-from tricycle.pretrained.gguf_config import LONGROPE_DIVISORS, POOLING_TYPES, ROPE_DIVISORS
+from tricycle.pretrained.gguf_config import POOLING_TYPES
 from tricycle.pretrained.gguf_file_types import FILE_TYPES, Mixture
 from tricycle.pretrained.gguf_metadata_writer import architecture_metadata, match_architecture, rope_divisors
+from tricycle.pretrained.gguf_model_metadata import LONGROPE_DIVISORS, ROPE_DIVISORS
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, WeightTransform
 from tricycle.pretrained.gguf_tokenizer_writer import tokenizer_metadata
 from tricycle.pretrained.stored_model import error_prefix
