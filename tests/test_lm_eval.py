@@ -3,6 +3,9 @@
 import importlib.util
 import re
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("tokenizers")
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import get_model
+from lm_eval.api.registry import Registry, get_model
 from serving import ReferenceGenerator
 from tiny_models import write_folder
 
@@ -19,6 +22,7 @@ from benchmarks import harness
 from tricycle_cli.likelihoods import Pair, iter_likelihoods
 from tricycle_cli.lm_eval import TricycleLM
 
+ROOT = Path(__file__).resolve().parents[1]
 WORDS = "the quick brown fox jumps over the lazy dogs while seven small birds sing of rain".split()
 
 
@@ -113,6 +117,16 @@ def test_chat_template(lm, reference):
     continued = lm.apply_chat_template([*messages, {"role": "assistant", "content": "brown fox "}], False)
     assert continued == text + "brown fox"
     assert lm.chat_template(True) == reference.tokeniser.chat_template
+
+
+def test_entry_point():
+    """Releases after 0.4.13 look for it; the model type is imported when its name is requested."""
+    group = "lm_eval.models"
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][group]
+    registry = Registry("model")
+    for name, value in declared.items():
+        registry.register(name, target=EntryPoint(name, value, group))
+    assert registry.get("tricycle") is TricycleLM
 
 
 def test_items_of_the_benchmark():

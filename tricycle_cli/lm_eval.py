@@ -4,6 +4,7 @@ The command takes the arguments of `lm_eval`, and registers the model type `tric
 
     python -m tricycle_cli.lm_eval run --model tricycle --model_args pretrained=smollm2 --tasks hellaswag
 
+Releases of lm_eval after 0.4.13 find the model type by the entry point `lm_eval.models`, and need only `lm_eval run`.
 The package lm_eval comes with the pip extra `evaluation`. In Python, `lm_eval.simple_evaluate` takes a `TricycleLM`.
 
 Source: Gao et al. 2021, https://github.com/EleutherAI/lm-evaluation-harness (interface of version 0.4.13).
