@@ -33,6 +33,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "now"}},
 ]
+NESTED = {"name": "f", "arguments": '{"a":' * 500 + "1" + "}" * 500}
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +160,7 @@ def test_parser(text, content, names, size):
         ({"functions": [{"name": "f"}]}, "functions is not supported"),
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "tool_calls"),
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": 5}]}, "tool_calls to be a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": NESTED}]}]}, "template accepts.*recursion"),
     ],
 )
 def test_invalid_tools(fields, message, server):
