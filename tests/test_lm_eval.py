@@ -6,6 +6,7 @@ import sys
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tiny_models import write_folder
 from benchmarks import harness
 from tricycle_cli.likelihoods import Pair, iter_likelihoods
 from tricycle_cli.lm_eval import TricycleLM
+from tricycle_cli.multiple_choice import encode_pair
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = "the quick brown fox jumps over the lazy dogs while seven small birds sing of rain".split()
@@ -74,6 +76,15 @@ def test_long_contexts_are_cut_at_their_beginning(lm, reference):
     for context, continuation in (([], [3]), ([3], []), ([3], [4] * 65)):
         with pytest.raises(ValueError, match=r"a continuation of 1 to 64 tokens, got"):
             list(iter_likelihoods(lm.model, [Pair(context, continuation)]))
+
+
+def test_continuations_that_are_joined_with_the_context(lm, monkeypatch):
+    """By a tokenizer that has tokens of several words, as one that is trained on little text."""
+    ids = {"two of": [5], "two of three": [6], " three": [7, 8]}
+    monkeypatch.setattr(lm, "tok_encode", lambda text, **options: ids[text])
+    assert lm._encode_pair("two of ", "three") == ([5], [7, 8])
+    tokeniser = Mock(encode=ids.get, encode_plain=ids.get)
+    assert encode_pair(tokeniser, "two of", "three") == Pair([5], [7, 8])
 
 
 def test_rolling_log_likelihoods(lm, reference):

@@ -108,6 +108,14 @@ class TricycleLM(TemplateLM):
             return list(self.tokenizer.encode(string, add_special_tokens is not False))
         return [int(token) for token in self.tokenizer.encode(string)]
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the harness's ids of both; of the continuation alone if all of it is joined with the context."""
+        context_ids, ids = super()._encode_pair(context, continuation)
+        if not ids:
+            stripped = context.rstrip()
+            ids = self.tok_encode(context[len(stripped) :] + continuation, add_special_tokens=False)
+        return context_ids, ids
+
     def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any) -> list[Any]:
         """Return (log-likelihood, is greedy) for each (key, context ids, continuation ids); cache those with a key."""
         pairs = [Pair(context[-self.max_length :], continuation) for _, context, continuation in requests]
