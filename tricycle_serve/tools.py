@@ -45,7 +45,8 @@ class Tools:
         """Return the guide for a text that is one call of an allowed function; None if the choice is "auto"."""
         if self.choice == "auto":
             return None
-        calls, schemas = [], []
+        calls: list[str] = []
+        schemas: list[str] = []
         for tool in self.functions:
             name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {"type": "object"}
             if self.choice in ("required", name):
