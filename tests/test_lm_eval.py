@@ -3,6 +3,10 @@
 import importlib.util
 import re
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,14 +15,16 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("tokenizers")
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import get_model
+from lm_eval.api.registry import Registry, get_model
 from serving import ReferenceGenerator
 from tiny_models import write_folder
 
 from benchmarks import harness
 from tricycle_cli.likelihoods import Pair, iter_likelihoods
 from tricycle_cli.lm_eval import TricycleLM
+from tricycle_cli.multiple_choice import encode_pair
 
+ROOT = Path(__file__).resolve().parents[1]
 WORDS = "the quick brown fox jumps over the lazy dogs while seven small birds sing of rain".split()
 
 
@@ -72,6 +78,15 @@ def test_long_contexts_are_cut_at_their_beginning(lm, reference):
             list(iter_likelihoods(lm.model, [Pair(context, continuation)]))
 
 
+def test_continuations_that_are_joined_with_the_context(lm, monkeypatch):
+    """By a tokenizer that has tokens of several words, as one that is trained on little text."""
+    ids = {"two of": [5], "two of three": [6], " three": [7, 8]}
+    monkeypatch.setattr(lm, "tok_encode", lambda text, **options: ids[text])
+    assert lm._encode_pair("two of ", "three") == ([5], [7, 8])
+    tokeniser = Mock(encode=ids.get, encode_plain=ids.get)
+    assert encode_pair(tokeniser, "two of", "three") == Pair([5], [7, 8])
+
+
 def test_rolling_log_likelihoods(lm, reference):
     short, long = " ".join(WORDS[:4]), " ".join(WORDS * 8)
     assert len(lm.tok_encode(long)) >= 2 * lm.max_length
@@ -113,6 +128,16 @@ def test_chat_template(lm, reference):
     continued = lm.apply_chat_template([*messages, {"role": "assistant", "content": "brown fox "}], False)
     assert continued == text + "brown fox"
     assert lm.chat_template(True) == reference.tokeniser.chat_template
+
+
+def test_entry_point():
+    """Releases after 0.4.13 look for it; the model type is imported when its name is requested."""
+    group = "lm_eval.models"
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][group]
+    registry = Registry("model")
+    for name, value in declared.items():
+        registry.register(name, target=EntryPoint(name, value, group))
+    assert registry.get("tricycle") is TricycleLM
 
 
 def test_items_of_the_benchmark():

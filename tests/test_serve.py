@@ -50,7 +50,9 @@ from tricycle_cli.serve import (
 from tricycle_cli.serve import load as load_service
 from tricycle_cli.serve import main as serve
 from tricycle_serve.completion_requests import SequenceRequest
+from tricycle_serve.embeddings import parse_embeddings_request
 from tricycle_serve.output_processor import OutputProcessor, StopStringFilter, TextDelta
+from tricycle_serve.request_fields import RequestFields
 from tricycle_serve.responses import merge_deltas
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -458,10 +460,27 @@ def test_invalid_requests(server, path, body, message):
 
 VALUES = [None, True, 0, -1, 7, 1.5, 1e308, 10**30, "", "x", "\ud800", "\0", [], {}, [1], ["x"], {"a": 1}, [{}], [[1]]]
 VALUES += [{"2": -100}, HELLO, [None], [5] * 4096, {"²": 1}, {"9" * 30: 1}, "none", {"include_usage": True}]
+VALUES += [{"type": "json_schema", "json_schema": {"schema": {"type": ["a"]}}}, {"type": "json_object", "x": 1}]
+VALUES += [[{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/x"}}}], {"format": {"type": 1}}]
 FIELDS = """messages prompt max_tokens max_completion_tokens temperature top_p n stop seed logprobs top_logprobs stream
 echo stream_options presence_penalty frequency_penalty logit_bias suffix best_of model tools tool_choice top_k min_p
 response_format regex grammar user repetition_penalty input encoding_format truncate metadata modalities dimensions
-instructions max_output_tokens include text store previous_response_id conversation background""".split()
+instructions max_output_tokens include text store previous_response_id conversation background functions
+function_call max_tool_calls parallel_tool_calls prompt_cache_key prompt_cache_retention reasoning safety_identifier
+service_tier truncation""".split()
+
+
+def test_random_requests_have_all_fields_of_the_server(server, monkeypatch):
+    """The names that the server reads in valid requests, those of nested objects aside."""
+    read = set()
+    check = RequestFields.reject_unknown
+    monkeypatch.setattr(RequestFields, "reject_unknown", lambda self: (read.update(self._known), check(self)))
+    server.request("/v1/completions", {"prompt": "the", "max_tokens": 1})
+    server.request("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1})
+    server.request("/v1/responses", {"input": "the", "max_output_tokens": 1})
+    parse_embeddings_request(RequestFields({"input": "the"}), 8)
+    read -= {"type", "format", "verbosity"}  # of `response_format` and `text`
+    assert read | {"model"} == {*FIELDS}
 
 
 def test_random_requests(server):

@@ -33,6 +33,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "now"}},
 ]
+NESTED = {"name": "f", "arguments": '{"a":' * 500 + "1" + "}" * 500}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,19 @@ def test_forced_calls(name, stream, client):
     assert not any(message.content for index, message in found if ends[index] == "tool_calls")
 
 
+@pytest.mark.parametrize("reference", ["#", "#/$defs/list"])
+def test_references_in_parameters_begin_at_the_parameters(reference, client):
+    """As in the schemas that pydantic makes of nested classes."""
+    items = {"type": "array", "items": {"$ref": reference}, "maxItems": 1}
+    parameters = an_object(x=items) | {"$defs": {"list": an_object(y=DIGIT)}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    response = chat(client, tools=tools, tool_choice="required", temperature=1.5, max_tokens=400, seed=2, n=4)
+    calls = [call for choice in response.choices for call in choice.message.tool_calls or []]
+    assert calls
+    for call in calls:
+        jsonschema.validate(json.loads(call.function.arguments), parameters)
+
+
 ADD, NOW = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>', '{"name": "now", "arguments": {}}'
 
 
@@ -146,6 +160,7 @@ def test_parser(text, content, names, size):
         ({"functions": [{"name": "f"}]}, "functions is not supported"),
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "tool_calls"),
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": 5}]}, "tool_calls to be a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": NESTED}]}]}, "template accepts.*recursion"),
     ],
 )
 def test_invalid_tools(fields, message, server):

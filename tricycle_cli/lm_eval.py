@@ -4,6 +4,7 @@ The command takes the arguments of `lm_eval`, and registers the model type `tric
 
     python -m tricycle_cli.lm_eval run --model tricycle --model_args pretrained=smollm2 --tasks hellaswag
 
+Releases of lm_eval after 0.4.13 find the model type by the entry point `lm_eval.models`, and need only `lm_eval run`.
 The package lm_eval comes with the pip extra `evaluation`. In Python, `lm_eval.simple_evaluate` takes a `TricycleLM`.
 
 Source: Gao et al. 2021, https://github.com/EleutherAI/lm-evaluation-harness (interface of version 0.4.13).
@@ -106,6 +107,14 @@ class TricycleLM(TemplateLM):
         if hasattr(self.tokenizer, "backend"):
             return list(self.tokenizer.encode(string, add_special_tokens is not False))
         return [int(token) for token in self.tokenizer.encode(string)]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the harness's ids of both; of the continuation alone if all of it is joined with the context."""
+        context_ids, ids = super()._encode_pair(context, continuation)
+        if not ids:
+            stripped = context.rstrip()
+            ids = self.tok_encode(context[len(stripped) :] + continuation, add_special_tokens=False)
+        return context_ids, ids
 
     def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any) -> list[Any]:
         """Return (log-likelihood, is greedy) for each (key, context ids, continuation ids); cache those with a key."""

@@ -123,7 +123,8 @@ def encode_items(tokeniser: Tokeniser, items: list[Item]) -> list[list[Pair]]:
 def encode_pair(tokeniser: Tokeniser, prompt: str, choice: str) -> Pair:
     """Return ids of prompt (`new_text` if blank) and choice, cut from both encoded together; a space is put between.
 
-    White space at the end of the prompt is encoded with the choice, as in the LM Evaluation Harness.
+    White space at the end of the prompt is encoded with the choice, as in the LM Evaluation Harness. A choice that the
+    tokenizer joins with the end of the prompt, so that none of its own tokens is left, is encoded alone.
     """
     stripped = prompt.rstrip()
     continuation = (prompt[len(stripped) :] or " ") + choice
@@ -131,7 +132,7 @@ def encode_pair(tokeniser: Tokeniser, prompt: str, choice: str) -> Pair:
         return Pair([tokeniser.new_text], [int(token) for token in tokeniser.encode_plain(choice)])
     context = [int(token) for token in tokeniser.encode(stripped)]
     whole = [int(token) for token in tokeniser.encode(stripped + continuation)]
-    return Pair(context, whole[len(context) :])
+    return Pair(context, whole[len(context) :] or [int(token) for token in tokeniser.encode_plain(continuation)])
 
 
 def summarize(scores: list[ItemScore]) -> dict[str, float]:

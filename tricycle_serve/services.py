@@ -192,7 +192,7 @@ class GenerationService(ModelService):
         encode = functools.partial(self.tokeniser.chat, messages, allowed_special=False, **variables)
         try:
             prompt = await self.run_in_thread(encode)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter for arguments of tool calls that are nested deeply
             message = f"expected messages that the model's chat template accepts: {error}"
             raise ApiError(message, param="messages") from None
         return self._submit(response_class, request, [prompt], [])

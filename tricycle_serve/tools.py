@@ -45,16 +45,15 @@ class Tools:
         """Return the guide for a text that is one call of an allowed function; None if the choice is "auto"."""
         if self.choice == "auto":
             return None
-        calls = []
+        calls: list[str] = []
+        schemas: list[str] = []
         for tool in self.functions:
             name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {"type": "object"}
-            fields = {"name": {"const": name}, "arguments": parameters}
-            closed = {"type": "object", "required": list(fields), "additionalProperties": False}
             if self.choice in ("required", name):
-                calls.append({**closed, "properties": fields})
-        schemas = [f"call{i}: %json {json.dumps({**call, 'x-guidance': JSON_OPTIONS})}" for i, call in enumerate(calls)]
-        choices = " | ".join(f"call{i}" for i in range(len(calls)))
-        lines = [f'start: "{OPENING}\\n" ({choices}) "\\n{CLOSING}"', *schemas]
+                # The parameters are a document of their own, because their references begin at its root.
+                schemas.append(f"arguments{len(calls)}: %json {json.dumps({**parameters, 'x-guidance': JSON_OPTIONS})}")
+                calls.append(f'"{{\\"name\\": \\"{name}\\", \\"arguments\\": " arguments{len(calls)} "}}"')
+        lines = [f'start: "{OPENING}\\n" ({" | ".join(calls)}) "\\n{CLOSING}"', *schemas]
         return Guide("tools", "grammar", "\n".join(lines))
 
 

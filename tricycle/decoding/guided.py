@@ -19,15 +19,16 @@ import numpy as np
 from tricycle.tokeniser import BPETokeniser, Tokeniser
 
 MAX_GRAMMAR_BYTES = 2**16
-MAX_COMPILE_SECONDS = 5  # of CPU time; on Windows of wall time, which is limited elsewhere, too, but to more
-WALL_TIME_FACTOR = 1 if sys.platform == "win32" else 12
-MAX_COMPILE_BYTES = 2**30  # memory of the process that checks a grammar, on Linux
+MAX_COMPILE_SECONDS = 1  # of CPU time; wall time is limited, too, but to more
+WALL_TIME_FACTOR = 12
+MAX_COMPILE_BYTES = 200_000_000  # memory of the process that checks a grammar, on Linux
 MAX_CACHED_GRAMMARS = 32
 # A lexer state takes about 2 kB; a mask may take about 20 ms.
 LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 100_000, "verbose_errors": False}
 # Unlimited white space would let a model that repeats itself continue until the maximum number of tokens.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n]{1,20}", "lenient": False}
-# A few grammars of this size take hours or overflow the stack, which ends the process.
+# A few grammars of this size take hours or overflow the stack, which ends the process. The parser of bytes takes the
+# time and memory of the real one; only validation reports errors, because bytes lack the model's special tokens.
 CHECK = """
 import json, sys
 message = json.loads(sys.stdin.buffer.read())
@@ -36,9 +37,14 @@ if sys.platform != "win32":
     import resource
     resource.setrlimit(resource.RLIMIT_CPU, (message["seconds"], message["seconds"] + 1))
     if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (message["memory"], message["memory"]))
-from llguidance import LLMatcher, LLParserLimits
-error = LLMatcher.validate_grammar(message["grammar"], None, limits=LLParserLimits(**message["limits"]))
+        resource.setrlimit(resource.RLIMIT_DATA, (message["memory"], message["memory"]))
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+grammar, limits = message["grammar"], LLParserLimits(**message["limits"])
+error = LLMatcher.validate_grammar(grammar, None, limits=limits)
+if not error:
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_logit_bias()
 sys.stdout.buffer.write(json.dumps(error).encode())
 """
 
@@ -179,7 +185,7 @@ def check_grammar(grammar: str, seconds: int = MAX_COMPILE_SECONDS) -> None:
     except subprocess.TimeoutExpired:
         has_timed_out = True
     if has_timed_out or done.returncode == -getattr(signal, "SIGXCPU", 0) < 0:
-        raise ValueError(f"it takes more than {seconds} seconds to compile")
+        raise ValueError(f"it takes more than {seconds} s to compile")
     if done.returncode:
         raise ValueError(f"it is too complex: its compiler ended with status {done.returncode}")
     if error := json.loads(done.stdout):
