@@ -179,8 +179,7 @@ def record(
         is_batched = any_batched
     modes = autograd.current_modes.get()  # via the module, which is faster than an imported name
     for mode in modes:  # a loop is faster than `all`
-        if not mode.builds_graph:
-            requires_grad = False
+        requires_grad = requires_grad and mode.builds_graph
     if not requires_grad:
         return Tensor(array, False, is_batched, name)
     result = Tensor(array, True, is_batched, name, args, backward, saved)

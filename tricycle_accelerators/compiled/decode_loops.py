@@ -62,16 +62,14 @@ HAS_FLOAT16 = bool(FEATURES.get("f16c") or IS_ARM64)  # whether an instruction c
 
 @intrinsic
 def _float16_to_float32(context: Any, bits: Any) -> Any:
-    """Convert the bits of a float16 (uint16) to float32 by an instruction of the processor (Numba intrinsic)."""
+    """Convert the bits of a float16 (uint16) to float32; NaN on a processor without HAS_FLOAT16 (Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if not HAS_FLOAT16:
+            return context.get_constant(types.float32, math.nan)
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
 
     return types.float32(types.uint16), code
-
-
-if not HAS_FLOAT16:
-    _float16_to_float32 = bfloat16_to_float32  # never called
 
 
 @overload_by_types
