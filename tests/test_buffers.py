@@ -101,6 +101,15 @@ def test_unused_addresses_are_taken_last(arena, monkeypatch):
 
 
 @on_unix
+def test_limit_on_addresses_makes_ranges_smaller(arena, monkeypatch):
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**31, 2**31))
+    held = some(2)
+    assert arena.ranges[0].bytes.size == 2**28 and held.size
+
+
+@on_unix
 @pytest.mark.parametrize("n_bytes", [2**30, 2**24])
 def test_arrays_never_overlap(arena, monkeypatch, n_bytes):
     """Arrays of random sizes come and go, in one range or many; each keeps the number that it was filled with."""

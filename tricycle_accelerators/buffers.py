@@ -25,7 +25,8 @@ import numpy as np
 
 MIN_BYTES = 2**20  # bytes: malloc keeps the memory of smaller arrays itself
 ALIGNMENT = 64  # bytes: a cache line, and a register of AVX-512
-RANGE_BYTES = 2**30  # bytes: most training steps have enough of one, and limits on addresses are seldom lower
+RANGE_BYTES = 2**30  # bytes: most training steps have enough of one
+LIMIT_SHARE = 8  # with a limit on addresses a range is at most this part of it, for other libraries need some, too
 IDLE_SECONDS = 5.0
 
 
@@ -117,10 +118,14 @@ class _Arena:
         return self.reserve(size) and self.grow(size)
 
     def reserve(self, size: int) -> bool:
-        """Map another memory range of at least `size` bytes and 1 GiB; return False if refused, and on Windows."""
+        """Map another range of `size` bytes, or RANGE_BYTES if more; return False if refused, and on Windows."""
         if sys.platform == "win32":
             return False
-        n_pages = -(-max(size, RANGE_BYTES) // mmap.PAGESIZE) + 1
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        usual = RANGE_BYTES if limit == resource.RLIM_INFINITY else min(RANGE_BYTES, limit // LIMIT_SHARE)
+        n_pages = -(-max(size, usual) // mmap.PAGESIZE) + 1
         try:
             memory = mmap.mmap(-1, n_pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError:  # a limit on addresses

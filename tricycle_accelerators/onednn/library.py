@@ -31,6 +31,7 @@ from tricycle_accelerators.providers import exclusion_reason
 DISTRIBUTION, LIBRARY, EXTRA = "onednn-cpu-gomp", "libdnnl.so.3", "pip install 'tricycle-gpt[bf16]'"
 SPIN_COUNT = "100000"  # a millisecond
 N_PRIMITIVES = 512  # kept by each thread
+OUT_OF_MEMORY = 1  # dnnl_out_of_memory
 CPU, IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order
 BF16, F32, S8 = 2, 3, 5  # dnnl_bf16, dnnl_f32, dnnl_s8
 KINDS = {1: S8, 2: BF16, 4: F32}  # by the bytes of an element
@@ -160,7 +161,12 @@ def bfloat16() -> np.dtype:
 
 
 def _check(function: str, status: int) -> None:
-    """Raise a RuntimeError with the function's name unless the status is 0."""
+    """Raise a RuntimeError with the function's name, or for the status 1 a MemoryError, unless the status is 0."""
+    if status == OUT_OF_MEMORY:
+        raise MemoryError(
+            f"oneDNN: {function} found too little memory: use a smaller batch, raise the limit of `ulimit -v`, or set "
+            "TRICYCLE_KERNELS=-onednn"
+        )
     if status:
         raise RuntimeError(f"oneDNN: {function} gave the error {status} (dnnl_status_t)")
 
