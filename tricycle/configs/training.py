@@ -24,7 +24,7 @@ class TrainingConfig(ValidatedConfig):
     batch_size: int = 12  # sequences in one forward and backward pass
     accumulation_steps: int = 1  # batches whose gradients are averaged in one update
     steps: int = 600_000  # maximum number of updates; 0 for no limit but `minutes`
-    minutes: float = 0.0  # maximum duration of training in minutes; 0 for no limit but `steps`
+    minutes: float = 0.0  # duration of training in minutes, at the speed of its first quarter; 0: no limit but `steps`
     optimiser: OneOf[str, OPTIMISERS] = "adamw"  # "muon" is for matrices between hidden layers, AdamW for the rest
     matrix_rate: float = 5.0  # learning rate of Muon's matrices divided by that of other parameters
     schedule: OneOf[str, SCHEDULES] = "cosine"  # decay of the learning rate after the warm-up
