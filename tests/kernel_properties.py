@@ -77,6 +77,12 @@ def _quantized_matmul(draw: Draw) -> tuple[Any, ...]:
     return draw(LENGTHS), draw(sizes), draw(sizes), draw(st.sampled_from(kinds)), draw(BOOLEANS), draw(BOOLEANS)
 
 
+def _route(draw: Draw) -> tuple[Any, ...]:
+    n_experts = draw(POSITIVE_LENGTHS)
+    n_active = draw(st.integers(1, n_experts))
+    return draw(LENGTHS), n_experts, draw(BOOLEANS), n_active, draw(BOOLEANS), draw(BOOLEANS)
+
+
 def _recurrence(draw: Draw, name: str) -> tuple[Any, ...]:
     sizes = draw(st.integers(0, 4)), draw(st.integers(0, 34)), draw(FEW), draw(BOOLEANS), draw(BOOLEANS)
     return *N_GATES_AND_SAVED[name], *sizes, *([draw(BOOLEANS)] if name == "rnn" else [])
@@ -112,6 +118,8 @@ SIZES: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     ),
     "project": lambda draw: (shape_of(draw, LENGTHS, LENGTHS, LENGTHS), draw(LENGTHS), draw(BOOLEANS)),
     "quantized_matmul": _quantized_matmul,
+    "route": _route,
+    "mix_swiglu_experts": lambda draw: shape_of(draw, FEW, POSITIVE_LENGTHS, POSITIVE_LENGTHS, FEW),
     "orthogonalize": lambda draw: (shape_of(draw, st.integers(0, 5), POSITIVE_LENGTHS, POSITIVE_LENGTHS),),
     **{name: partial(_recurrence, name=name) for name in N_GATES_AND_SAVED},
     **{f"{name}_backward": partial(_recurrence_backward, name=name) for name in N_GATES_AND_SAVED},
