@@ -264,19 +264,21 @@ class _Helper:
         _limit_blas_threads(of_each_thread=True)
         while True:
             self.start.acquire()
+            done = self.done
             try:
                 self.work()
             except BaseException as error:
                 self.error = error
             self.work = _no_work  # or a model's arrays would live on here
             self.finished = True
-            self.done.release()
+            done.release()
 
     def begin(self, work: Callable[[], None]) -> None:
         """Start to run `work` in this worker's thread, and return at once."""
         self.work = work
         self.finished = False
-        self.done.acquire(blocking=False)
+        self.done = threading.Lock()  # a new one: without the GIL the last one may be released after `end` returned
+        self.done.acquire()
         self.start.release()
 
     def end(self) -> list[BaseException]:
@@ -394,10 +396,14 @@ def parallel_for(work: Callable[[Any], None], items: Iterable[Any]) -> None:
 
 def _run_shared(work: Callable[[Any], None], items: list[Any]) -> None:
     """Run `work` on items in this thread and the workers, each taking the next; raise the first error when all end."""
-    queue = iter(items)  # taking the next item of a list is one step that no other thread comes between
+    queue = deque(items)  # popleft gives each item once, which an iterator does not in free-threaded Python
 
     def take() -> None:
-        for item in queue:
+        while queue:
+            try:
+                item = queue.popleft()
+            except IndexError:  # another thread took the last one
+                return
             work(item)
 
     _stop_serving_helpers()
@@ -408,7 +414,7 @@ def _run_shared(work: Callable[[Any], None], items: list[Any]) -> None:
             helper.begin(partial(copy_context().run, take))  # so that NumPy warns there of what it warns of here
         take()
     finally:
-        deque(queue, maxlen=0)  # after an error the others need not go on
+        queue.clear()  # after an error the others need not go on
         for helper in helpers:
             problems += helper.end()
     if problems:
