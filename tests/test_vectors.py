@@ -195,6 +195,7 @@ def test_unsupported_arguments_are_declined_with_a_reason(team, monkeypatch, kin
 def test_attention_of_one_query_does_not_depend_on_threads(team, monkeypatch, dtype, n_keys, off_by_one):
     if dtype == "float16" and not decode_loops.HAS_FLOAT16:
         pytest.skip("the processor does not convert float16")
+    monkeypatch.setattr(attention, "MIN_SHARED_BYTES", 0)
     rng = np.random.default_rng(n_keys)
     q = rng.standard_normal((1, 1, 6, 20)).astype(np.float32)
     k, v = rng.standard_normal((2, 1, n_keys, 3, 20)).astype(np.dtype(dtype))

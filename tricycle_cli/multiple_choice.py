@@ -124,7 +124,7 @@ def encode_pair(tokeniser: Tokeniser, prompt: str, choice: str) -> Pair:
     """Return ids of prompt (`new_text` if blank) and choice, cut from both encoded together; a space is put between.
 
     White space at the end of the prompt is encoded with the choice, as in the LM Evaluation Harness. A choice that the
-    tokenizer joins with the end of the prompt, so that none of its own tokens is left, is encoded alone.
+    tokenizer joins with the end of the prompt, so that it adds no token, is encoded alone.
     """
     stripped = prompt.rstrip()
     continuation = (prompt[len(stripped) :] or " ") + choice

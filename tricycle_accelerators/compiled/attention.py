@@ -22,6 +22,7 @@ from tricycle_accelerators.providers import decline_when
 LEAST_QUERIES = 16
 MASK_OR_CAP = "a mask or a soft-cap"
 NO_SCALES = np.empty((0, 0, 0), np.uint16)
+MIN_SHARED_BYTES = 2**19  # of keys: for fewer, threads gain more by prefetching the next matrix meanwhile
 
 
 def _many_decline_reason(
@@ -88,11 +89,13 @@ def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: Scor
 
 
 def _attend_one(q: np.ndarray, cached: Sequence[Any], scale: float, off_by_one: bool, *results: np.ndarray) -> None:
-    """Write attention and logsumexp of a query (H, D) to keys, values, their scales and type, by spinning threads."""
-    loops = load_loops("decode_loops")
-    spin_team().run(
-        partial(loops.decode_attention, q, *cached, scale, off_by_one, *results, loops.attend_to_units.address)
-    )
+    """Write attention and logsumexp of a query (H, D) to keys, values, their scales and type; share a large cache."""
+    loops, team = load_loops("decode_loops"), spin_team()
+    job = partial(loops.decode_attention, q, *cached, scale, off_by_one, *results, loops.attend_to_units.address)
+    if cached[0].nbytes < MIN_SHARED_BYTES:
+        job(team.boxes.own, 1)
+    else:
+        team.run(job)
 
 
 def _visible_keys(score_options: ScoreOptions, t: int, n_keys: int) -> slice:
