@@ -46,6 +46,10 @@ def call_with_dtype(layer: Any, x: Tensor, dtype: Any) -> Tensor:
     return result
 
 
+# By the type of a sublayer: return x + part(norm(x), *args) of one token without gradients by one kernel, or None.
+FUSED_SUBLAYERS: dict[type, Any] = {}  # `tricycle.decoding.sublayers` adds functions
+
+
 class MultiHead(Layer):
     """The base of multi-head attention layers: the attention operation and the output projection."""
 
@@ -271,6 +275,10 @@ class TransformerBlock(Layer):
 
     def add_sublayer(self, x: Tensor, part: Any, norm: Any, post_norm: Any, *args: Any) -> Tensor:
         """Return x + post_norm(part(norm(x), *args)), or norm(x + part(x)) or x + norm(part(x)) by `norm_placement`."""
+        fused = FUSED_SUBLAYERS.get(type(part)) if x.array.size == x.array.shape[-1] and is_evaluating() else None
+        if fused and post_norm is None and self.norm_placement == "before" and getattr(self, "scale", 1) == 1:
+            if (y := fused(x, part, norm, *args)) is not None:
+                return y
         if self.norm_placement == "after":
             return norm(self._add(x, self._run(part, x, x.dtype, *args)))
         if self.norm_placement == "output":

@@ -35,17 +35,21 @@ class Rotary(Op):
         array = as_floating(x.array)
         if array.ndim != 4:
             raise ValueError(f"Rotary: expected shape (batch, tokens, heads, head size), got {array.shape}")
-        n_channels = int(array.shape[3] * self.fraction)
-        if n_channels % 2:
-            raise ValueError(f"Rotary: expected an even number of rotated channels, got {n_channels}")
         segments = ((offset, array.shape[1]),) if isinstance(offset, int) else offset
-        scaled = self.scaling and self.scaling.scale_frequencies(_frequencies(self.base, n_channels)).tobytes()
-        dtype = "float64" if array.dtype == np.float64 else "float32"  # also for 16-bit inputs
-        cos, sin = _angles(self.base, n_channels, scaled, segments, dtype, getattr(self.scaling, "attention_factor", 1))
+        cos, sin = self.angles(array.shape[3], segments, "float64" if array.dtype == np.float64 else "float32")
         if x.on_gpu:
             cos, sin = x.xp.asarray(cos), x.xp.asarray(sin)
         backward = lambda grad, needs_grad: (apply_partial_rope(grad, cos, -sin),)  # the transposed matrix
         return record(apply_partial_rope(array, cos, sin), (x,), backward, "rotary")
+
+    def angles(self, head_size: int, segments: Segments, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+        """Return the cosines and sines (T, R / 2) of all tokens' angles; callers must not change them."""
+        n_channels = int(head_size * self.fraction)
+        if n_channels % 2:
+            raise ValueError(f"Rotary: expected an even number of rotated channels, got {n_channels}")
+        scaled = self.scaling and self.scaling.scale_frequencies(_frequencies(self.base, n_channels)).tobytes()
+        factor = getattr(self.scaling, "attention_factor", 1)
+        return _angles(self.base, n_channels, scaled, segments, dtype, factor)
 
 
 def apply_partial_rope(x: Array, cos: Array, sin: Array) -> Array:

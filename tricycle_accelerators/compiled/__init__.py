@@ -20,6 +20,7 @@ from tricycle.kernels.experts import mix_swiglu_experts, route
 from tricycle.kernels.quantized import quantized_matmul
 from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle.kernels.quantized_heads import quantized_attention
+from tricycle.kernels.sublayers import attention_sublayer, mlp_sublayer
 from tricycle_accelerators import split_precision as narrow
 from tricycle_accelerators.compiled import (
     attention,
@@ -31,6 +32,7 @@ from tricycle_accelerators.compiled import (
     optimisers,
     recurrence,
     split_precision,
+    sublayers,
     tables,
     tiled_matmul,
     vector_matmul,
@@ -79,6 +81,7 @@ def register(array: type) -> None:
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (recurrence, (r.prepare_matrix, r.run_batch_parallel, r.project, *layers)),
         (experts, [mix_swiglu_experts, route]),
+        (sublayers, [mlp_sublayer, attention_sublayer]),
         (losses, [k.cross_entropy]),
         (tables, [k.embedding_backward]),
         (optimisers, [k.adamw]),

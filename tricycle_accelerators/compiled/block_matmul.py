@@ -23,17 +23,22 @@ def _matmul_decline_reason(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
     """Return why the loops cannot run: no blocks, exact, no AVX2, no float32 rows, many and AMX; else None."""
-    if not isinstance(matrix, BlockMatrix):
+    if (why := matrix_decline_reason(matrix)) is not None:
+        return why
+    if len(x) > AMX_ROWS and "amx_bf16" in this_machine().features and multiplies_bfloat16():
+        return f"at most {AMX_ROWS} rows on a processor with AMX, got {len(x)}"
+    if x.dtype != np.float32 or not x.flags.carray or not x.size:
+        return f"rows of float32 in one piece, aligned and not read-only, got {x.dtype} {x.shape}"
+    return None
+
+
+def matrix_decline_reason(matrix: QuantizedMatrix) -> str | None:
+    """Return why the loops cannot multiply a matrix: no or empty blocks, exact products, no AVX2; else None."""
+    if not isinstance(matrix, BlockMatrix) or not matrix.size:
         return "a matrix in the blocks of a GGUF file"
     if matrix.exact or not matrix.transposed:
         return "a transposed matrix whose products may round x to 8 bits"
-    if not load_loops("block_rows").HAS_BLOCKS:
-        return "a processor with AVX2 or ARM's dot products"
-    if len(x) > AMX_ROWS and "amx_bf16" in this_machine().features and multiplies_bfloat16():
-        return f"at most {AMX_ROWS} rows on a processor with AMX, got {len(x)}"
-    if x.dtype != np.float32 or not x.flags.carray or not x.size or not matrix.size:
-        return f"rows of float32 in one piece, aligned and not read-only, got {x.dtype} {x.shape}"
-    return None
+    return None if load_loops("block_rows").HAS_BLOCKS else "a processor with AVX2 or ARM's dot products"
 
 
 @decline_when(_matmul_decline_reason)
@@ -43,9 +48,7 @@ def quantized_matmul(
     """Return rows, rounded to 8 bits, times blocks, plus bias, by spinning threads; NotImplemented for inf or NaN."""
     loops = load_loops("block_loops")
     matrix.parts[0].check()  # all are of one file
-    table = matrix.prepared.get("table")
-    if table is None:
-        table = matrix.prepared["table"] = _describe_parts(matrix)
+    table = describe_parts(matrix)
     product = np.empty((len(x), matrix.shape[1]), np.float32)
     by_tiles = len(x) >= TILE_ROWS
     function = loops.multiply_block_tiles if by_tiles else loops.multiply_block_rows
@@ -57,8 +60,11 @@ def quantized_matmul(
     return product
 
 
-def _describe_parts(matrix: BlockMatrix) -> np.ndarray:
-    """Return the table of a matrix's parts for `block_loops.multiply_blocks`."""
+def describe_parts(matrix: BlockMatrix) -> np.ndarray:
+    """Return the table of a matrix's parts for `block_loops.multiply_blocks`, cached in the matrix."""
+    table: np.ndarray | None = matrix.prepared.get("table")
+    if table is not None:
+        return table
     loops = load_loops("block_loops")
     rows, group, start = [], 0, 0
     for packed, name, _ in matrix.parts:
@@ -68,7 +74,8 @@ def _describe_parts(matrix: BlockMatrix) -> np.ndarray:
         kind = loops.KIND_OF_FORMAT[number], form.n_scales
         rows.append((number, form.offset, *place, n_blocks, form.n_bytes, form.n_values, *kind))
         group, start = end, start + len(packed)
-    return np.array(rows, np.int64)
+    matrix.prepared["table"] = table = np.array(rows, np.int64)
+    return table
 
 
 def _dequantize_decline_reason(packed: np.ndarray, format_name: str) -> str | None:

@@ -1,0 +1,153 @@
+"""Whole sublayers of a transformer block for one token, with weights in quantized blocks. The import compiles them.
+
+Each is a sequence of the loops of the separate kernels, so results have the same bits. The threads that serve a mailbox
+share the products; the rest takes less time than sharing it.
+
+Shapes: C channels, H query heads, K key and value heads, D head size, S tokens of the cache, M hidden channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from tricycle_accelerators.compiled.block_loops import FIRST_ROW, NOT_FINITE, PART_ROWS, multiply_blocks
+from tricycle_accelerators.compiled.decode_loops import FLOAT32, decode_attention
+from tricycle_accelerators.compiled.jit import OPTIONS, compile_loop
+from tricycle_accelerators.compiled.loops import gelu, layer_norm, rms_norm, rotate, swiglu
+
+ROW, VECTOR, TABLE = types.float32[:, ::1], types.float32[::1], types.int64[:, ::1]
+NORM = types.Tuple((VECTOR, VECTOR, types.float64, types.boolean))  # gain, bias, eps, subtract_mean
+LINEAR = types.Tuple((TABLE, VECTOR))  # the table of parts of `block_loops`, and the bias, (0,) for none
+TEAM = types.int64[::1], types.int64  # a mailbox and the number of threads
+CACHE = types.float32[:, :, ::1]
+OPTIONS_OF_SCORES = types.Tuple((types.float32, types.boolean, types.int64, types.boolean))
+
+
+@numba.njit(**OPTIONS)
+def _normalize(x: np.ndarray, norm: Any) -> np.ndarray:
+    """Return the layer norm or RMS norm of a row (1, C)."""
+    gain, bias, eps, subtract_mean = norm
+    y, statistics = np.empty_like(x), np.empty((2, 1), np.float32)
+    if subtract_mean:
+        layer_norm(x, gain, bias, eps, y, statistics[0], statistics[1])
+    else:
+        rms_norm(x, gain, eps, y, statistics[0])
+    return y
+
+
+@numba.njit(**OPTIONS)
+def _multiply(x: np.ndarray, linear: Any, function: int, box: np.ndarray, n_threads: int) -> Any:
+    """Return a linear layer's output (1, M) for a row (1, C), and the pauses waited, as `multiply_blocks` does."""
+    table, bias = linear
+    out = np.empty((1, table[-1, FIRST_ROW] + table[-1, PART_ROWS]), np.float32)
+    waited = multiply_blocks(x, table, out, function, False, box, n_threads)
+    for j in range(len(bias)):
+        out[0, j] += bias[j]
+    return out, waited
+
+
+@numba.njit(**OPTIONS)
+def _add_waits(a: int, b: int) -> int:
+    """Return what a sequence of two jobs returns: the most pauses, or -1 if too few threads took part in one."""
+    return max(a, b) if min(a, b) >= 0 else min(a, b)
+
+
+@compile_loop(types.int64(ROW, NORM, LINEAR, LINEAR, types.boolean, ROW, types.int64, *TEAM))
+def mlp_sublayer(
+    x: np.ndarray, norm: Any, up: Any, down: Any, is_gated: bool, y: np.ndarray, function: int, box: Any, n_threads: int
+) -> int:
+    """Write x + down(activation(up(norm(x)))) of a row x (1, C) to y; the activation is SwiGLU if `is_gated`, else GELU.
+
+    Args:
+        function: the address of `block_loops.multiply_block_rows`.
+
+    Returns:
+        As `block_loops.multiply_blocks`.
+    """
+    hidden, waited = _multiply(_normalize(x, norm), up, function, box, n_threads)
+    if waited == NOT_FINITE:
+        return waited
+    activated = np.empty((1, hidden.shape[1] // (2 if is_gated else 1)), np.float32)
+    if is_gated:
+        swiglu(hidden, activated)
+    else:
+        gelu(hidden[0], activated[0])
+    branch, waited_again = _multiply(activated, down, function, box, n_threads)
+    for j in range(x.shape[1]):
+        y[0, j] = x[0, j] + branch[0, j]
+    return _add_waits(waited, waited_again)
+
+
+@compile_loop(
+    types.int64(
+        ROW, NORM, LINEAR, LINEAR, ROW, ROW, CACHE, CACHE, OPTIONS_OF_SCORES, ROW, types.UniTuple(types.int64, 2), *TEAM
+    )
+)
+def attention_sublayer(
+    x: np.ndarray,
+    norm: Any,
+    qkv: Any,
+    projection: Any,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    options: Any,
+    y: np.ndarray,
+    functions: Any,
+    box: np.ndarray,
+    n_threads: int,
+) -> int:
+    """Write x + projection(attention of norm(x)) of a row x (1, C) to y, and its key and value to the last of the cache.
+
+    Args:
+        cos, sin: (1, R / 2), of the angles by which the first R channels of queries and keys are rotated.
+        keys, values: (S, K, D).
+        options: the scale of scores, whether the softmax is softmax1, the first token that is seen, and whether
+            threads share the attention.
+        functions: the addresses of `block_loops.multiply_block_rows` and `decode_loops.attend_to_units`.
+
+    Returns:
+        As `block_loops.multiply_blocks`.
+    """
+    scale, off_by_one, first, is_shared = options
+    last, n_key_heads, head_size = len(keys) - 1, keys.shape[1], keys.shape[2]
+    product, waited = _multiply(_normalize(x, norm), qkv, functions[0], box, n_threads)
+    if waited == NOT_FINITE:
+        return waited
+    heads = product.reshape(1, product.shape[1] // head_size, head_size)
+    n_heads = heads.shape[1] - 2 * n_key_heads
+    n_rotated = 2 * cos.shape[1]
+    rotated = heads.copy()
+    if n_rotated:
+        source, target = heads[:, : n_heads + n_key_heads], np.empty((1, n_heads + n_key_heads, n_rotated), np.float32)
+        rotate(source[:, :, :n_rotated], cos, sin, target)
+        rotated[:, : n_heads + n_key_heads, :n_rotated] = target
+    keys[last], values[last] = rotated[0, n_heads : n_heads + n_key_heads], heads[0, n_heads + n_key_heads :]
+    attended, logsumexp = np.empty((n_heads, head_size), np.float32), np.empty(n_heads, np.float32)
+    no_scales = np.empty((0, 0, 0), np.uint16)
+    waited_for_attention = decode_attention(
+        rotated[0, :n_heads],
+        keys[first:],
+        values[first:],
+        no_scales,
+        no_scales,
+        FLOAT32,
+        scale,
+        off_by_one,
+        attended,
+        logsumexp,
+        functions[1],
+        box,
+        n_threads if is_shared else 1,
+    )
+    branch, waited_again = _multiply(attended.reshape(1, n_heads * head_size), projection, functions[0], box, n_threads)
+    for j in range(x.shape[1]):
+        y[0, j] = x[0, j] + branch[0, j]
+    if waited_again == NOT_FINITE:
+        return waited_again
+    return _add_waits(_add_waits(waited, waited_again), waited_for_attention)
