@@ -263,7 +263,10 @@ def evaluation() -> AbstractContextManager[None]:
 
 def is_evaluating() -> bool:
     """Return whether a block of `evaluation` is active in this thread."""
-    return any(mode.evaluates for mode in current_modes.get())
+    for mode in current_modes.get():  # a loop is faster than `any`
+        if mode.evaluates:
+            return True
+    return False
 
 
 def grad_enabled_for(*args: Node) -> bool:

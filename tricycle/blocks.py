@@ -275,9 +275,9 @@ class TransformerBlock(Layer):
 
     def add_sublayer(self, x: Tensor, part: Any, norm: Any, post_norm: Any, *args: Any) -> Tensor:
         """Return x + post_norm(part(norm(x), *args)), or norm(x + part(x)) or x + norm(part(x)) by `norm_placement`."""
-        fused = FUSED_SUBLAYERS.get(type(part)) if x.array.size == x.array.shape[-1] and is_evaluating() else None
-        if fused and post_norm is None and self.norm_placement == "before" and getattr(self, "scale", 1) == 1:
-            if (y := fused(x, part, norm, *args)) is not None:
+        if x.array.size == x.array.shape[-1] and self.norm_placement == "before" and post_norm is None:
+            fused = FUSED_SUBLAYERS.get(type(part)) if is_evaluating() and getattr(self, "scale", 1) == 1 else None
+            if fused is not None and (y := fused(x, part, norm, *args)) is not None:
                 return y
         if self.norm_placement == "after":
             return norm(self._add(x, self._run(part, x, x.dtype, *args)))

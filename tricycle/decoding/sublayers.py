@@ -12,74 +12,76 @@ from tricycle.attention.cache import KeyValueCache
 from tricycle.attention.rotary import Rotary
 from tricycle.blocks import FUSED_SUBLAYERS, MLPBlock, MultiHeadSelfAttention
 from tricycle.functions import Softmax, Softmax1
-from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.kernels.sublayers import Linear, Norm, attention_sublayer, mlp_sublayer
-from tricycle.layers import Dense, Dropout, LayerNorm, RMSNorm
+from tricycle.layers import Dense, LayerNorm, RMSNorm
 from tricycle.tensor import Tensor
 
+FLOAT32 = np.dtype(np.float32)
 KERNEL_NAMES = {SwiGLU: "swiglu", GeLU: "gelu"}
 
 
-def _are_plain(*layers: Any) -> bool:
-    """Return whether no instance has a `forward` other than its class's, such as a hook."""
-    return not any("forward" in vars(layer) for layer in layers)
+def _has_hook(*layers: Any) -> bool:
+    """Return whether one of the layers has a `forward` that is not its class's."""
+    for layer in layers:  # a loop is faster than `any`
+        if "forward" in vars(layer):
+            return True
+    return False
 
 
 def _linear(layer: Any) -> Linear | None:
-    """Return the parameters of a `Dense` layer with a quantized matrix; None for other layers."""
-    if type(layer) is not Dense or "forward" in vars(layer) or not isinstance(layer.weights.array, QuantizedMatrix):
+    """Return the parameters of a `Dense` layer without a hook; None for other layers."""
+    if type(layer) is not Dense or "forward" in vars(layer):
         return None
-    return Linear(layer.weights.array, None if layer.bias is None else layer.bias.array)
+    bias = layer.bias
+    return Linear(layer.weights.array, None if bias is None else bias.array)
 
 
 def _norm(layer: Any, x: Tensor) -> Norm | None:
-    """Return the parameters of a `LayerNorm` or `RMSNorm` for x; None for other layers."""
+    """Return the parameters of a `LayerNorm` or `RMSNorm` without a hook; None for other layers."""
     if type(layer) not in (RMSNorm, LayerNorm) or "forward" in vars(layer):
         return None
-    bias = None if layer.bias is None else layer.bias.array
-    return Norm(layer._gains(x), bias, layer.eps, layer._subtract_mean)
+    bias = layer.bias
+    return Norm(layer._gains(x), None if bias is None else bias.array, layer.eps, layer._subtract_mean)
 
 
 def fused_mlp(x: Tensor, mlp: Any, norm: Any) -> Tensor | None:
-    """Return x + mlp(norm(x)) of one token x (1, 1, C) in one kernel; None unless all parts are of the basic types."""
-    activation, parameters = mlp.activation, _norm(norm, x)
-    up, down, name = _linear(mlp.up), _linear(mlp.projection), KERNEL_NAMES.get(type(activation))
-    if not (parameters and up and down and name and _are_plain(mlp, activation, mlp.dropout)):
+    """Return x + mlp(norm(x)) of one token x (1, 1, C) by one kernel; None unless all parts are of the basic types."""
+    activation = mlp.activation
+    name = KERNEL_NAMES.get(type(activation))
+    if name is None or (name == "gelu" and not activation.approximate) or _has_hook(mlp, activation, mlp.dropout):
         return None
-    if name == "gelu" and not activation.approximate:
+    parameters, up, down = _norm(norm, x), _linear(mlp.up), _linear(mlp.projection)
+    if parameters is None or up is None or down is None:
         return None
     y = mlp_sublayer(x.array.reshape(1, -1), parameters, up, down, name)
-    return Tensor(y.reshape(x.shape), False, x.is_batched)
+    return Tensor(y.reshape(x.array.shape), False, x.is_batched)
 
 
 def fused_attention(x: Tensor, layer: Any, norm: Any, cache: Any = None, mask: Any = None) -> Tensor | None:
-    """Return x + layer(norm(x), cache) of one token x (1, 1, C) in one kernel; None unless all parts are basic."""
-    op, rotary, parameters = layer.attention, layer.rotary, _norm(norm, x)
-    qkv, projection = _linear(layer.qkv), _linear(layer.projection)
-    if not (parameters and qkv and projection and type(cache) is KeyValueCache and mask is None):
+    """Return x + layer(norm(x), cache) of one token x (1, 1, C) by one kernel; None unless all parts are basic."""
+    op, rotary = layer.attention, layer.rotary
+    if type(cache) is not KeyValueCache or cache.dtype not in (None, FLOAT32) or mask is not None:
         return None
-    is_standard = type(op) is Attention and type(op.softmax) in (Softmax, Softmax1) and type(rotary) in KINDS_OF_ROTARY
-    if not is_standard or cache.dtype not in (None, np.float32) or layer.query_norm is not None or layer.uses_shift:
+    if type(op) is not Attention or type(op.softmax) not in (Softmax, Softmax1) or op.softcap is not None:
         return None
-    if not _are_plain(layer, op, op.softmax, layer.dropout, *([] if rotary is None else [rotary])):
+    if not (rotary is None or type(rotary) is Rotary) or layer.query_norm is not None or layer.uses_shift:
         return None
-    rope = None if rotary is None else rotary.angles(layer.head_size, cache.segments(1))
-    new = np.empty((2, 1, 1, layer.n_key_heads, layer.head_size), np.float32)  # the kernel writes key and value
-    keys, values = cache.append(*new)
-    q = np.empty((1, 1, layer.n_heads, layer.head_size), np.float32)
-    options = op.score_options(q, keys)
+    if _has_hook(layer, op, op.softmax, layer.dropout) or (rotary is not None and _has_hook(rotary)):
+        return None
+    parameters, qkv, projection = _norm(norm, x), _linear(layer.qkv), _linear(layer.projection)
+    if parameters is None or qkv is None or projection is None:
+        return None
+    position = cache.length
+    if position >= layer.context_window:
+        return None  # the layer raises the error
+    rope = None if rotary is None else rotary.angles(layer.head_size, ((position, 1),))
+    new = np.empty((1, 1, layer.n_key_heads, layer.head_size), FLOAT32)
+    cached = cache.append(new, new)  # the kernel writes the key and the value
+    options = op.score_options(new, cached[0])
     y = attention_sublayer(
-        x.array.reshape(1, -1),
-        parameters,
-        qkv,
-        projection,
-        rope,
-        (keys, values),
-        options,
-        op.softmax.off_by_one,
+        x.array.reshape(1, -1), parameters, qkv, projection, rope, cached, options, op.softmax.off_by_one
     )
-    return Tensor(y.reshape(x.shape), False, x.is_batched)
+    return Tensor(y.reshape(x.array.shape), False, x.is_batched)
 
 
-KINDS_OF_ROTARY = (type(None), Rotary)
 FUSED_SUBLAYERS.update({MLPBlock: fused_mlp, MultiHeadSelfAttention: fused_attention})

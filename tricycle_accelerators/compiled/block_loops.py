@@ -22,7 +22,7 @@ from tricycle_accelerators.compiled.block_tiles import TILE_VECTORS, multiply_ti
 from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compile_loop
 from tricycle_accelerators.compiled.registers import LANES
 from tricycle_accelerators.compiled.tiles import aligned_zeros, round_up, transpose_tile
-from tricycle_accelerators.compiled.vector_loops import run_job
+from tricycle_accelerators.compiled.vector_loops import MAILBOX, run_job
 from tricycle_accelerators.compiled.vector_rows import (
     FUNCTION,
     KIND,
@@ -201,6 +201,22 @@ def multiply_blocks(
     if len(integers) + len(starts) + len(scales) == 0:  # named here, or their memory would be free by now
         return NOT_FINITE
     return waited
+
+
+def _multiply_row_by_blocks(
+    x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int
+) -> int:
+    """Write a row times blocks to `out` as `multiply_blocks` does, all given by their addresses."""
+    table = numba.carray(pointer_to(place, np.int64(0)), (n_parts, N_FIELDS))
+    size, n_rows = table[0, N_BLOCKS] * table[0, BLOCK_VALUES], table[-1, FIRST_ROW] + table[-1, PART_ROWS]
+    row, product = numba.carray(pointer_to(x, ZERO), (1, size)), numba.carray(pointer_to(out, ZERO), (1, n_rows))
+    mailbox = numba.carray(pointer_to(box, np.int64(0)), (MAILBOX,))
+    return multiply_blocks(row, table, product, function, False, mailbox, n_threads)
+
+
+multiply_row_by_blocks: Any = numba.cfunc("i8(i8, i8, i8, i8, i8, i8, i8)", cache=True, error_model="numpy")(
+    _multiply_row_by_blocks
+)
 
 
 @compile_loop("void(i8, i8, i8, f4[::1])")

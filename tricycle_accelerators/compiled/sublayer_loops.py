@@ -1,7 +1,8 @@
-"""Whole sublayers of a transformer block for one token, with weights in quantized blocks. The import compiles them.
+"""Whole sublayers of a transformer block for one token. The import compiles or loads them.
 
 Each is a sequence of the loops of the separate kernels, so results have the same bits. The threads that serve a mailbox
-share the products; the rest takes less time than sharing it.
+share the products; the rest takes less time than sharing it. Products are called by address, so that these loops do not
+depend on the format of the weights.
 
 Shapes: C channels, H query heads, K key and value heads, D head size, S tokens of the cache, M hidden channels.
 """
@@ -14,14 +15,17 @@ import numba
 import numpy as np
 from numba import types
 
-from tricycle_accelerators.compiled.block_loops import FIRST_ROW, NOT_FINITE, PART_ROWS, multiply_blocks
 from tricycle_accelerators.compiled.decode_loops import FLOAT32, decode_attention
 from tricycle_accelerators.compiled.jit import OPTIONS, compile_loop
 from tricycle_accelerators.compiled.loops import gelu, layer_norm, rms_norm, rotate, swiglu
+from tricycle_accelerators.compiled.vector_rows import call_multiply
 
+TOO_FEW = -1  # what jobs return if fewer threads took part than were asked for
 ROW, VECTOR, TABLE = types.float32[:, ::1], types.float32[::1], types.int64[:, ::1]
 NORM = types.Tuple((VECTOR, VECTOR, types.float64, types.boolean))  # gain, bias, eps, subtract_mean
-LINEAR = types.Tuple((TABLE, VECTOR))  # the table of parts of `block_loops`, and the bias, (0,) for none
+# The address of `multiply_row_by_blocks` or `multiply_row_by_rows`, that of a function for it, the matrix as a table for
+# it, the number of columns M, and the bias, (0,) for none.
+LINEAR = types.Tuple((types.int64, types.int64, TABLE, types.int64, VECTOR))
 TEAM = types.int64[::1], types.int64  # a mailbox and the number of threads
 CACHE = types.float32[:, :, ::1]
 OPTIONS_OF_SCORES = types.Tuple((types.float32, types.boolean, types.int64, types.boolean))
@@ -40,11 +44,20 @@ def _normalize(x: np.ndarray, norm: Any) -> np.ndarray:
 
 
 @numba.njit(**OPTIONS)
-def _multiply(x: np.ndarray, linear: Any, function: int, box: np.ndarray, n_threads: int) -> Any:
-    """Return a linear layer's output (1, M) for a row (1, C), and the pauses waited, as `multiply_blocks` does."""
-    table, bias = linear
-    out = np.empty((1, table[-1, FIRST_ROW] + table[-1, PART_ROWS]), np.float32)
-    waited = multiply_blocks(x, table, out, function, False, box, n_threads)
+def _multiply(x: np.ndarray, linear: Any, box: np.ndarray, n_threads: int) -> Any:
+    """Return a linear layer's output (1, M) for a row (1, C), and what the product returned (below -1: it failed)."""
+    multiply, function, table, n_columns, bias = linear
+    out = np.empty((1, n_columns), np.float32)
+    waited = call_multiply(
+        multiply,
+        x.ctypes.data,
+        table.ctypes.data,
+        len(table),
+        out.ctypes.data,
+        function,
+        box.ctypes.data,
+        n_threads,
+    )
     for j in range(len(bias)):
         out[0, j] += bias[j]
     return out, waited
@@ -52,31 +65,28 @@ def _multiply(x: np.ndarray, linear: Any, function: int, box: np.ndarray, n_thre
 
 @numba.njit(**OPTIONS)
 def _add_waits(a: int, b: int) -> int:
-    """Return what a sequence of two jobs returns: the most pauses, or -1 if too few threads took part in one."""
+    """Return what a sequence of two jobs returns: the most pauses, or the lowest of negative results."""
     return max(a, b) if min(a, b) >= 0 else min(a, b)
 
 
-@compile_loop(types.int64(ROW, NORM, LINEAR, LINEAR, types.boolean, ROW, types.int64, *TEAM))
+@compile_loop(types.int64(ROW, NORM, LINEAR, LINEAR, types.boolean, ROW, *TEAM))
 def mlp_sublayer(
-    x: np.ndarray, norm: Any, up: Any, down: Any, is_gated: bool, y: np.ndarray, function: int, box: Any, n_threads: int
+    x: np.ndarray, norm: Any, up: Any, down: Any, is_gated: bool, y: np.ndarray, box: np.ndarray, n_threads: int
 ) -> int:
     """Write x + down(activation(up(norm(x)))) of a row x (1, C) to y; the activation is SwiGLU if `is_gated`, else GELU.
 
-    Args:
-        function: the address of `block_loops.multiply_block_rows`.
-
     Returns:
-        As `block_loops.multiply_blocks`.
+        As `vector_loops.multiply_vector`; below -1 if a product failed, and then y is not written.
     """
-    hidden, waited = _multiply(_normalize(x, norm), up, function, box, n_threads)
-    if waited == NOT_FINITE:
+    hidden, waited = _multiply(_normalize(x, norm), up, box, n_threads)
+    if waited < TOO_FEW:
         return waited
     activated = np.empty((1, hidden.shape[1] // (2 if is_gated else 1)), np.float32)
     if is_gated:
         swiglu(hidden, activated)
     else:
         gelu(hidden[0], activated[0])
-    branch, waited_again = _multiply(activated, down, function, box, n_threads)
+    branch, waited_again = _multiply(activated, down, box, n_threads)
     for j in range(x.shape[1]):
         y[0, j] = x[0, j] + branch[0, j]
     return _add_waits(waited, waited_again)
@@ -84,7 +94,7 @@ def mlp_sublayer(
 
 @compile_loop(
     types.int64(
-        ROW, NORM, LINEAR, LINEAR, ROW, ROW, CACHE, CACHE, OPTIONS_OF_SCORES, ROW, types.UniTuple(types.int64, 2), *TEAM
+        ROW, NORM, LINEAR, LINEAR, ROW, ROW, CACHE, CACHE, OPTIONS_OF_SCORES, ROW, types.int64, *TEAM
     )
 )
 def attention_sublayer(
@@ -98,7 +108,7 @@ def attention_sublayer(
     values: np.ndarray,
     options: Any,
     y: np.ndarray,
-    functions: Any,
+    function: int,
     box: np.ndarray,
     n_threads: int,
 ) -> int:
@@ -109,15 +119,15 @@ def attention_sublayer(
         keys, values: (S, K, D).
         options: the scale of scores, whether the softmax is softmax1, the first token that is seen, and whether
             threads share the attention.
-        functions: the addresses of `block_loops.multiply_block_rows` and `decode_loops.attend_to_units`.
+        function: the address of `decode_loops.attend_to_units`.
 
     Returns:
-        As `block_loops.multiply_blocks`.
+        As `mlp_sublayer`.
     """
     scale, off_by_one, first, is_shared = options
     last, n_key_heads, head_size = len(keys) - 1, keys.shape[1], keys.shape[2]
-    product, waited = _multiply(_normalize(x, norm), qkv, functions[0], box, n_threads)
-    if waited == NOT_FINITE:
+    product, waited = _multiply(_normalize(x, norm), qkv, box, n_threads)
+    if waited < TOO_FEW:
         return waited
     heads = product.reshape(1, product.shape[1] // head_size, head_size)
     n_heads = heads.shape[1] - 2 * n_key_heads
@@ -141,13 +151,11 @@ def attention_sublayer(
         off_by_one,
         attended,
         logsumexp,
-        functions[1],
+        function,
         box,
         n_threads if is_shared else 1,
     )
-    branch, waited_again = _multiply(attended.reshape(1, n_heads * head_size), projection, functions[0], box, n_threads)
+    branch, waited_again = _multiply(attended.reshape(1, n_heads * head_size), projection, box, n_threads)
     for j in range(x.shape[1]):
         y[0, j] = x[0, j] + branch[0, j]
-    if waited_again == NOT_FINITE:
-        return waited_again
     return _add_waits(_add_waits(waited, waited_again), waited_for_attention)

@@ -1,8 +1,12 @@
-"""Whole sublayers of a transformer block for one token, with weights in quantized blocks, by spinning threads."""
+"""Whole sublayers of a transformer block for one token, by spinning threads.
+
+The products are those of `vector_matmul` and `block_matmul`, so results have the same bits as without this module.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 from types import NotImplementedType
 from typing import Any
 
@@ -10,15 +14,25 @@ import numpy as np
 
 from tricycle.devices import Array
 from tricycle.kernels import ScoreOptions
+from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle.kernels.sublayers import Linear, Norm
+from tricycle_accelerators.compiled import block_matmul, vector_matmul
 from tricycle_accelerators.compiled.attention import MASK_OR_CAP, MIN_SHARED_BYTES
-from tricycle_accelerators.compiled.block_matmul import describe_parts, matrix_decline_reason
 from tricycle_accelerators.compiled.elementwise import CONTIGUOUS, FLOAT32
 from tricycle_accelerators.compiled.loader import load_loops
-from tricycle_accelerators.compiled.vector_matmul import NO_SCALES, spin_team
+from tricycle_accelerators.compiled.vector_matmul import NO_SCALES, TOO_FEW, spin_team
 from tricycle_accelerators.providers import decline_when
 
 NO_ANGLES = np.empty((1, 0), np.float32)
+
+
+def _matrix_decline_reason(x: np.ndarray, matrix: Any) -> str | None:
+    """Return why no loop multiplies a row with a matrix; else None."""
+    if isinstance(matrix, np.ndarray):
+        return vector_matmul.matmul_decline_reason(x, matrix)
+    if isinstance(matrix, BlockMatrix):
+        return block_matmul.matrix_decline_reason(matrix)
+    return vector_matmul.matrix_decline_reason(matrix)
 
 
 def _decline_reason(x: np.ndarray, norm: Norm, *linears: Linear) -> str | None:
@@ -29,7 +43,7 @@ def _decline_reason(x: np.ndarray, norm: Norm, *linears: Linear) -> str | None:
         if array is not None and not (array.dtype == FLOAT32 and array.flags.carray):
             return f"parameters of float32 {CONTIGUOUS}"
     for matrix, _ in linears:
-        if (why := matrix_decline_reason(matrix)) is not None:
+        if (why := _matrix_decline_reason(x, matrix)) is not None:
             return why
     return None
 
@@ -39,27 +53,47 @@ def _mlp_decline_reason(x: np.ndarray, norm: Norm, up: Linear, down: Linear, act
     return _decline_reason(x, norm, up, down)
 
 
-def _arguments(norm: Norm, *linears: Linear) -> list[tuple[Any, ...]]:
-    """Return the norm and linear layers as the loops take them: arrays of length 0 or zeros for absent biases."""
+# Cache: a pure function of numbers. Callers must not change the result.
+@lru_cache(maxsize=2**14)
+def _float32_table(address: int, n_rows: int, size: int) -> np.ndarray:
+    """Return the table of a float32 matrix for `vector_loops.multiply_row_by_rows`."""
+    return np.array([[load_loops("vector_loops").FLOAT32, address, 0, 0, n_rows, size]], np.int64)
+
+
+def _described(linear: Linear) -> tuple[Any, ...]:
+    """Return a linear layer as LINEAR of `sublayer_loops`."""
+    matrix, bias = linear
+    function, bias = 0, NO_SCALES if bias is None else bias
+    if isinstance(matrix, BlockMatrix):
+        loops, table = load_loops("block_loops"), block_matmul.describe_parts(matrix)
+        matrix.parts[0].check()  # all are of one file
+        return loops.multiply_row_by_blocks.address, loops.multiply_block_rows.address, table, matrix.shape[1], bias
+    if isinstance(matrix, np.ndarray):
+        table = _float32_table(matrix.__array_interface__["data"][0], *matrix.shape[::-1])
+    else:
+        table = vector_matmul.describe_rows(matrix)
+    return load_loops("vector_loops").multiply_row_by_rows.address, function, table, matrix.shape[1], bias
+
+
+def _described_norm(norm: Norm) -> tuple[Any, ...]:
+    """Return a norm as NORM of `sublayer_loops`: without a bias, a layer norm gets one of 0."""
     bias = norm.bias
     if bias is None:
         bias = np.zeros_like(norm.gain) if norm.subtract_mean else NO_SCALES
-    found: list[tuple[Any, ...]] = [(norm.gain, bias, norm.eps, norm.subtract_mean)]
-    for matrix, bias in linears:
-        matrix.parts[0].check()  # all are of one file
-        found.append((describe_parts(matrix), NO_SCALES if bias is None else bias))
-    return found
+    return norm.gain, bias, norm.eps, norm.subtract_mean
 
 
 @decline_when(_mlp_decline_reason)
 def mlp_sublayer(x: np.ndarray, norm: Norm, up: Linear, down: Linear, activation: str) -> Array | NotImplementedType:
-    """Return x + down(activation(up(norm(x)))) of a row; NotImplemented for infinity or NaN."""
-    loops, blocks, y = load_loops("sublayer_loops"), load_loops("block_loops"), np.empty_like(x)
-    arguments = _arguments(norm, up, down)
-    job = partial(
-        loops.mlp_sublayer, x, *arguments, activation == "swiglu", y, blocks.multiply_block_rows.address
-    )
-    return NotImplemented if spin_team().run(job) == blocks.NOT_FINITE else y
+    """Return x + down(activation(up(norm(x)))) of a row; NotImplemented for infinity or NaN in quantized blocks."""
+    compute, y = load_loops("sublayer_loops").mlp_sublayer, np.empty_like(x)
+    arguments = _described_norm(norm), _described(up), _described(down)
+    return _run(partial(compute, x, *arguments, activation == "swiglu", y), y)
+
+
+def _run(job: Callable[[np.ndarray, int], int], y: Array) -> Array | NotImplementedType:
+    """Run a job by spinning threads and return y, or NotImplemented if a product failed."""
+    return NotImplemented if spin_team().run(job) < TOO_FEW else y
 
 
 def _attention_decline_reason(
@@ -78,8 +112,8 @@ def _attention_decline_reason(
     for array in (*cached, *(rope or ())):
         if array.dtype != FLOAT32 or not array[0].flags.carray:
             return f"a cache, cosines and sines of float32 {CONTIGUOUS}"
-    if cached[0].shape != cached[1].shape:
-        return "keys and values of one shape"
+    if cached[0].shape != cached[1].shape or len(cached[0]) != 1:
+        return "keys and values of one shape, of one text"
     return _decline_reason(x, norm, qkv, projection)
 
 
@@ -94,15 +128,14 @@ def attention_sublayer(
     score_options: ScoreOptions,
     off_by_one: bool,
 ) -> Array | NotImplementedType:
-    """Return x + projection(attention of norm(x)) of a row, extending the cache; NotImplemented for infinity or NaN."""
-    loops, blocks, y = load_loops("sublayer_loops"), load_loops("block_loops"), np.empty_like(x)
-    functions = blocks.multiply_block_rows.address, load_loops("decode_loops").attend_to_units.address
-    keys, values = cached[0][0], cached[1][0]
+    """Return x + projection(attention of norm(x)) of a row, extending the cache; NotImplemented as `mlp_sublayer`."""
+    compute, y = load_loops("sublayer_loops").attention_sublayer, np.empty_like(x)
+    (keys,), (values,) = cached
     window = score_options.window
     first = 0 if window is None else max(0, len(keys) - window)
-    is_shared = keys.nbytes >= MIN_SHARED_BYTES
+    is_shared = isinstance(qkv.weights, BlockMatrix) or keys.nbytes >= MIN_SHARED_BYTES
     options = score_options.scale, off_by_one, first, is_shared
-    cos, sin = (NO_ANGLES, NO_ANGLES) if rope is None else rope
-    arguments = _arguments(norm, qkv, projection)
-    job = partial(loops.attention_sublayer, x, *arguments, cos, sin, keys, values, options, y, functions)
-    return NotImplemented if spin_team().run(job) == blocks.NOT_FINITE else y
+    arguments = _described_norm(norm), _described(qkv), _described(projection)
+    angles = (NO_ANGLES, NO_ANGLES) if rope is None else rope
+    function = load_loops("decode_loops").attend_to_units.address
+    return _run(partial(compute, x, *arguments, *angles, keys, values, options, y, function), y)

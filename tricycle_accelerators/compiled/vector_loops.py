@@ -40,6 +40,7 @@ from tricycle_accelerators.compiled.vector_rows import (
     multiply_float32_rows,
     multiply_int8_rows,
     multiply_int8_rows_by_bytes,
+    pointer_to,
     split_into_bytes,
 )
 from tricycle_accelerators.compiled.vector_rows import HAS_BYTES as HAS_BYTES
@@ -193,3 +194,37 @@ def multiply_vector(
         for i in range(n_rows):
             out[0, i] *= step
     return waited
+
+
+# Columns of the table of a matrix: FLOAT32, BFLOAT16 or INT8, the addresses of its numbers, row scales and row sums (0
+# for none), its rows and their size.
+ROW_KIND, NUMBERS, ROW_SCALES, ROW_SUMS, COUNT, ROW_SIZE, N_ROW_FIELDS = range(7)
+
+
+def _multiply_row_by_rows(
+    x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int
+) -> int:
+    """Write a row times the rows of a matrix to `out` as `multiply_vector` does, all given by their addresses.
+
+    Args:
+        place: the address of the table of the matrix. n_parts, function: not used.
+    """
+    fields = numba.carray(pointer_to(place, np.int64(0)), (N_ROW_FIELDS,))
+    n_rows, size, numbers = fields[COUNT], fields[ROW_SIZE], fields[NUMBERS]
+    row, product = numba.carray(pointer_to(x, ZERO), (1, size)), numba.carray(pointer_to(out, ZERO), (1, n_rows))
+    scales = numba.carray(pointer_to(fields[ROW_SCALES], ZERO), (n_rows if fields[ROW_SCALES] else 0,))
+    sums = numba.carray(pointer_to(fields[ROW_SUMS], np.int32(0)), (n_rows if fields[ROW_SUMS] else 0,))
+    mailbox = numba.carray(pointer_to(box, np.int64(0)), (MAILBOX,))
+    if fields[ROW_KIND] == FLOAT32:
+        matrix = numba.carray(pointer_to(numbers, ZERO), (n_rows, size))
+        return multiply_vector(row, matrix, scales, sums, product, mailbox, n_threads)
+    if fields[ROW_KIND] == BFLOAT16:
+        matrix_of_bits = numba.carray(pointer_to(numbers, np.uint16(0)), (n_rows, size))
+        return multiply_vector(row, matrix_of_bits, scales, sums, product, mailbox, n_threads)
+    matrix_of_bytes = numba.carray(pointer_to(numbers, np.int8(0)), (n_rows, size))
+    return multiply_vector(row, matrix_of_bytes, scales, sums, product, mailbox, n_threads)
+
+
+multiply_row_by_rows: Any = numba.cfunc("i8(i8, i8, i8, i8, i8, i8, i8)", cache=True, error_model="numpy")(
+    _multiply_row_by_rows
+)

@@ -83,7 +83,7 @@ def spin_team() -> SpinTeam:
     return SpinTeam()
 
 
-def _matmul_decline_reason(
+def matmul_decline_reason(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
     """Return why the loop cannot run: not one float32 row, b small or by rows, `out` or `dtype` given; else None."""
@@ -98,7 +98,7 @@ def _matmul_decline_reason(
     return None if flags.behaved and a.flags.carray else "operands in one piece each, aligned and not read-only"
 
 
-@decline_when(_matmul_decline_reason)
+@decline_when(matmul_decline_reason)
 def matmul(
     a: np.ndarray,
     b: np.ndarray,
@@ -136,27 +136,51 @@ def _matrix_rows(matrix: QuantizedMatrix) -> _Rows:
     return _Rows(numbers, scales, numbers.sum(axis=1, dtype=np.int32) if has_sums else NO_SUMS)
 
 
+def matrix_decline_reason(matrix: QuantizedMatrix) -> str | None:
+    """Return why the loop cannot multiply a row with a matrix: not transposed, not int8 or bfloat16; else None."""
+    if not matrix.transposed:
+        return "a matrix whose columns lie in one piece each, got one that lies by rows"
+    if "rows" not in matrix.prepared and (matrix.dtype.name not in ("int8", "bfloat16") or not matrix.size):
+        return f"a matrix of int8 or bfloat16 with numbers, got {matrix!r}"
+    return None
+
+
 def _few_bits_matmul_decline_reason(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
     """Return why the loop cannot run: not one float32 row, or not a transposed int8 or bfloat16 matrix; else None."""
     if len(x) != 1:
         return f"one row alone, got {len(x)}"
-    if not matrix.transposed:
-        return "a matrix whose columns lie in one piece each, got one that lies by rows"
+    if (why := matrix_decline_reason(matrix)) is not None:
+        return why
     if x.dtype != FLOAT32 or not x.flags.carray:
         return f"a row of float32 in one piece, aligned and not read-only, got {x.dtype}"
-    if "rows" not in matrix.prepared and (matrix.dtype.name not in ("int8", "bfloat16") or not matrix.size):
-        return f"a matrix of int8 or bfloat16 with numbers, got {matrix!r}"
     return None
+
+
+def _prepared_rows(matrix: QuantizedMatrix) -> _Rows:
+    """Return a quantized matrix as _Rows, cached in the matrix."""
+    rows: _Rows | None = matrix.prepared.get("rows")
+    if rows is None:
+        rows = matrix.prepared["rows"] = _matrix_rows(matrix)
+    return rows
+
+
+def describe_rows(matrix: QuantizedMatrix) -> np.ndarray:
+    """Return the table of a matrix for `vector_loops.multiply_row_by_rows`, cached in the matrix."""
+    table: np.ndarray | None = matrix.prepared.get("row_table")
+    if table is None:
+        loops, (numbers, scales, sums) = load_loops("vector_loops"), _prepared_rows(matrix)
+        kind = loops.INT8 if numbers.itemsize == 1 else loops.BFLOAT16
+        addresses = [array.ctypes.data if array.size else 0 for array in (numbers, scales, sums)]
+        matrix.prepared["row_table"] = table = np.array([[kind, *addresses, *numbers.shape]], np.int64)
+    return table
 
 
 @decline_when(_few_bits_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
     """Return a float32 row times a matrix (rows cached in it) plus bias by spinning threads; else NotImplemented."""
-    rows: _Rows | None = matrix.prepared.get("rows")
-    if rows is None:
-        rows = matrix.prepared["rows"] = _matrix_rows(matrix)
+    rows = _prepared_rows(matrix)
     product = np.empty((1, matrix.shape[1]), np.float32)
     spin_team().multiply(x, rows.numbers, rows.scales, rows.sums, product)
     if bias is not None:

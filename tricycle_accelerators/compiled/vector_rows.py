@@ -104,6 +104,23 @@ def call_function(context: Any, function: Any, place: Any, start: Any, stop: Any
     return types.void(*[types.intp] * 4), code
 
 
+@intrinsic
+def call_multiply(
+    context: Any, multiply: Any, x: Any, table: Any, n_parts: Any, out: Any, function: Any, box: Any, n_threads: Any
+) -> Any:
+    """Call the compiled product of a row and a matrix at an address, and return the pauses waited (Numba intrinsic).
+
+    The functions are `multiply_row_by_blocks` and `multiply_row_by_rows`; all arguments are integers or addresses.
+    """
+    kind = ir.FunctionType(INDEX, [INDEX] * 7)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        multiply, *others = arguments
+        return builder.call(builder.inttoptr(multiply, kind.as_pointer()), others)
+
+    return types.int64(*[types.int64] * 8), code
+
+
 def _make_multiply_rows(kind: int) -> Any:
     """Return the Numba function (box, start, stop) that computes rows of a job's result for matrices of a kind."""
     dot = _dot(kind)
