@@ -130,18 +130,20 @@ def attention_sublayer(
     if waited < TOO_FEW:
         return waited
     heads = product.reshape(1, product.shape[1] // head_size, head_size)
-    n_heads = heads.shape[1] - 2 * n_key_heads
-    n_rotated = 2 * cos.shape[1]
-    rotated = heads.copy()
-    if n_rotated:
-        source, target = heads[:, : n_heads + n_key_heads], np.empty((1, n_heads + n_key_heads, n_rotated), np.float32)
-        rotate(source[:, :, :n_rotated], cos, sin, target)
-        rotated[:, : n_heads + n_key_heads, :n_rotated] = target
-    keys[last], values[last] = rotated[0, n_heads : n_heads + n_key_heads], heads[0, n_heads + n_key_heads :]
+    n_heads, n_pairs = heads.shape[1] - 2 * n_key_heads, cos.shape[1]
+    rotated = np.empty((1, n_heads + n_key_heads, 2 * n_pairs), np.float32)
+    rotate(heads[:, : n_heads + n_key_heads, : 2 * n_pairs], cos, sin, rotated)
+    for h in range(n_heads + n_key_heads):
+        for i in range(2 * n_pairs):
+            heads[0, h, i] = rotated[0, h, i]
+    for h in range(n_key_heads):
+        for i in range(head_size):
+            keys[last, h, i] = heads[0, n_heads + h, i]
+            values[last, h, i] = heads[0, n_heads + n_key_heads + h, i]
     attended, logsumexp = np.empty((n_heads, head_size), np.float32), np.empty(n_heads, np.float32)
     no_scales = np.empty((0, 0, 0), np.uint16)
     waited_for_attention = decode_attention(
-        rotated[0, :n_heads],
+        heads[0, :n_heads],
         keys[first:],
         values[first:],
         no_scales,

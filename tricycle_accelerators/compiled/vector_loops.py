@@ -45,9 +45,10 @@ from tricycle_accelerators.compiled.vector_rows import (
 )
 from tricycle_accelerators.compiled.vector_rows import HAS_BYTES as HAS_BYTES
 
-# After a job in the mailbox come how many of its rows are done, how many threads serve, whether they are to stop, and a
-# word for each thread: the number of the job in its upper half, in the lower one the rows that are left of its part.
-DONE, SERVING, STOP, LEFT = 24, 32, 33, 40
+# After a job in the mailbox come how many of its rows are done, how many threads serve, whether they are to stop, the
+# address of `compute_all`, and a word for each thread: the number of the job in its upper half, in the lower one the
+# rows that are left of its part.
+DONE, SERVING, STOP, COMPUTE, LEFT = 24, 32, 33, 34, 40
 A_LINE = 8  # 64-bit integers in a cache line: the words of two threads share none
 MOST_PARTS = 64
 MAILBOX = LEFT + A_LINE * MOST_PARTS
@@ -85,13 +86,19 @@ def _compute_chunk(box: Any, place: int, part: int) -> bool:
     return True
 
 
-@numba.njit(**OPTIONS)
-def _compute_all(box: Any, place: int, part: int) -> None:
-    """Compute what is left of a thread's part, then what is left of the others' (work stealing)."""
-    n_parts = box[N_PARTS]
+def _compute_all(place: int, part: int, n_parts: int) -> None:
+    """Compute what is left of a thread's part of the job in a mailbox, then what is left of the others' (work stealing).
+
+    `place` is the address of the mailbox.
+    """
+    box = numba.carray(pointer_to(place, np.int64(0)), (MAILBOX,))
     for i in range(n_parts):
         while _compute_chunk(box, place, (part + i) % n_parts):
             pass
+
+
+# Called by its address, which is in the mailbox, because compiling it again for each kind of job takes seconds.
+compute_all: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_compute_all)
 
 
 @numba.njit(**OPTIONS)
@@ -130,13 +137,20 @@ def serve_jobs(box: np.ndarray, part: int) -> None:
     idle = last = 0
     while idle < SPIN_LIMIT and not atomic_load(place, STOP):
         if atomic_load(place, LEFT + A_LINE * part) & LOWER:
-            _compute_all(box, place, part)
+            call_function(box[COMPUTE], place, part, box[N_PARTS])
             last = _prefetch_next(box, place, part, known, last)
             idle = 0
         else:
             idle += 1
             pause()
     atomic_add(place, SERVING, -1)
+
+
+def new_mailbox() -> np.ndarray:
+    """Return a mailbox without a job."""
+    box = np.zeros(MAILBOX, np.int64)
+    box[COMPUTE] = compute_all.address
+    return box
 
 
 @numba.njit(**OPTIONS)
@@ -148,7 +162,7 @@ def run_job(box: Any) -> int:
     for part in range(n_threads):
         n = n_rows * (part + 1) // n_threads - n_rows * part // n_threads
         atomic_store(place, LEFT + A_LINE * part, job << 32 | n)
-    _compute_all(box, place, 0)
+    call_function(box[COMPUTE], place, 0, n_threads)
     waited = 0
     while atomic_load(place, DONE) < n_rows:
         waited += 1

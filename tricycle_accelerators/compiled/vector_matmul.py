@@ -29,7 +29,7 @@ class _Mailboxes(threading.local):
     """The mailbox of each thread, for products that it makes alone."""
 
     def __init__(self) -> None:
-        self.own = np.zeros(load_loops("vector_loops").MAILBOX, np.int64)
+        self.own = load_loops("vector_loops").new_mailbox()
 
 
 class SpinTeam:
@@ -37,7 +37,7 @@ class SpinTeam:
 
     def __init__(self) -> None:
         self.loops = load_loops("vector_loops")
-        self.shared = np.zeros(self.loops.MAILBOX, np.int64)
+        self.shared = self.loops.new_mailbox()
         self.boxes = _Mailboxes()
         self.policy = SpinPolicy()
 

@@ -108,9 +108,9 @@ def call_function(context: Any, function: Any, place: Any, start: Any, stop: Any
 def call_multiply(
     context: Any, multiply: Any, x: Any, table: Any, n_parts: Any, out: Any, function: Any, box: Any, n_threads: Any
 ) -> Any:
-    """Call the compiled product of a row and a matrix at an address, and return the pauses waited (Numba intrinsic).
+    """Call the compiled product of a row and a matrix at an address, such as `multiply_row_by_rows` (Numba intrinsic).
 
-    The functions are `multiply_row_by_blocks` and `multiply_row_by_rows`; all arguments are integers or addresses.
+    All arguments are addresses or numbers; the result is that of a job.
     """
     kind = ir.FunctionType(INDEX, [INDEX] * 7)
 
