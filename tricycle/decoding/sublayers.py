@@ -37,8 +37,10 @@ def _linear(layer: Any) -> Linear | None:
 
 
 def _norm(layer: Any, x: Tensor) -> Norm | None:
-    """Return the parameters of a `LayerNorm` or `RMSNorm` without a hook; None for other layers."""
+    """Return the parameters of a `LayerNorm` or `RMSNorm` without a hook; None for others, or if x is not float32."""
     if type(layer) not in (RMSNorm, LayerNorm) or "forward" in vars(layer):
+        return None
+    if type(x.array) is not np.ndarray or x.array.dtype != FLOAT32:
         return None
     bias = layer.bias
     return Norm(layer._gains(x), None if bias is None else bias.array, layer.eps, layer._subtract_mean)
@@ -71,10 +73,9 @@ def fused_attention(x: Tensor, layer: Any, norm: Any, cache: Any = None, mask: A
     parameters, qkv, projection = _norm(norm, x), _linear(layer.qkv), _linear(layer.projection)
     if parameters is None or qkv is None or projection is None:
         return None
-    position = cache.length
-    if position >= layer.context_window:
+    if cache.length >= layer.context_window:
         return None  # the layer raises the error
-    rope = None if rotary is None else rotary.angles(layer.head_size, ((position, 1),))
+    rope = None if rotary is None else rotary.angles(layer.head_size, cache.segments(1))
     new = np.empty((1, 1, layer.n_key_heads, layer.head_size), FLOAT32)
     cached = cache.append(new, new)  # the kernel writes the key and the value
     options = op.score_options(new, cached[0])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tricycle import kernels
 from tricycle.devices import Array
 from tricycle.kernels import ScoreOptions
-from tricycle.kernels.dispatch import kernel
+from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul
 
 
@@ -42,14 +42,14 @@ class Linear(NamedTuple):
         return product
 
 
-@kernel
+@Kernel
 def mlp_sublayer(x: Array, norm: Norm, up: Linear, down: Linear, activation: str) -> Array:
     """Return x + down(activation(up(norm(x)))) of a token x (1, C); `activation` is the kernel "swiglu" or "gelu"."""
     activate = kernels.swiglu if activation == "swiglu" else kernels.gelu
     return x + down(activate(up(norm(x))))
 
 
-@kernel
+@Kernel
 def attention_sublayer(
     x: Array,
     norm: Norm,

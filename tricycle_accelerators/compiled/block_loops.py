@@ -203,9 +203,7 @@ def multiply_blocks(
     return waited
 
 
-def _multiply_row_by_blocks(
-    x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int
-) -> int:
+def _multiply_row_by_blocks(x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int) -> int:
     """Write a row times blocks to `out` as `multiply_blocks` does, all given by their addresses."""
     table = numba.carray(pointer_to(place, np.int64(0)), (n_parts, N_FIELDS))
     size, n_rows = table[0, N_BLOCKS] * table[0, BLOCK_VALUES], table[-1, FIRST_ROW] + table[-1, PART_ROWS]

@@ -93,9 +93,7 @@ def mlp_sublayer(
 
 
 @compile_loop(
-    types.int64(
-        ROW, NORM, LINEAR, LINEAR, ROW, ROW, CACHE, CACHE, OPTIONS_OF_SCORES, ROW, types.int64, *TEAM
-    )
+    types.int64(ROW, NORM, LINEAR, LINEAR, ROW, ROW, CACHE, CACHE, OPTIONS_OF_SCORES, ROW, types.int64, *TEAM)
 )
 def attention_sublayer(
     x: np.ndarray,

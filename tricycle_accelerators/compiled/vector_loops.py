@@ -215,9 +215,7 @@ def multiply_vector(
 ROW_KIND, NUMBERS, ROW_SCALES, ROW_SUMS, COUNT, ROW_SIZE, N_ROW_FIELDS = range(7)
 
 
-def _multiply_row_by_rows(
-    x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int
-) -> int:
+def _multiply_row_by_rows(x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int) -> int:
     """Write a row times the rows of a matrix to `out` as `multiply_vector` does, all given by their addresses.
 
     Args:

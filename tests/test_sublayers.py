@@ -1,0 +1,313 @@
+"""Fused sublayers for one token: the same bits as separate layers, the kernels against the reference, and fallbacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from test_quantized_blocks import block_rows
+
+from tricycle import blocks
+from tricycle.configs import ModelConfig
+from tricycle.debug import use_reference
+from tricycle.finetuning.lora import Adapter, LoRAConfig, LoRATarget, LowRankUpdate
+from tricycle.kernels import ScoreOptions
+from tricycle.kernels.quantized import QuantizedMatrix
+from tricycle.kernels.quantized_blocks import BlockMatrix
+from tricycle.kernels.sublayers import Linear, Norm, attention_sublayer, mlp_sublayer
+from tricycle.models import GPT
+from tricycle.weights import quantize, set_memory_order
+from tricycle_accelerators import compiled, threads
+from tricycle_accelerators.compiled import attention, sublayers
+
+SIZES = {"vocab_size": 97, "embedding_dim": 64, "n_heads": 4, "n_layers": 2, "context_window": 64}
+LLAMA = {"activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bias": False}
+N_PROMPT, N_NEW = 10, 20
+
+needs_numba = pytest.mark.skipif(not compiled.is_available(), reason="needs Numba")
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def new_model(weights: str = "float32", **fields) -> GPT:
+    model = GPT(ModelConfig(**SIZES, **fields)).eval()
+    for i, parameter in enumerate(model.parameters()):
+        parameter.array += 0.1 * normal(*parameter.shape, seed=i)
+    return set_memory_order(model, "F") if weights == "float32" else quantize(model, weights)
+
+
+def decoded(model: GPT, **cache_options) -> np.ndarray:
+    """Return the logits after each of N_NEW tokens, which the model reads one at a time."""
+    ids = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (1, N_PROMPT + N_NEW))
+    caches = model.new_caches(**cache_options)
+    with model.evaluating():
+        model(ids[:, :N_PROMPT], caches)
+        return np.concatenate([model(ids[:, t : t + 1], caches).numpy() for t in range(N_PROMPT, ids.shape[1])])
+
+
+@pytest.fixture
+def n_fused(monkeypatch) -> list[str]:
+    """Return a list that grows by a name with each sublayer that Numba computes."""
+    names = []
+    for name in ("mlp_sublayer", "attention_sublayer"):
+        kernel = {"mlp_sublayer": mlp_sublayer, "attention_sublayer": attention_sublayer}[name]
+        (decline_reason, run), *others = kernel.implementations_for(np.ndarray)
+
+        def counted(*arguments, name=name, run=run):
+            result = run(*arguments)
+            if result is not NotImplemented:
+                names.append(name)
+            return result
+
+        monkeypatch.setitem(kernel.implementations, np.ndarray, [(decline_reason, counted), *others])
+    return names
+
+
+# -------------------------------------------------------------------- models
+@needs_numba
+@pytest.mark.parametrize(
+    ("fields", "per_layer"),
+    [
+        ({}, 2),
+        (LLAMA, 2),
+        ({**LLAMA, "n_key_heads": 2, "rotary_fraction": 0.5}, 2),
+        ({"window": 7, "softmax": "softmax1", "norm": "rms_norm"}, 2),
+        ({"activation": "gelu_exact"}, 1),
+        ({**LLAMA, "qk_norm": True}, 1),
+        ({"softmax": "sink"}, 1),
+        ({"score_cap": 3.0}, 1),
+        ({"token_shift": True}, 1),
+        ({"norm_placement": "after"}, 0),
+        ({"norm_placement": "both"}, 0),
+        ({"residual_scale": 0.5}, 0),
+        ({"parallel": True}, 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("weights", ["float32", "int8", "bfloat16"])
+def test_logits_have_the_same_bits_as_from_separate_layers(weights, fields, per_layer, n_fused, monkeypatch):
+    model = new_model(weights, **fields)
+    fused = decoded(model)
+    assert len(n_fused) == N_NEW * SIZES["n_layers"] * per_layer
+    monkeypatch.setattr(blocks, "FUSED_SUBLAYERS", {})
+    np.testing.assert_array_equal(fused, decoded(model))
+
+
+@needs_numba
+def test_few_bit_precisions_fuse_as_well(n_fused):
+    model = new_model()
+    expected = decoded(model)
+    model.use_precision("bfloat16")
+    np.testing.assert_allclose(decoded(model), expected, 0.1, 0.1)  # the prompt has 16-bit products
+    assert len(n_fused) == 2 * N_NEW * SIZES["n_layers"] * 2
+
+
+class Doubled(blocks.MLPBlock):
+    """An MLP of a user, with twice the result."""
+
+    def forward(self, x, dtype=None):
+        return super().forward(x, dtype) * 2
+
+
+def use_own_mlp(model: GPT) -> None:
+    for block in model.blocks:
+        block.mlp.__class__ = Doubled
+
+
+def hook_everywhere(model: GPT) -> list[str]:
+    """Give each layer of the second block a hook, as `tricycle_lab.hooks` does; return the names that were called."""
+    called: list[str] = []
+    for name, layer in model.blocks[1].named_layers():
+        forward = layer.forward
+        layer.forward = lambda *args, name=name, forward=forward, **options: (
+            called.append(name) or forward(*args, **options)
+        )
+    return called
+
+
+@needs_numba
+def test_hooks_of_all_layers_are_called():
+    model = new_model(**LLAMA)
+    expected = decoded(model)
+    called = hook_everywhere(model)
+    np.testing.assert_array_equal(decoded(model), expected)
+    names = {name for name, _ in model.blocks[1].named_layers()}
+    assert set(called) == names and min(map(called.count, names)) >= N_NEW
+
+
+def adapt(model: GPT) -> None:
+    low_rank = LowRankUpdate(64, 64, [LoRATarget("projection", 0, 64, 2, 1.0)], 0.0, np.random.default_rng(0))
+    adapter = Adapter(model, {"blocks.0.attention.projection": low_rank}, LoRAConfig(rank=2)).attach()
+    for i, parameter in enumerate(adapter.parameters()):
+        parameter.array += normal(*parameter.shape, seed=i)
+
+
+@needs_numba
+@pytest.mark.parametrize("change", [use_own_mlp, adapt, lambda model: model.blocks[0].mlp.up.freeze()])
+def test_changed_models_give_the_same_as_without_fusing(change: Callable[[GPT], None], monkeypatch):
+    model = new_model(**LLAMA)
+    before = decoded(model)
+    change(model)
+    after = decoded(model)
+    assert np.array_equal(before, after) == (change not in (use_own_mlp, adapt))
+    monkeypatch.setattr(blocks, "FUSED_SUBLAYERS", {})
+    np.testing.assert_array_equal(after, decoded(model))
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
+def test_caches_of_fewer_bits_are_left_to_separate_kernels(dtype, n_fused, monkeypatch):
+    model = new_model(**LLAMA)
+    fused = decoded(model, dtype=dtype)
+    assert n_fused == ["mlp_sublayer"] * (N_NEW * SIZES["n_layers"])
+    monkeypatch.setattr(blocks, "FUSED_SUBLAYERS", {})
+    np.testing.assert_array_equal(fused, decoded(model, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_reference_computes_the_same(dtype):
+    model = new_model(**LLAMA)
+    for parameter in model.parameters():
+        parameter.array = parameter.array.astype(dtype)
+    expected = decoded(model)
+    assert expected.dtype == dtype
+    with use_reference():
+        np.testing.assert_allclose(decoded(model), expected, 1e-3, 1e-4 if dtype == np.float32 else 1e-9)
+
+
+def test_full_context_raises_the_error_of_the_layer():
+    model = new_model()
+    caches = model.new_caches()
+    with model.evaluating():
+        model(np.zeros((1, 64), int), caches)
+        with pytest.raises(ValueError, match="context"):
+            model(np.zeros((1, 1), int), caches)
+
+
+def test_training_does_not_fuse(n_fused):
+    model = new_model().train()
+    model(np.zeros((1, 1), int)).sum().backward()
+    assert not n_fused and all(parameter.grad is not None for parameter in model.blocks[0].mlp.parameters())
+
+
+# -------------------------------------------------------------------- kernels
+def linear(kind: str, n_in: int, n_out: int, bias: bool = True, seed: int = 0) -> Linear:
+    weights = normal(n_in, n_out, seed=seed) / np.float32(n_in**0.5)
+    matrix = np.asfortranarray(weights)
+    if kind in ("Q4_K", "Q8_0"):
+        matrix = BlockMatrix((block_rows(kind, n_out, n_in, seed),), True)
+    elif kind != "float32":
+        matrix = QuantizedMatrix.quantize(weights, kind, transposed=True)
+    return Linear(matrix, normal(n_out, seed=seed + 1) if bias else None)
+
+
+def norm_of(size: int, subtract_mean: bool, bias: bool) -> Norm:
+    return Norm(normal(size, seed=5), normal(size, seed=6) if bias else None, 1e-5, subtract_mean)
+
+
+NORMS = [(True, True), (True, False), (False, False)]
+KINDS = ["float32", "int8", "bfloat16", "Q8_0", "Q4_K"]
+
+
+def assert_close_for_all_threads(kernel, arguments: list, monkeypatch, tolerance: float = 2e-2) -> None:
+    """Compare with the reference, whose products do not round x to 8 or 16 bits, and one with three threads."""
+    expected = kernel.reference(*arguments)
+    results = []
+    for n_threads in (1, 3):
+        monkeypatch.setattr(threads, "n_threads", lambda n=n_threads: n)
+        monkeypatch.setattr(attention, "MIN_SHARED_BYTES", 0)
+        results += [kernel(*arguments) for _ in range(3)]
+    np.testing.assert_allclose(results[0], expected, 0, tolerance * float(np.abs(expected - arguments[0]).max()))
+    assert all(np.array_equal(result, results[0]) for result in results)
+
+
+@needs_numba
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_mlp_matches_the_reference(kind, activation, norm, n_fused, monkeypatch):
+    hidden = 512 if activation == "swiglu" else 256
+    arguments = [
+        normal(1, 256),
+        norm_of(256, *norm),
+        linear(kind, 256, hidden),
+        linear(kind, 256, 256, False),
+        activation,
+    ]
+    assert_close_for_all_threads(mlp_sublayer, arguments, monkeypatch)
+    assert n_fused == ["mlp_sublayer"] * 6
+
+
+@needs_numba
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("n_rotated", "window", "off_by_one", "norm"),
+    [(0, None, False, NORMS[0]), (64, None, True, NORMS[1]), (32, 70, False, NORMS[2]), (64, 1000, False, NORMS[2])],
+)
+def test_attention_matches_the_reference(kind, n_rotated, window, off_by_one, norm, n_fused, monkeypatch):
+    angles = normal(1, n_rotated // 2, seed=7)
+    rope = (np.cos(angles), np.sin(angles)) if n_rotated else None
+    cached = normal(1, 150, 2, 64, seed=8), normal(1, 150, 2, 64, seed=9)
+    arguments = [normal(1, 256), norm_of(256, *norm), linear(kind, 256, 8 * 64), linear(kind, 256, 256, seed=2)]
+    arguments += [rope, cached, ScoreOptions(0.125, 149, window), off_by_one]
+    written = [array[0, -1].copy() for array in cached]
+    assert_close_for_all_threads(attention_sublayer, arguments, monkeypatch)
+    assert n_fused == ["attention_sublayer"] * 6
+    last = [array[0, -1].copy() for array in cached]
+    attention_sublayer.reference(*arguments)
+    for array, found, before in zip(cached, last, written):
+        assert not np.array_equal(found, before)
+        np.testing.assert_allclose(found, array[0, -1], 0, 0.05)
+
+
+@needs_numba
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_infinity_and_nan_are_left_to_the_reference(bad, n_fused):
+    x = normal(1, 256)
+    x[0, 3] = bad
+    arguments = norm_of(256, False, False), linear("Q8_0", 256, 512), linear("Q8_0", 256, 256), "swiglu"
+    with np.errstate(all="ignore"):
+        assert np.isnan(mlp_sublayer(x, *arguments)).all() and not n_fused
+
+
+ROW, NORM, UP = normal(1, 64), norm_of(64, True, True), linear("float32", 64, 128)
+DOWN, CACHED, OPTIONS = linear("float32", 64, 64), (normal(1, 5, 1, 32), normal(1, 5, 1, 32)), ScoreOptions(0.2, 4)
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    ("arguments", "phrase"),
+    [
+        ((ROW, NORM, UP, DOWN, "swiglu"), None),
+        ((normal(2, 64), NORM, UP, DOWN, "swiglu"), "one row.*2, 64"),
+        ((ROW.astype(np.float64), NORM, UP, DOWN, "swiglu"), "float64"),
+        ((ROW, NORM._replace(gain=NORM.gain.astype(np.float64)), UP, DOWN, "swiglu"), "parameters of float32"),
+        ((ROW, NORM, UP._replace(bias=UP.bias[::2]), DOWN, "swiglu"), "parameters of float32"),
+        ((ROW, NORM, Linear(UP.weights.copy("C"), None), DOWN, "swiglu"), "matrix by columns"),
+        ((ROW, NORM, linear("float16", 64, 128), DOWN, "swiglu"), "int8 or bfloat16"),
+    ],
+)
+def test_mlp_declines_with_a_reason(arguments, phrase):
+    reason = sublayers.mlp_sublayer.decline_reason(*arguments)
+    assert reason is None if phrase is None else re.search(phrase, reason)
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    ("rope", "cached", "options", "phrase"),
+    [
+        (None, CACHED, OPTIONS, None),
+        (None, CACHED, OPTIONS._replace(softcap=2.0), "soft-cap"),
+        (None, tuple(x.astype(np.float16) for x in CACHED), OPTIONS, "cache.*float32"),
+        (None, (CACHED[0], CACHED[1][:, :4]), OPTIONS, "one shape"),
+        ((np.ones((1, 8)), np.ones((1, 8))), CACHED, OPTIONS, "cosines.*float32"),
+    ],
+)
+def test_attention_declines_with_a_reason(rope, cached, options, phrase):
+    arguments = ROW, NORM, linear("float32", 64, 128), DOWN, rope, cached, options, False
+    reason = sublayers.attention_sublayer.decline_reason(*arguments)
+    assert reason is None if phrase is None else re.search(phrase, reason)
