@@ -263,10 +263,7 @@ def evaluation() -> AbstractContextManager[None]:
 
 def is_evaluating() -> bool:
     """Return whether a block of `evaluation` is active in this thread."""
-    for mode in current_modes.get():  # a loop is faster than `any`
-        if mode.evaluates:
-            return True
-    return False
+    return any(mode.evaluates for mode in current_modes.get())
 
 
 def grad_enabled_for(*args: Node) -> bool:

@@ -22,6 +22,9 @@ from tricycle.layers import MIXTURES, Dense, Dropout, Generator, Layer, LayerNor
 from tricycle.ops import as_tensor, reshape, sigmoid, split_heads
 from tricycle.tensor import Operand, Tensor
 
+# By the type of a sublayer: return x + part(norm(x), *args) of one token without gradients by one kernel, or None.
+FUSED_SUBLAYERS: dict[type, Any] = {}  # `tricycle.decoding.sublayers` adds functions
+
 
 def activation_dtype(x: Tensor, precision: str, *layers: Any) -> Any:
     """Return the 16-bit dtype for activations of `layers`; None (as x) for few rows in evaluation, or no `dtype`."""
@@ -44,10 +47,6 @@ def call_with_dtype(layer: Any, x: Tensor, dtype: Any) -> Tensor:
     """Return `layer(x, dtype=dtype)` if the layer has the argument and `dtype` is given, else `layer(x)`."""
     result: Tensor = layer(x) if dtype is None or not accepts_argument(layer, "dtype") else layer(x, dtype=dtype)
     return result
-
-
-# By the type of a sublayer: return x + part(norm(x), *args) of one token without gradients by one kernel, or None.
-FUSED_SUBLAYERS: dict[type, Any] = {}  # `tricycle.decoding.sublayers` adds functions
 
 
 class MultiHead(Layer):
@@ -275,14 +274,14 @@ class TransformerBlock(Layer):
 
     def add_sublayer(self, x: Tensor, part: Any, norm: Any, post_norm: Any, *args: Any) -> Tensor:
         """Return x + post_norm(part(norm(x), *args)), or norm(x + part(x)) or x + norm(part(x)) by `norm_placement`."""
-        if x.array.size == x.array.shape[-1] and self.norm_placement == "before" and post_norm is None:
-            fused = FUSED_SUBLAYERS.get(type(part)) if is_evaluating() and getattr(self, "scale", 1) == 1 else None
-            if fused is not None and (y := fused(x, part, norm, *args)) is not None:
-                return y
         if self.norm_placement == "after":
             return norm(self._add(x, self._run(part, x, x.dtype, *args)))
         if self.norm_placement == "output":
             return self._add(x, norm(self._run(part, x, x.dtype, *args)))
+        if post_norm is None and x.array.size == x.array.shape[-1] and is_evaluating():
+            fused = FUSED_SUBLAYERS.get(type(part)) if getattr(self, "scale", 1) == 1 else None
+            if fused and (y := fused(x, part, norm, *args)) is not None:
+                return y
         out = self._run(part, self._normalize(norm, part, x), x.dtype, *args)
         return self._add(x, out if post_norm is None else post_norm(out))
 

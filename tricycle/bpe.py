@@ -145,8 +145,9 @@ def learn_merges(counts: Counter[str], n_merges: int) -> Iterator[tuple[int, int
             return
         heapq.heappop(heap)
         a, b = divmod(pair, base)
-        if a == b:
-            places = _without_overlap(places, after)
+        if a == b:  # in a run of the symbol, every other place merges
+            begins, numbers = np.append(True, places[1:] != after[places[:-1]]), np.arange(len(places))
+            places = places[(numbers - np.maximum.accumulate(np.where(begins, numbers, 0))) % 2 == 0]
         unlinked = after[places]
         right = after[unlinked]
         symbol[places], pair_at[unlinked] = new, -1
@@ -169,11 +170,3 @@ def _grouped(pairs: np.ndarray, places: np.ndarray, weight: np.ndarray) -> Itera
     for pair, count, start, end in zip(pairs[starts].tolist(), counts, bounds, bounds[1:]):
         if count > 1:
             yield -count, pair, places[start:end]
-
-
-def _without_overlap(places: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return the places where a pair (a, a) merges: every other one in a run; `after[place]` is the next place."""
-    begins = np.append(True, places[1:] != after[places[:-1]])
-    numbers = np.arange(len(places))
-    first = np.maximum.accumulate(np.where(begins, numbers, 0))  # of the run
-    return places[(numbers - first) % 2 == 0]

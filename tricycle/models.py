@@ -194,13 +194,9 @@ class GPT(BlockStack):
 
     def new_caches(self, dtype: DTypeLike | None = None) -> list[KeyValueCache]:
         """Return a list with an empty KV cache for each block; `dtype` defaults to that of the first keys."""
-        return [KeyValueCache(self.config.context_window, dtype, _window_of(block)) for block in self.blocks]
-
-
-def _window_of(block: Layer) -> int | None:
-    """Return the sliding-window size of a block's attention if its older keys may be dropped, else None."""
-    inner = getattr(getattr(block, "attention", None), "attention", None)
-    return inner.window if isinstance(inner, Attention) and inner.softmax.fused else None
+        ops = [getattr(getattr(block, "attention", None), "attention", None) for block in self.blocks]
+        windows = [op.window if isinstance(op, Attention) and op.softmax.fused else None for op in ops]
+        return [KeyValueCache(self.config.context_window, dtype, window) for window in windows]
 
 
 def initialize_weights(model: BlockStack) -> None:

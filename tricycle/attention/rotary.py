@@ -36,9 +36,8 @@ class Rotary(Op):
         if array.ndim != 4:
             raise ValueError(f"Rotary: expected shape (batch, tokens, heads, head size), got {array.shape}")
         segments = ((offset, array.shape[1]),) if isinstance(offset, int) else offset
-        cos, sin = self.angles(array.shape[3], segments, "float64" if array.dtype == np.float64 else "float32")
-        if x.on_gpu:
-            cos, sin = x.xp.asarray(cos), x.xp.asarray(sin)
+        dtype = "float64" if array.dtype == np.float64 else "float32"  # also for 16-bit inputs
+        cos, sin = map(x.xp.asarray, self.angles(array.shape[3], segments, dtype))
         backward = lambda grad, needs_grad: (apply_partial_rope(grad, cos, -sin),)  # the transposed matrix
         return record(apply_partial_rope(array, cos, sin), (x,), backward, "rotary")
 
@@ -48,8 +47,7 @@ class Rotary(Op):
         if n_channels % 2:
             raise ValueError(f"Rotary: expected an even number of rotated channels, got {n_channels}")
         scaled = self.scaling and self.scaling.scale_frequencies(_frequencies(self.base, n_channels)).tobytes()
-        factor = getattr(self.scaling, "attention_factor", 1)
-        return _angles(self.base, n_channels, scaled, segments, dtype, factor)
+        return _angles(self.base, n_channels, scaled, segments, dtype, getattr(self.scaling, "attention_factor", 1))
 
 
 def apply_partial_rope(x: Array, cos: Array, sin: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Fused sublayers of transformer blocks for one token: which layers the kernels of `kernels/sublayers.py` can replace."""
+"""Fused sublayers of blocks for one token: when the kernels of `kernels/sublayers.py` can replace the layers."""
 
 from __future__ import annotations
 
@@ -13,75 +13,74 @@ from tricycle.attention.rotary import Rotary
 from tricycle.blocks import FUSED_SUBLAYERS, MLPBlock, MultiHeadSelfAttention
 from tricycle.functions import Softmax, Softmax1
 from tricycle.kernels.sublayers import Linear, Norm, attention_sublayer, mlp_sublayer
-from tricycle.layers import Dense, LayerNorm, RMSNorm
+from tricycle.layers import Dense, Dropout, LayerNorm, RMSNorm
 from tricycle.tensor import Tensor
 
 FLOAT32 = np.dtype(np.float32)
 KERNEL_NAMES = {SwiGLU: "swiglu", GeLU: "gelu"}
+# The methods that the kernels replace, by the types of layers that they know. Users may override each of them.
+_NAMES: dict[type, tuple[str, ...]] = {
+    **dict.fromkeys((Dense, LayerNorm, RMSNorm, Dropout, Rotary, GeLU, MLPBlock, Attention), ("forward",)),
+    **dict.fromkeys((Softmax, Softmax1), ("attend",)),
+    SwiGLU: ("forward", "_gate"),
+    MultiHeadSelfAttention: ("forward", "_project", "_attend_to_cached"),
+}
+REPLACED = {kind: [(name, getattr(kind, name)) for name in names] for kind, names in _NAMES.items()}
 
 
-def _has_hook(*layers: Any) -> bool:
-    """Return whether one of the layers has a `forward` that is not its class's."""
-    for layer in layers:  # a loop is faster than `any`
-        if "forward" in vars(layer):
-            return True
-    return False
+def _is_known(*layers: Any) -> bool:
+    """Return whether all layers have types in REPLACED, and the methods listed there, without an override or hook."""
+    for layer in layers:
+        kind, own = type(layer), vars(layer)
+        if kind not in REPLACED:
+            return False
+        for name, method in REPLACED[kind]:
+            if name in own or getattr(kind, name) is not method:
+                return False
+    return True
 
 
-def _linear(layer: Any) -> Linear | None:
-    """Return the parameters of a `Dense` layer without a hook; None for other layers."""
-    if type(layer) is not Dense or "forward" in vars(layer):
-        return None
-    bias = layer.bias
-    return Linear(layer.weights.array, None if bias is None else bias.array)
+def _linear(layer: Any) -> Linear:
+    """Return the parameters of a `Dense` layer."""
+    return Linear(layer.weights.array, None if layer.bias is None else layer.bias.array)
 
 
-def _norm(layer: Any, x: Tensor) -> Norm | None:
-    """Return the parameters of a `LayerNorm` or `RMSNorm` without a hook; None for others, or if x is not float32."""
-    if type(layer) not in (RMSNorm, LayerNorm) or "forward" in vars(layer):
-        return None
-    if type(x.array) is not np.ndarray or x.array.dtype != FLOAT32:
-        return None
-    bias = layer.bias
-    return Norm(layer._gains(x), None if bias is None else bias.array, layer.eps, layer._subtract_mean)
+def _norm(layer: Any, x: Tensor) -> Norm:
+    """Return the parameters of a norm for x."""
+    return Norm(layer._gains(x), None if layer.bias is None else layer.bias.array, layer.eps, layer._subtract_mean)
 
 
 def fused_mlp(x: Tensor, mlp: Any, norm: Any) -> Tensor | None:
     """Return x + mlp(norm(x)) of one token x (1, 1, C) by one kernel; None unless all parts are of the basic types."""
     activation = mlp.activation
-    name = KERNEL_NAMES.get(type(activation))
-    if name is None or (name == "gelu" and not activation.approximate) or _has_hook(mlp, activation, mlp.dropout):
+    if type(x.array) is not np.ndarray or x.array.dtype != FLOAT32 or type(activation) not in KERNEL_NAMES:
         return None
-    parameters, up, down = _norm(norm, x), _linear(mlp.up), _linear(mlp.projection)
-    if parameters is None or up is None or down is None:
+    if not _is_known(mlp, norm, mlp.up, activation, mlp.projection, mlp.dropout):
         return None
-    y = mlp_sublayer(x.array.reshape(1, -1), parameters, up, down, name)
+    if type(activation) is GeLU and not activation.approximate:
+        return None
+    linears = _linear(mlp.up), _linear(mlp.projection)
+    y = mlp_sublayer(x.array.reshape(1, -1), _norm(norm, x), *linears, KERNEL_NAMES[type(activation)])
     return Tensor(y.reshape(x.array.shape), False, x.is_batched)
 
 
 def fused_attention(x: Tensor, layer: Any, norm: Any, cache: Any = None, mask: Any = None) -> Tensor | None:
     """Return x + layer(norm(x), cache) of one token x (1, 1, C) by one kernel; None unless all parts are basic."""
     op, rotary = layer.attention, layer.rotary
-    if type(cache) is not KeyValueCache or cache.dtype not in (None, FLOAT32) or mask is not None:
+    if type(x.array) is not np.ndarray or x.array.dtype != FLOAT32 or mask is not None:
         return None
-    if type(op) is not Attention or type(op.softmax) not in (Softmax, Softmax1) or op.softcap is not None:
+    if type(cache) is not KeyValueCache or cache.dtype not in (None, FLOAT32) or cache.length >= layer.context_window:
         return None
-    if not (rotary is None or type(rotary) is Rotary) or layer.query_norm is not None or layer.uses_shift:
+    if not _is_known(layer, norm, layer.qkv, op, op.softmax, layer.projection, layer.dropout):
         return None
-    if _has_hook(layer, op, op.softmax, layer.dropout) or (rotary is not None and _has_hook(rotary)):
+    if layer.query_norm is not None or layer.uses_shift or not (rotary is None or _is_known(rotary)):
         return None
-    parameters, qkv, projection = _norm(norm, x), _linear(layer.qkv), _linear(layer.projection)
-    if parameters is None or qkv is None or projection is None:
-        return None
-    if cache.length >= layer.context_window:
-        return None  # the layer raises the error
     rope = None if rotary is None else rotary.angles(layer.head_size, cache.segments(1))
     new = np.empty((1, 1, layer.n_key_heads, layer.head_size), FLOAT32)
     cached = cache.append(new, new)  # the kernel writes the key and the value
-    options = op.score_options(new, cached[0])
-    y = attention_sublayer(
-        x.array.reshape(1, -1), parameters, qkv, projection, rope, cached, options, op.softmax.off_by_one
-    )
+    linears, off_by_one = (_linear(layer.qkv), _linear(layer.projection)), op.softmax.off_by_one
+    row = x.array.reshape(1, -1)
+    y = attention_sublayer(row, _norm(norm, x), *linears, rope, cached, op.score_options(new, cached[0]), off_by_one)
     return Tensor(y.reshape(x.array.shape), False, x.is_batched)
 
 

@@ -52,7 +52,7 @@ LARGEST, OFFSET, SMALLEST = map(
 )
 
 
-def compile_loop(signature: str | list[str]) -> Callable[[Callable[..., Any]], Any]:
+def compile_loop(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator: `numba.njit` for these signatures, no GIL, sums in any order, cached on disk if possible."""
 
     def compile_(loop: Callable[..., Any]) -> Any:

@@ -23,8 +23,8 @@ from tricycle_accelerators.compiled.vector_rows import call_multiply
 TOO_FEW = -1  # what jobs return if fewer threads took part than were asked for
 ROW, VECTOR, TABLE = types.float32[:, ::1], types.float32[::1], types.int64[:, ::1]
 NORM = types.Tuple((VECTOR, VECTOR, types.float64, types.boolean))  # gain, bias, eps, subtract_mean
-# The address of `multiply_row_by_blocks` or `multiply_row_by_rows`, that of a function for it, the matrix as a table for
-# it, the number of columns M, and the bias, (0,) for none.
+# The address of `multiply_row_by_blocks` or `multiply_row_by_rows`, that of a function for it, the matrix as a table
+# for it, the number of columns M, and the bias, (0,) for none.
 LINEAR = types.Tuple((types.int64, types.int64, TABLE, types.int64, VECTOR))
 TEAM = types.int64[::1], types.int64  # a mailbox and the number of threads
 CACHE = types.float32[:, :, ::1]
@@ -41,6 +41,16 @@ def _normalize(x: np.ndarray, norm: Any) -> np.ndarray:
     else:
         rms_norm(x, gain, eps, y, statistics[0])
     return y
+
+
+@numba.njit(**OPTIONS)
+def _rotate(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
+    """Apply RoPE to heads (1, H, R) in place, by cosines and sines (1, R / 2)."""
+    rotated = np.empty(heads.shape, np.float32)
+    rotate(heads, cos, sin, rotated)
+    for h in range(heads.shape[1]):
+        for i in range(heads.shape[2]):
+            heads[0, h, i] = rotated[0, h, i]
 
 
 @numba.njit(**OPTIONS)
@@ -73,7 +83,7 @@ def _add_waits(a: int, b: int) -> int:
 def mlp_sublayer(
     x: np.ndarray, norm: Any, up: Any, down: Any, is_gated: bool, y: np.ndarray, box: np.ndarray, n_threads: int
 ) -> int:
-    """Write x + down(activation(up(norm(x)))) of a row x (1, C) to y; the activation is SwiGLU if `is_gated`, else GELU.
+    """Write x + down(activation(up(norm(x)))) of a row x (1, C) to y, with SwiGLU if `is_gated`, else GELU.
 
     Returns:
         As `vector_loops.multiply_vector`; below -1 if a product failed, and then y is not written.
@@ -110,11 +120,11 @@ def attention_sublayer(
     box: np.ndarray,
     n_threads: int,
 ) -> int:
-    """Write x + projection(attention of norm(x)) of a row x (1, C) to y, and its key and value to the last of the cache.
+    """Write x + projection(attention of norm(x)) of a row x (1, C) to y; write its key and value to the cache.
 
     Args:
         cos, sin: (1, R / 2), of the angles by which the first R channels of queries and keys are rotated.
-        keys, values: (S, K, D).
+        keys, values: (S, K, D); the last token's are written.
         options: the scale of scores, whether the softmax is softmax1, the first token that is seen, and whether
             threads share the attention.
         function: the address of `decode_loops.attend_to_units`.
@@ -128,12 +138,8 @@ def attention_sublayer(
     if waited < TOO_FEW:
         return waited
     heads = product.reshape(1, product.shape[1] // head_size, head_size)
-    n_heads, n_pairs = heads.shape[1] - 2 * n_key_heads, cos.shape[1]
-    rotated = np.empty((1, n_heads + n_key_heads, 2 * n_pairs), np.float32)
-    rotate(heads[:, : n_heads + n_key_heads, : 2 * n_pairs], cos, sin, rotated)
-    for h in range(n_heads + n_key_heads):
-        for i in range(2 * n_pairs):
-            heads[0, h, i] = rotated[0, h, i]
+    n_heads = heads.shape[1] - 2 * n_key_heads
+    _rotate(heads[:, : n_heads + n_key_heads, : 2 * cos.shape[1]], cos, sin)
     for h in range(n_key_heads):
         for i in range(head_size):
             keys[last, h, i] = heads[0, n_heads + h, i]

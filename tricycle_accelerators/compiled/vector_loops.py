@@ -87,7 +87,7 @@ def _compute_chunk(box: Any, place: int, part: int) -> bool:
 
 
 def _compute_all(place: int, part: int, n_parts: int) -> None:
-    """Compute what is left of a thread's part of the job in a mailbox, then what is left of the others' (work stealing).
+    """Compute what is left of a thread's part of a job, then what is left of the others' (work stealing).
 
     `place` is the address of the mailbox.
     """
