@@ -24,6 +24,7 @@ import numpy as np
 
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, BlockRows, dequantize_blocks, never_changed
 from tricycle.pretrained.safetensors_weights import READABLE_DTYPES, view_bfloat16
+from tricycle.pretrained.stored_model import release_pages
 
 MAGIC = b"GGUF"
 _COUNT = struct.Struct("<Q")
@@ -118,6 +119,7 @@ class GGUFFile:
         blocks = BlockRows(packed, info.dtype_name, self.check)
         if not blocks.has_finite_scales():
             raise ValueError(f"{self.path}: expected finite scales of tensor {info.name!r}, got infinity or NaN")
+        release_pages(packed)  # so that the file takes no memory while the rest of the model is built
         return blocks
 
     def _read_bytes(self, info: GGUFTensorInfo) -> np.ndarray:
