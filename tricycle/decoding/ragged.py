@@ -17,11 +17,18 @@ from tricycle.models import GPT
 from tricycle.tensor import Tensor
 
 
-def select_items(cache: KeyValueCache, rows: np.ndarray) -> KeyValueCache:
-    """Return a copy of a cache with only the batch items `rows`, which may repeat, in this order."""
+def select_items(cache: KeyValueCache, rows: np.ndarray, length: int | None = None) -> KeyValueCache:
+    """Return a copy of a cache with only the batch items `rows`, which may repeat, in this order.
+
+    Args:
+        length: number of first tokens to keep, for which `cache.can_truncate` must be True; by default all.
+    """
     chosen = KeyValueCache(cache.capacity, cache.dtype, cache.window)
-    chosen.length, chosen._first = cache.length, cache._first
+    chosen.length, chosen._first = cache.length if length is None else length, cache._first
     arrays: dict[str, Any] = {"_keys": cache._keys, "_values": cache._values, **cache.last}
+    if length is not None and cache._keys is not None and cache._values is not None:
+        stored = slice(length - cache._first)
+        arrays |= {"_keys": cache._keys[:, stored], "_values": cache._values[:, stored]}
     taken = {name: None if x is None else x[array_module(x).asarray(rows)] for name, x in arrays.items()}
     chosen._keys, chosen._values = taken.pop("_keys"), taken.pop("_values")
     chosen.last = taken
