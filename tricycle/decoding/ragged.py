@@ -12,7 +12,9 @@ import numpy as np
 
 from tricycle.attention.cache import KeyValueCache, Segments, concatenate_texts
 from tricycle.devices import array_module
+from tricycle.functions import Softmax
 from tricycle.generate import next_logits as next_logits_of_one
+from tricycle.kernels.ragged_attention import ragged_attention
 from tricycle.models import GPT
 from tricycle.tensor import Tensor
 
@@ -61,6 +63,26 @@ class RaggedCache(KeyValueCache):
         if getattr(layer.forward, "takes_ragged", False):
             return super().call(layer, x, *args, **options)
         return concatenate_texts([layer(x[:, rows], text, *args, **options) for rows, text in self.texts(x.shape[1])])
+
+    def attend(self, op: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+        """Append keys and values of all texts; return attention `op` of each text's queries to its cached keys.
+
+        The first texts with one new token each are processed together, if no mask and only plain softmax is used.
+        """
+        n_together = next((i for i, n in enumerate(self.lengths) if n > 1), len(self.lengths))
+        if options[0] is not None or type(op.softmax).attend is not Softmax.attend:
+            n_together = 0
+        results = []
+        if n_together:
+            new = [(k.array[:, i : i + 1], v.array[:, i : i + 1]) for i in range(n_together)]
+            keys, values = zip(*(cache.append(*pair) for cache, pair in zip(self.caches, new)))
+            score_options = op.score_options(q.array, keys[0])
+            together = ragged_attention(q.array[0, :n_together], keys, values, score_options, op.softmax.off_by_one)
+            results.append(Tensor(together[None], False))
+        for rows, cache in self.texts(q.shape[1])[n_together:]:
+            parts = (Tensor(x.array[:, rows], False) for x in (q, k, v))
+            results.append(cache.attend(op, *parts, *options))
+        return concatenate_texts(results)
 
 
 @np.errstate(all="ignore")  # sampling raises an error for logits that are not finite
