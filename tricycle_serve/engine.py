@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from tricycle.attention.cache import MIN_CAPACITY
 from tricycle.decoding.batch import GenerationBatch
 from tricycle.decoding.speculative import SpeculativeState
 from tricycle.generate import common_prefix_length
@@ -25,6 +26,7 @@ from tricycle_serve.output_processor import OutputProcessor
 PREFILL_CHUNK_TOKENS = 256  # prompt tokens that are processed between two decoding steps
 MIN_SHARED_PREFIX = 16  # tokens: a shorter common prefix of two prompts is processed again
 MAX_RETRY_AFTER_SECONDS = 30
+LEAST_RESERVED = MIN_CAPACITY // 2  # tokens: a cache allocates MIN_CAPACITY, and the limit assumes twice its tokens
 
 
 class Engine(ABC):
@@ -129,7 +131,7 @@ class _Sequence:
     """A sequence from its submission to its end.
 
     Attributes:
-        max_length: length of the prompt plus the maximum number of new tokens.
+        n_reserved: number of tokens for which memory is reserved, at least those of the prompt and all new ones.
         is_first_of_prompt: whether it is the first sequence of its prompt in the request.
         state: decoding state with the processed part of the prompt.
         has_started: whether the prefill has begun, with the state of a known prefix if there is one.
@@ -139,7 +141,7 @@ class _Sequence:
 
     engine_request: EngineRequest
     output: OutputProcessor
-    max_length: int
+    n_reserved: float
     is_first_of_prompt: bool
     state: SpeculativeState
     has_started: bool = False
@@ -187,7 +189,7 @@ class EngineLimits:
         max_cache_tokens: maximum number of tokens in the KV caches of all sequences.
     """
 
-    max_batch_size: int = 8
+    max_batch_size: int = 64
     max_queue: int = 64
     n_cached_sequences: int = 8
     max_cache_tokens: float = math.inf
@@ -233,7 +235,8 @@ class GenerationEngine(Engine):
                 raise ApiError(f"{message}: not enough memory for the KV cache")
             state = SpeculativeState(self.model, self._cache_dtype)
             output = OutputProcessor(request, self.tokeniser, i)
-            sequences.append(_Sequence(engine_request, output, max_length, is_first, state))
+            n_reserved = min(self._limits.max_cache_tokens, max(max_length, LEAST_RESERVED))
+            sequences.append(_Sequence(engine_request, output, n_reserved, is_first, state))
         with self._condition:
             self._check_capacity(len(sequences))
             self._queue += sequences
@@ -307,7 +310,7 @@ class GenerationEngine(Engine):
             if any(other.request.prompt is sequence.request.prompt for other in self._prefilling):
                 continue  # it can reuse that prompt's keys and values after the prefill
             limit = self._limits.max_cache_tokens
-            n_reserved = sequence.max_length + sum(other.max_length for other in self._active())
+            n_reserved = sequence.n_reserved + sum(other.n_reserved for other in self._active())
             while self._prefix_cache and n_reserved + sum(len(state.tokens) for state in self._prefix_cache) > limit:
                 self._prefix_cache.popleft()  # the oldest
             if n_reserved > limit:
