@@ -19,9 +19,11 @@ from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.decoding.ragged import next_logits
 from tricycle.decoding.speculative import SpeculativeState
 from tricycle.generate import DecodingState, generate
+from tricycle.kernels import FEW_ROWS
 from tricycle.models import GPT
 from tricycle.sampling import SamplingParams
 from tricycle.tensor import no_grad, to_tensor
+from tricycle.weights import quantize
 
 CONFIG = DebugConfig(vocab_size=50, context_window=12, embedding_dim=16, n_layers=2, tied=False, bias=False)
 
@@ -520,6 +522,17 @@ def test_batch_decodes_in_one_pass_and_prefills_long_prompts_in_chunks(model, mo
     monkeypatch.setattr(batch_module, "MANY_ROWS", 5)
     assert generate_batch(model, prompts, 2, temperature=0) == alone
     assert reads == [[1, 4], [5], [9], [1, 1, 1, 1]]
+
+
+def test_batch_splits_rows_at_16_bit_precision_alone(monkeypatch):
+    """Products of few rows are more exact at 16-bit precision; quantized weights do not need them."""
+    model, n_texts = quantize(new_model()), FEW_ROWS + 1
+    reads = count_reads(monkeypatch)
+    generate_batch(model, [[4]] * n_texts, 1, temperature=0)
+    assert reads == [[1] * n_texts]
+    reads.clear()
+    generate_batch(new_model().use_precision("bfloat16"), [[4]] * n_texts, 1, temperature=0)
+    assert reads == [[1] * FEW_ROWS, [1]]
 
 
 def test_logits_callback_receives_every_token(model):

@@ -51,6 +51,7 @@ from tricycle_cli.serve import load as load_service
 from tricycle_cli.serve import main as serve
 from tricycle_serve.completion_requests import SequenceRequest
 from tricycle_serve.embeddings import parse_embeddings_request
+from tricycle_serve.engine import GenerationEngine
 from tricycle_serve.output_processor import OutputProcessor, StopStringFilter, TextDelta
 from tricycle_serve.request_fields import RequestFields
 from tricycle_serve.responses import merge_deltas
@@ -731,6 +732,29 @@ def test_shared_prompts_are_processed_once(folder, monkeypatch):
         _, response, _ = server.request("/v1/completions", other)
         assert response["usage"]["prompt_tokens_details"]["cached_tokens"] == 150
         assert n_processed() == 2
+
+
+def test_waiting_prompts_share_prefixes_and_start_in_order(folder, monkeypatch):
+    """Of three prompts that come together, the later ones reuse the keys and values of the first one."""
+    started = []
+    start = GenerationEngine._start_decoding
+
+    def start_decoding(self, sequence):
+        started.append(sequence.request.prompt[-1])
+        start(self, sequence)
+
+    monkeypatch.setattr(GenerationEngine, "_start_decoding", start_decoding)
+    shared = [int(i) for i in np.random.default_rng(0).integers(5, 300, 150)]
+    with run_server(folder, start=False) as server, ThreadPoolExecutor(3) as pool:
+        futures = []
+        for last in (7, 8, 9):
+            body = {"prompt": [*shared, last], "max_tokens": 4, "logit_bias": ALWAYS_LONG}
+            futures.append(pool.submit(server.request, "/v1/completions", body))
+            wait_until(lambda: server.service.engine._n_waiting() == len(futures))
+        server.service.engine.start()
+        usages = [future.result()[1]["usage"] for future in futures]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 150, 150]
+    assert started == [7, 8, 9]
 
 
 def test_full_queue(folder, reference):

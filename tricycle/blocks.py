@@ -11,7 +11,7 @@ from typing import Any
 from tricycle import kernels
 from tricycle.activation import new_activation
 from tricycle.attention.attend import SHIFTS, Attention, Mask
-from tricycle.attention.cache import KeyValueCache, Segments, concatenate_texts, takes_ragged
+from tricycle.attention.cache import KeyValueCache, Segments, takes_ragged
 from tricycle.attention.rotary import POSITIONS
 from tricycle.autograd import is_evaluating
 from tricycle.configs.model import ModelConfig
@@ -68,12 +68,7 @@ class MultiHead(Layer):
 
     def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, mask: Mask) -> Tensor:
         """Append keys and values to the cache; return each text's attention to its cached ones, computed in float32."""
-        results = []
-        for rows, text in cache.texts(q.array.shape[1]):
-            tensors = [Tensor(x, False) for x in (q.array[:, rows], *text.append(k.array[:, rows], v.array[:, rows]))]
-            # float32, as converting the cache for every token would take longer than 16-bit products save
-            results.append(self.attention(*tensors, mask, self.softmax_scales, "float32"))
-        return concatenate_texts(results)
+        return cache.attend(self.attention, q, k, v, mask, self.softmax_scales)
 
 
 def merge_heads(x: Tensor) -> Tensor:

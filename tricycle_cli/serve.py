@@ -65,7 +65,7 @@ class Arguments:
     """origins of other web pages that may send requests (CORS), such as http://localhost:3000"""
     length: int = 1024
     """the maximum number of tokens of an answer"""
-    max_batch_size: int = 8
+    max_batch_size: int = 64
     """the maximum number of texts that are decoded in one batch"""
     max_queue: int = 64
     """the maximum number of texts that wait; further requests get status 429"""

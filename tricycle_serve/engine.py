@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from tricycle.attention.cache import MIN_CAPACITY
 from tricycle.decoding.batch import GenerationBatch
 from tricycle.decoding.speculative import SpeculativeState
 from tricycle.generate import common_prefix_length
@@ -25,6 +26,7 @@ from tricycle_serve.output_processor import OutputProcessor
 PREFILL_CHUNK_TOKENS = 256  # prompt tokens that are processed between two decoding steps
 MIN_SHARED_PREFIX = 16  # tokens: a shorter common prefix of two prompts is processed again
 MAX_RETRY_AFTER_SECONDS = 30
+LEAST_RESERVED = MIN_CAPACITY // 2  # tokens: a cache allocates MIN_CAPACITY, and the limit assumes twice its tokens
 
 
 class Engine(ABC):
@@ -129,18 +131,20 @@ class _Sequence:
     """A sequence from its submission to its end.
 
     Attributes:
-        max_length: length of the prompt plus the maximum number of new tokens.
+        n_reserved: number of tokens for which memory is reserved, at least those of the prompt and all new ones.
         is_first_of_prompt: whether it is the first sequence of its prompt in the request.
-        state: decoding state with the processed part of the prompt; assigned when the sequence is admitted.
+        state: decoding state with the processed part of the prompt.
+        has_started: whether the prefill has begun, with the state of a known prefix if there is one.
         batch_number: number in the generation batch; None until the last chunk of the prompt.
         last_time: monotonic time of the submission, then of the last token, in seconds.
     """
 
     engine_request: EngineRequest
     output: OutputProcessor
-    max_length: int
+    n_reserved: float
     is_first_of_prompt: bool
     state: SpeculativeState
+    has_started: bool = False
     batch_number: int | None = None
     last_time: float = field(default_factory=time.monotonic)
 
@@ -158,6 +162,10 @@ class _Sequence:
     def needs_prompt_logprobs(self) -> bool:
         """Return whether log-probabilities of further prompt tokens must be computed; only if the prompt is echoed."""
         return self.request.echoed_text is not None and self.n_unprocessed > 1
+
+    def fits(self, n_tokens: int) -> bool:
+        """Return whether the rest of the prompt can be processed with the first new token: at most `n_tokens`."""
+        return self.n_unprocessed <= n_tokens and not self.needs_prompt_logprobs
 
     def prefill(self, n_tokens: int) -> None:
         """Process up to `n_tokens` more prompt tokens, but not the last; ValueError or MemoryError if it fails."""
@@ -181,7 +189,7 @@ class EngineLimits:
         max_cache_tokens: maximum number of tokens in the KV caches of all sequences.
     """
 
-    max_batch_size: int = 8
+    max_batch_size: int = 64
     max_queue: int = 64
     n_cached_sequences: int = 8
     max_cache_tokens: float = math.inf
@@ -227,7 +235,8 @@ class GenerationEngine(Engine):
                 raise ApiError(f"{message}: not enough memory for the KV cache")
             state = SpeculativeState(self.model, self._cache_dtype)
             output = OutputProcessor(request, self.tokeniser, i)
-            sequences.append(_Sequence(engine_request, output, max_length, is_first, state))
+            n_reserved = min(self._limits.max_cache_tokens, max(max_length, LEAST_RESERVED))
+            sequences.append(_Sequence(engine_request, output, n_reserved, is_first, state))
         with self._condition:
             self._check_capacity(len(sequences))
             self._queue += sequences
@@ -292,7 +301,7 @@ class GenerationEngine(Engine):
             self._prefix_cache.append(sequence.state)
 
     def _admit(self) -> None:
-        """Start the prefill of queued sequences within batch and cache limits; cached prefixes may be evicted."""
+        """Take sequences from the queue within batch and cache limits; cached prefixes may be evicted."""
         with self._condition:
             queued = list(self._queue)
         for sequence in queued:
@@ -301,21 +310,26 @@ class GenerationEngine(Engine):
             if any(other.request.prompt is sequence.request.prompt for other in self._prefilling):
                 continue  # it can reuse that prompt's keys and values after the prefill
             limit = self._limits.max_cache_tokens
-            n_reserved = sequence.max_length + sum(other.max_length for other in self._active())
+            n_reserved = sequence.n_reserved + sum(other.n_reserved for other in self._active())
             while self._prefix_cache and n_reserved + sum(len(state.tokens) for state in self._prefix_cache) > limit:
                 self._prefix_cache.popleft()  # the oldest
             if n_reserved > limit:
                 return
-            if sequence.request.echoed_text is None:  # else the logits after each token of the prompt are needed
-                sequence.state = self._new_state(sequence.request.prompt)
-            if sequence.is_first_of_prompt:
-                n_cached = min(len(sequence.state.tokens), len(sequence.request.prompt) - 1)
-                sequence.engine_request.n_cached_tokens += n_cached
-                if self.metrics is not None:
-                    self.metrics.count_prompt(len(sequence.request.prompt), n_cached)
             with self._condition:
                 self._queue.remove(sequence)
             self._prefilling.append(sequence)
+
+    def _start_prefill(self, sequence: _Sequence) -> None:
+        """Give a sequence the state of the longest prefix that is known by now; count cached and prompt tokens."""
+        sequence.has_started = True
+        prompt = sequence.request.prompt
+        if sequence.request.echoed_text is None:  # else the logits after each token of the prompt are needed
+            sequence.state = self._new_state(prompt)
+        if sequence.is_first_of_prompt:
+            n_cached = min(len(sequence.state.tokens), len(prompt) - 1)
+            sequence.engine_request.n_cached_tokens += n_cached
+            if self.metrics is not None:
+                self.metrics.count_prompt(len(prompt), n_cached)
 
     def _new_state(self, prompt: list[int]) -> SpeculativeState:
         """Return a decoding state with the prompt's longest prefix in a sequence or the cache, empty if it is short."""
@@ -333,20 +347,23 @@ class GenerationEngine(Engine):
     def _prefill(self) -> None:
         """Process at most one chunk of prompt tokens, round-robin; a sequence with few tokens left starts decoding."""
         n_left = PREFILL_CHUNK_TOKENS
-        for _ in range(len(self._prefilling)):
+        while self._prefilling and n_left > 0:
             sequence = self._prefilling[0]
-            if sequence.n_unprocessed <= n_left and not sequence.needs_prompt_logprobs:
+            if n_left < PREFILL_CHUNK_TOKENS and not sequence.fits(n_left):
+                return  # in the next step it is the first, and may share a prefix with a prompt of this step
+            if not sequence.has_started:
+                self._start_prefill(sequence)
+            if sequence.fits(n_left):
                 n_left -= max(1, sequence.n_unprocessed)
                 self._start_decoding(sequence)
-            elif n_left == PREFILL_CHUNK_TOKENS:
-                try:
-                    sequence.prefill(n_left)
-                except (ValueError, MemoryError) as error:
-                    self._fail_sequence(sequence, error)
-                else:
-                    self._prefilling.rotate(-1)
-                return
-            self._prefilling.rotate(-1)
+                continue
+            try:
+                sequence.prefill(n_left)
+            except (ValueError, MemoryError) as error:
+                self._fail_sequence(sequence, error)
+            else:
+                self._prefilling.rotate(-1)
+            return
 
     def _fail_sequence(self, sequence: _Sequence, error: BaseException) -> None:
         """End the request of one sequence with an error; other requests continue."""

@@ -38,11 +38,16 @@ def document_reference_kernels(app: Sphinx) -> None:
         quantized,
         quantized_blocks,
         quantized_heads,
+        ragged_attention,
         recurrent,
         row_attention,
     )
 
-    others = quantized_blocks.dequantize_blocks, quantized_heads.quantized_attention
+    others = (
+        quantized_blocks.dequantize_blocks,
+        quantized_heads.quantized_attention,
+        ragged_attention.ragged_attention,
+    )
     for kernel in (*KERNELS.values(), *others):
         setattr(sys.modules[kernel.reference.__module__], kernel.reference.__name__, kernel.reference)
 

@@ -56,6 +56,11 @@ class KeyValueCache:
         """Return `layer(x, self, *args, **options)`; a `RaggedCache` may call the layer once for each text."""
         return layer(x, self, *args, **options)
 
+    def attend(self, op: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+        """Append keys and values; return attention `op` of q to all, in float32: converting them would take longer."""
+        cached = [Tensor(x, False) for x in self.append(k.array, v.array)]
+        return op(Tensor(q.array, False), *cached, *options, "float32")
+
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """Append keys, values (B, T, K, D), ValueError if full; return views of those stored, at least those in use."""
         n_items, n_tokens = keys.shape[:2]

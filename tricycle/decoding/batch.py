@@ -73,7 +73,7 @@ class GenerationBatch:
         self.n_draft_tokens = n_draft_tokens
         self._texts: dict[int, PromptLookupGeneration] = {}
         self._n_added = 0
-        self._n_rows = MANY_ROWS if _is_float32(model) else FEW_ROWS
+        self._n_rows = MANY_ROWS if model.precision == "float32" else FEW_ROWS  # products of few rows round less
 
     def __len__(self) -> int:
         """Return the number of texts that are not complete."""
@@ -142,8 +142,8 @@ class GenerationBatch:
     def _groups(self, drafts: dict[int, list[int]]) -> Iterator[list[int]]:
         """Yield lists of text numbers, one per forward pass: few new tokens first, at most `_n_rows` or one text each.
 
-        The new tokens of a group fit into memory; with quantized weights also into products of few rows, which are
-        more exact. A long prompt is processed alone.
+        The new tokens of a group fit into memory; at 16-bit precision also into products of few rows, which are more
+        exact. A long prompt is processed alone.
         """
         group: list[int] = []
         n_rows = 0
@@ -156,8 +156,3 @@ class GenerationBatch:
             n_rows += sizes[number]
         if group:
             yield group
-
-
-def _is_float32(model: GPT) -> bool:
-    """Return whether the model's precision and all its parameters are float32."""
-    return model.precision == "float32" and all(p.array.dtype == np.float32 for p in model.parameters())

@@ -12,16 +12,25 @@ import numpy as np
 
 from tricycle.attention.cache import KeyValueCache, Segments, concatenate_texts
 from tricycle.devices import array_module
+from tricycle.functions import Softmax
 from tricycle.generate import next_logits as next_logits_of_one
+from tricycle.kernels.ragged_attention import ragged_attention
 from tricycle.models import GPT
 from tricycle.tensor import Tensor
 
 
-def select_items(cache: KeyValueCache, rows: np.ndarray) -> KeyValueCache:
-    """Return a copy of a cache with only the batch items `rows`, which may repeat, in this order."""
+def select_items(cache: KeyValueCache, rows: np.ndarray, length: int | None = None) -> KeyValueCache:
+    """Return a copy of a cache with only the batch items `rows`, which may repeat, in this order.
+
+    Args:
+        length: number of first tokens to keep, for which `cache.can_truncate` must be True; by default all.
+    """
     chosen = KeyValueCache(cache.capacity, cache.dtype, cache.window)
-    chosen.length, chosen._first = cache.length, cache._first
+    chosen.length, chosen._first = cache.length if length is None else length, cache._first
     arrays: dict[str, Any] = {"_keys": cache._keys, "_values": cache._values, **cache.last}
+    if length is not None and cache._keys is not None and cache._values is not None:
+        stored = slice(length - cache._first)
+        arrays |= {"_keys": cache._keys[:, stored], "_values": cache._values[:, stored]}
     taken = {name: None if x is None else x[array_module(x).asarray(rows)] for name, x in arrays.items()}
     chosen._keys, chosen._values = taken.pop("_keys"), taken.pop("_values")
     chosen.last = taken
@@ -54,6 +63,26 @@ class RaggedCache(KeyValueCache):
         if getattr(layer.forward, "takes_ragged", False):
             return super().call(layer, x, *args, **options)
         return concatenate_texts([layer(x[:, rows], text, *args, **options) for rows, text in self.texts(x.shape[1])])
+
+    def attend(self, op: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+        """Append keys and values of all texts; return attention `op` of each text's queries to its cached keys.
+
+        The first texts with one new token each are processed together, if no mask and only plain softmax is used.
+        """
+        n_together = next((i for i, n in enumerate(self.lengths) if n > 1), len(self.lengths))
+        if options[0] is not None or type(op.softmax).attend is not Softmax.attend:
+            n_together = 0
+        results = []
+        if n_together:
+            new = [(k.array[:, i : i + 1], v.array[:, i : i + 1]) for i in range(n_together)]
+            keys, values = zip(*(cache.append(*pair) for cache, pair in zip(self.caches, new)))
+            score_options = op.score_options(q.array, keys[0])
+            together = ragged_attention(q.array[0, :n_together], keys, values, score_options, op.softmax.off_by_one)
+            results.append(Tensor(together[None], False))
+        for rows, cache in self.texts(q.shape[1])[n_together:]:
+            parts = (Tensor(x.array[:, rows], False) for x in (q, k, v))
+            results.append(cache.attend(op, *parts, *options))
+        return concatenate_texts(results)
 
 
 @np.errstate(all="ignore")  # sampling raises an error for logits that are not finite

@@ -65,10 +65,10 @@ class SpeculativeState(DecodingState):
         """Return a copy with only the first `length` tokens; empty if the caches are inexact or cannot be truncated."""
         other = SpeculativeState(self.model, self.dtype)
         length = min(length, len(self.tokens))
-        if length and not self.is_inexact and all(cache.can_truncate(length) for cache in self.caches):
-            other.caches = [select_items(cache, np.array([0])) for cache in self.caches]
-            other.tokens = self.tokens
-            other.truncate(length)
+        is_exact = not self.is_inexact and not self._crosses(length)
+        if length and is_exact and all(cache.can_truncate(length) for cache in self.caches):
+            other.caches = [select_items(cache, np.array([0]), length) for cache in self.caches]
+            other.tokens = self.tokens[:length]
         return other
 
     def logits(self, text: Sequence[int]) -> np.ndarray:

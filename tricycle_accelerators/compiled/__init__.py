@@ -20,6 +20,7 @@ from tricycle.kernels.experts import mix_swiglu_experts, route
 from tricycle.kernels.quantized import quantized_matmul
 from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle.kernels.quantized_heads import quantized_attention
+from tricycle.kernels.ragged_attention import ragged_attention
 from tricycle.kernels.sublayers import attention_sublayer, mlp_sublayer
 from tricycle_accelerators import split_precision as narrow
 from tricycle_accelerators.compiled import (
@@ -72,7 +73,7 @@ def register(array: type) -> None:
     layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)
     register_kernels(
         array,
-        (attention, (k.attention, k.attention_backward, quantized_attention)),
+        (attention, (k.attention, k.attention_backward, quantized_attention, ragged_attention)),
         (block_matmul, (quantized_matmul, dequantize_blocks)),
         (vector_matmul, (k.matmul, quantized_matmul)),
         (split_precision, (narrow.int8_split_matmul, narrow.bfloat16_split_matmul)),

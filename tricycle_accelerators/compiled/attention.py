@@ -21,7 +21,7 @@ from tricycle_accelerators.providers import decline_when
 
 LEAST_QUERIES = 16
 MASK_OR_CAP = "a mask or a soft-cap"
-NO_SCALES = np.empty((0, 0, 0), np.uint16)
+FLOAT16, INT8 = np.dtype(np.float16), np.dtype(np.int8)
 MIN_SHARED_BYTES = 2**19  # of keys: for fewer, threads gain more by prefetching the next matrix meanwhile
 
 
@@ -73,29 +73,38 @@ def _few_decline_reason(
 
 def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, off_by_one: bool) -> Any:
     """Return output and logsumexp of a text's few queries, one at a time, so that batching changes no result."""
-    n_queries, n_keys = q.shape[1], k.shape[1]
-    keys, values, loops = k[0], v[0], load_loops("decode_loops")
-    numbers = loops.FLOAT32
-    out = np.empty(q.shape, np.float32)
-    logsumexp = np.empty((1, q.shape[2], n_queries), np.float32)
-    if k.dtype != FLOAT32:
-        numbers = loops.FLOAT16 if k.dtype == np.float16 else loops.BFLOAT16
-        keys, values = keys.view(np.uint16), values.view(np.uint16)
-    for t in range(n_queries):
-        seen = _visible_keys(score_options, t, n_keys)
-        cached = keys[seen], values[seen], NO_SCALES, NO_SCALES, numbers
-        _attend_one(q[0, t], cached, score_options.scale, off_by_one, out[0, t], logsumexp[0, :, t])
-    return out, logsumexp
+    seen = [_visible_keys(score_options, t, k.shape[1]) for t in range(q.shape[1])]
+    cached = [(k[0, part], v[0, part]) for part in seen]
+    out, logsumexp = _attend_each(q[0], cached, score_options.scale, off_by_one)
+    return out[None], logsumexp.T[None]
 
 
-def _attend_one(q: np.ndarray, cached: Sequence[Any], scale: float, off_by_one: bool, *results: np.ndarray) -> None:
-    """Write attention and logsumexp of a query (H, D) to keys, values, their scales and type; share a large cache."""
+def _attend_each(q: np.ndarray, cached: Sequence[tuple[Any, Any]], scale: float, off_by_one: bool) -> Any:
+    """Return output (N, H, D) and logsumexp (N, H) of queries, each with its own cache; share large caches.
+
+    Args:
+        q: (N, H, D), each query in one piece.
+        cached: keys and values (S, K, D) of each query, arrays or QuantizedHeads, all of one dtype and size.
+    """
     loops, team = load_loops("decode_loops"), spin_team()
-    job = partial(loops.decode_attention, q, *cached, scale, off_by_one, *results, loops.attend_to_units.address)
-    if cached[0].nbytes < MIN_SHARED_BYTES:
+    like, queries = cached[0][0], q.ctypes.data
+    rows = []
+    for n, (keys, values) in enumerate(cached):
+        scales = (0, 0)
+        if isinstance(keys, QuantizedHeads):
+            scales = keys.scales.ctypes.data, values.scales.ctypes.data
+            keys, values = keys.values, values.values
+        rows.append((queries + n * q.strides[0], keys.ctypes.data, values.ctypes.data, *scales, len(keys), 0))
+    numbers = {FLOAT32: loops.FLOAT32, FLOAT16: loops.FLOAT16, INT8: loops.INT8}.get(like.dtype, loops.BFLOAT16)
+    n_blocks = like.scales.shape[2] if isinstance(like, QuantizedHeads) else 0
+    out, logsumexp = np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32)
+    settings = np.array(rows, np.int64), like.shape[1], n_blocks, numbers, scale, off_by_one
+    job = partial(loops.decode_attention, *settings, out, logsumexp, loops.attend_to_units.address)
+    if sum(keys.nbytes for keys, _ in cached) < MIN_SHARED_BYTES:
         job(team.boxes.own, 1)
     else:
         team.run(job)
+    return out, logsumexp
 
 
 def _visible_keys(score_options: ScoreOptions, t: int, n_keys: int) -> slice:
@@ -127,16 +136,43 @@ def quantized_attention(
     q: np.ndarray, k: QuantizedHeads, v: QuantizedHeads, score_options: ScoreOptions, off_by_one: bool
 ) -> Any:
     """Return attention (B, T, H, D) of a few queries to an int8 cache, converting some keys and values at a time."""
-    out = np.empty(q.shape, np.float32)
-    logsumexp = np.empty(q.shape[2], np.float32)
-    numbers = load_loops("decode_loops").INT8
-    for i in range(len(q)):
-        for t in range(q.shape[1]):
-            seen = _visible_keys(score_options, t, k.shape[1])
-            keys, values = k[i, seen], v[i, seen]
-            cached = keys.values, values.values, keys.scales, values.scales, numbers
-            _attend_one(np.ascontiguousarray(q[i, t]), cached, score_options.scale, off_by_one, out[i, t], logsumexp)
-    return out
+    n_items, n_queries = q.shape[:2]
+    seen = [_visible_keys(score_options, t, k.shape[1]) for t in range(n_queries)]
+    cached = [(k[i, part], v[i, part]) for i in range(n_items) for part in seen]
+    queries = np.ascontiguousarray(q).reshape(-1, *q.shape[2:])
+    return _attend_each(queries, cached, score_options.scale, off_by_one)[0].reshape(q.shape)
+
+
+def _ragged_decline_reason(
+    q: np.ndarray, keys: Sequence[Any], values: Sequence[Any], score_options: ScoreOptions, off_by_one: bool
+) -> str | None:
+    """Return why the loops cannot run: soft-cap, shapes, dtypes, memory of queries or of caches; else None."""
+    if score_options.softcap is not None:
+        return MASK_OR_CAP
+    first, held = keys[0], [*keys, *values]
+    kind, heads = first.dtype, first.shape[2:]
+    is_known = kind == INT8 if isinstance(first, QuantizedHeads) else kind == FLOAT32 or is_16_bit(first)
+    if not is_known or any(x.dtype != kind or x.shape[2:] != heads for x in held):
+        return "keys and values of one size and dtype, float32, of 16 bits or quantized"
+    if kind == FLOAT16 and not load_loops("decode_loops").HAS_FLOAT16:
+        return "a processor that converts float16"
+    if q.dtype != FLOAT32 or q.shape[2] != heads[1] or q.shape[1] % heads[0] or not q[0].flags.carray:
+        return f"float32 queries in one piece each that fit the keys, got {q.dtype} {q.shape} and {first.shape}"
+    arrays = [part for x in held for part in (x.values, x.scales)] if isinstance(first, QuantizedHeads) else held
+    is_whole = all(x.flags.carray and x.size for x in arrays)
+    if not is_whole or any(k.shape != v.shape for k, v in zip(keys, values)):
+        return "as many keys as values, one or more, each in one piece, aligned and not read-only"
+    return None
+
+
+@decline_when(_ragged_decline_reason)
+def ragged_attention(
+    q: np.ndarray, keys: Sequence[Any], values: Sequence[Any], score_options: ScoreOptions, off_by_one: bool
+) -> Any:
+    """Return attention (N, H, D) of N queries to the last keys of their texts, in one job for all threads."""
+    seen = slice(None if score_options.window is None else -score_options.window, None)
+    cached = [(k[0, seen], v[0, seen]) for k, v in zip(keys, values)]
+    return _attend_each(q, cached, score_options.scale, off_by_one)[0]
 
 
 def _prepared(arrays: tuple[np.ndarray, ...], narrow: bool) -> tuple[np.ndarray, ...]:

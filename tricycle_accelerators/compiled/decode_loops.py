@@ -1,8 +1,9 @@
-"""Numba loops for the attention of one query to the KV cache, shared by spinning threads. The import compiles them.
+"""Numba loops for the attention of queries to KV caches, shared by spinning threads. The import compiles them.
 
-The cache is read once for each token, so attention takes the time in which it comes from memory. Threads attend to
-units of UNIT tokens each; their results are added with the weights of the units, as softmax over all tokens asks for.
-Units do not depend on the number of threads, so neither do the bits of the result.
+Each query has its own cache, such as those of the texts of a batch, which is read once for it: attention takes the time
+in which the caches come from memory. Threads attend to units of UNIT tokens each; their results are added with the
+weights of the units, as softmax over all tokens asks for. Units depend neither on the number of threads nor on the
+other queries, so neither do the bits of the result.
 
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
@@ -42,20 +43,20 @@ from tricycle_accelerators.compiled.vector_rows import (
     OTHER,
     OUT,
     ROWS,
-    SCALES,
     SIZE,
     STRIDE,
-    SUMS,
-    X,
     pointer_to,
 )
 
 UNIT = 64  # tokens
 CONVERTED = 16  # tokens whose keys or values are converted to float32 at a time
 AHEAD = 16  # tokens: values that are prefetched before they are needed, as the processor does not foresee their order
-# More fields of a job: the address of the values, tokens, query heads, key heads, blocks of a head with one scale, the
-# type of the cache's numbers, and the factor of scores, a float32. Scales of keys are at SCALES, of values at SUMS.
-VALUES, N_TOKENS, N_HEADS, N_KEY_HEADS, N_BLOCKS, NUMBERS, FACTOR = range(FUNCTION + 1, FUNCTION + 8)
+# More fields of a job: the address and length of the table of queries, query heads, key heads, blocks of a head that
+# have one scale each, the type of the caches' numbers, and the factor of scores, a float32.
+TABLE, N_QUERIES, N_HEADS, N_KEY_HEADS, N_BLOCKS, NUMBERS, FACTOR = range(FUNCTION + 1, FUNCTION + 8)
+# The columns of the table: the addresses of the query (H, D), of its keys, values (S, K, D) and their scales (S, K, N),
+# the tokens S, and the first of its units.
+QUERY, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, N_TOKENS, FIRST_UNIT, N_COLUMNS = range(8)
 FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)
 HAS_FLOAT16 = bool(FEATURES.get("f16c") or IS_ARM64)  # whether an instruction converts float16
 
@@ -164,16 +165,17 @@ def _add_weighted_values(weights: np.ndarray, values: np.ndarray, out: np.ndarra
 
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def _attend_to_unit(box: Any, unit: int, number: Any, n_bytes: int) -> None:
+def _attend_to_unit(box: Any, query: Any, unit: int, number: Any, n_bytes: int) -> None:
     """Write a unit's part of a job: for each head sums of weighted values (D), the largest score, and the total.
 
     Args:
+        query: the row of the table whose unit it is.
         number: any number of the cache's type; bits (uint16) for floats of 16 bits.
         n_bytes: of a number.
     """
-    first, n_heads, n_key_heads, size = unit * UNIT, box[N_HEADS], box[N_KEY_HEADS], box[SIZE]
-    n_tokens, per_token = min(UNIT, box[N_TOKENS] - first), n_key_heads * size
-    q = numba.carray(pointer_to(box[X], ZERO), (n_heads, size))
+    first, n_heads, n_key_heads, size = (unit - query[FIRST_UNIT]) * UNIT, box[N_HEADS], box[N_KEY_HEADS], box[SIZE]
+    n_tokens, per_token = min(UNIT, query[N_TOKENS] - first), n_key_heads * size
+    q = numba.carray(pointer_to(query[QUERY], ZERO), (n_heads, size))
     factor = numba.carray(pointer_to(box.ctypes.data + 8 * FACTOR, ZERO), (1,))
     part = numba.carray(pointer_to(box[OUT], ZERO), (unit + 1, n_heads * (size + 2)))[unit]
     sums = part[: n_heads * size].reshape(n_heads, size)
@@ -184,7 +186,7 @@ def _attend_to_unit(box: Any, unit: int, number: Any, n_bytes: int) -> None:
         if of_values:
             _write_weights(weights, part[n_heads * size : n_heads * (size + 1)], part[n_heads * (size + 1) :])
             sums[:] = 0
-        address, scales_address = box[VALUES if of_values else ROWS], box[SUMS if of_values else SCALES]
+        address, scales_address = query[VALUES if of_values else KEYS], query[VALUE_SCALES if of_values else KEY_SCALES]
         for start in range(0, n_tokens, step):
             stop, token = min(n_tokens, start + step), first + start
             stored = pointer_to(address + token * per_token * n_bytes, number)
@@ -204,13 +206,17 @@ def _attend_to_unit(box: Any, unit: int, number: Any, n_bytes: int) -> None:
 def _attend_to_units(place: int, start: int, stop: int) -> None:
     """Write some units' parts of a job; `place` is the address of its mailbox."""
     box = numba.carray(pointer_to(place, np.int64(0)), (FACTOR + 1,))
+    table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_QUERIES], N_COLUMNS))
+    n = 0
     for unit in range(start, stop):
+        while n + 1 < len(table) and table[n + 1, FIRST_UNIT] <= unit:
+            n += 1
         if box[NUMBERS] == FLOAT32:
-            _attend_to_unit(box, unit, ZERO, 4)
+            _attend_to_unit(box, table[n], unit, ZERO, 4)
         elif box[NUMBERS] == INT8:
-            _attend_to_unit(box, unit, np.int8(0), 1)
+            _attend_to_unit(box, table[n], unit, np.int8(0), 1)
         else:
-            _attend_to_unit(box, unit, np.uint16(0), 2)
+            _attend_to_unit(box, table[n], unit, np.uint16(0), 2)
 
 
 attend_to_units: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_attend_to_units)
@@ -237,19 +243,11 @@ def _add_units(parts: np.ndarray, off_by_one: bool, out: np.ndarray, logsumexp: 
         logsumexp[h] = most + np.float32(math.log(total))
 
 
-@compile_loop(
-    [
-        f"i8(f4[:, ::1], {x}[:, :, ::1], {x}[:, :, ::1], u2[:, :, ::1], u2[:, :, ::1], i8, f4, b1, f4[:, ::1], f4[:], "
-        "i8, i8[::1], i8)"
-        for x in ("f4", "u2", "i1")
-    ]
-)
+@compile_loop("i8(i8[:, ::1], i8, i8, i8, f4, b1, f4[:, :, ::1], f4[:, ::1], i8, i8[::1], i8)")
 def decode_attention(
-    q: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    key_scales: np.ndarray,
-    value_scales: np.ndarray,
+    table: np.ndarray,
+    n_key_heads: int,
+    n_blocks: int,
     numbers: int,
     scale: float,
     off_by_one: bool,
@@ -259,27 +257,32 @@ def decode_attention(
     box: np.ndarray,
     n_threads: int,
 ) -> int:
-    """Write attention of q (H, D) to keys, values (S, K, D), softmax1 if `off_by_one`, to `out` and `logsumexp`.
+    """Write attention of N queries to their caches, softmax1 if `off_by_one`, to `out` (N, H, D), `logsumexp` (N, H).
 
     Args:
-        key_scales, value_scales: (S, K, N), bits of bfloat16, of an int8 cache; (0, 0, 0) for others.
-        numbers: the type of keys and values: FLOAT32, FLOAT16, BFLOAT16 (both as bits) or INT8.
+        table: (N, N_COLUMNS), see there; FIRST_UNIT is written. The scales of caches that are not int8 are not read.
+        n_key_heads, n_blocks: K, and N of the scales.
+        numbers: the type of keys and values: FLOAT32, FLOAT16, BFLOAT16 or INT8.
         function: the address of `attend_to_units`.
 
     Returns:
         As `vector_loops.multiply_vector`.
     """
-    (n_heads, size), n_tokens = q.shape, len(keys)
-    n_units = (n_tokens + UNIT - 1) // UNIT
+    n_queries, n_heads, size = out.shape
+    n_units = 0
+    for query in table:
+        query[FIRST_UNIT] = n_units
+        n_units += (query[N_TOKENS] + UNIT - 1) // UNIT
     parts = np.empty((n_units, n_heads * (size + 2)), np.float32)
+    n_bytes = 4 if numbers == FLOAT32 else 1 if numbers == INT8 else 2
     box[KIND], box[FUNCTION], box[N_PARTS] = OTHER, function, n_threads
-    box[X], box[OUT], box[SIZE] = q.ctypes.data, parts.ctypes.data, size
-    box[ROWS], box[VALUES] = keys.ctypes.data, values.ctypes.data
-    box[STRIDE], box[N_ROWS] = keys.strides[0] * UNIT, n_units
-    box[SCALES], box[SUMS] = key_scales.ctypes.data, value_scales.ctypes.data
-    box[N_TOKENS], box[N_HEADS], box[N_KEY_HEADS] = n_tokens, n_heads, keys.shape[1]
-    box[N_BLOCKS], box[NUMBERS] = key_scales.shape[2], numbers
+    box[OUT], box[SIZE], box[N_ROWS] = parts.ctypes.data, size, n_units
+    box[ROWS], box[STRIDE] = table[0, KEYS], UNIT * n_key_heads * size * n_bytes
+    box[TABLE], box[N_QUERIES] = table.ctypes.data, n_queries
+    box[N_HEADS], box[N_KEY_HEADS], box[N_BLOCKS], box[NUMBERS] = n_heads, n_key_heads, n_blocks, numbers
     numba.carray(pointer_to(box.ctypes.data + 8 * FACTOR, ZERO), (1,))[0] = scale
     waited = run_job(box)
-    _add_units(parts, off_by_one, out, logsumexp)
+    for n in range(n_queries):
+        stop = table[n + 1, FIRST_UNIT] if n + 1 < n_queries else n_units
+        _add_units(parts[table[n, FIRST_UNIT] : stop], off_by_one, out[n], logsumexp[n])
     return waited
