@@ -15,7 +15,15 @@ import numba
 import numpy as np
 from numba import types
 
-from tricycle_accelerators.compiled.decode_loops import FLOAT32, decode_attention
+from tricycle_accelerators.compiled.decode_loops import (
+    FLOAT32,
+    KEYS,
+    N_COLUMNS,
+    N_TOKENS,
+    QUERY,
+    VALUES,
+    decode_attention,
+)
 from tricycle_accelerators.compiled.jit import OPTIONS, compile_loop
 from tricycle_accelerators.compiled.loops import gelu, layer_norm, rms_norm, rotate, swiglu
 from tricycle_accelerators.compiled.vector_rows import call_multiply
@@ -144,23 +152,16 @@ def attention_sublayer(
         for i in range(head_size):
             keys[last, h, i] = heads[0, n_heads + h, i]
             values[last, h, i] = heads[0, n_heads + n_key_heads + h, i]
-    attended, logsumexp = np.empty((n_heads, head_size), np.float32), np.empty(n_heads, np.float32)
-    no_scales = np.empty((0, 0, 0), np.uint16)
+    table = np.zeros((1, N_COLUMNS), np.int64)
+    table[0, QUERY], table[0, N_TOKENS] = heads.ctypes.data, len(keys) - first
+    table[0, KEYS], table[0, VALUES] = keys[first:].ctypes.data, values[first:].ctypes.data
+    attended, logsumexp = np.empty((1, n_heads, head_size), np.float32), np.empty((1, n_heads), np.float32)
+    n_sharing = n_threads if is_shared else 1
     waited_for_attention = decode_attention(
-        heads[0, :n_heads],
-        keys[first:],
-        values[first:],
-        no_scales,
-        no_scales,
-        FLOAT32,
-        scale,
-        off_by_one,
-        attended,
-        logsumexp,
-        function,
-        box,
-        n_threads if is_shared else 1,
+        table, n_key_heads, 0, FLOAT32, scale, off_by_one, attended, logsumexp, function, box, n_sharing
     )
+    if len(heads) == 0:  # named here, or its memory would be free by now
+        return waited
     branch, waited_again = _multiply(attended.reshape(1, n_heads * head_size), projection, box, n_threads)
     for j in range(x.shape[1]):
         y[0, j] = x[0, j] + branch[0, j]
