@@ -193,6 +193,8 @@ def test_provider_table_matches_a_training_step(monkeypatch):
         apply_gradients(
             model, AdamW(), compute_gradients(model, supervised_loss(model, CrossEntropy()), [(tokens, tokens)])
         )
+        if compiled.unavailable_reason():
+            taken.pop("multiply", None)  # of NumPy's provider of gelu_backward
         assert set(taken) == set(documented)
         others = (
             everywhere

@@ -93,6 +93,7 @@ def _filled(moment: str, reverse: bool) -> list[str]:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_cached_values_do_not_depend_on_when_they_are_computed(moment):
     """Each cache of a function without arguments, filled while threads or BLAS are held, beside a quiet process."""
+    pytest.importorskip("numba")
     quiet = _filled("fill()", reverse=False)
     assert len(quiet) > 8
     assert _filled(MOMENTS[moment], reverse=True) == quiet

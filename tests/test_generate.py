@@ -559,7 +559,9 @@ def test_forked_state_is_independent(changes):
     assert forked.tokens in ([1, 2, 3, 4], [])  # a shift cannot be undone
     assert forked.tokens or {"token_shift", "key_shift"} & set(changes)
     assert state.fork(6).tokens == state.fork(99).tokens == state.tokens
-    np.testing.assert_allclose(forked.logits([1, 2, 3, 4, 9]), DecodingState(model).logits([1, 2, 3, 4, 9]), atol=1e-5)
+    # Weights from a normal distribution magnify rounding: without Numba, logits of 11 differ by 6e-5.
+    expected = DecodingState(model).logits([1, 2, 3, 4, 9])
+    np.testing.assert_allclose(forked.logits([1, 2, 3, 4, 9]), expected, rtol=1e-5, atol=1e-4)
     assert state.tokens == [1, 2, 3, 4, 5, 6]
     expected = DecodingState(model).logits([1, 2, 3, 4, 5, 6, 7])
     np.testing.assert_allclose(state.logits([1, 2, 3, 4, 5, 6, 7]), expected, atol=1e-5)

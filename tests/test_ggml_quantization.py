@@ -9,6 +9,7 @@ from tricycle.debug import use_reference
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, dequantize_blocks
 from tricycle.pretrained.ggml_quantization import WRITABLE_FORMATS, quantize_blocks
 
+gguf = pytest.importorskip("gguf")  # the reference kernels read blocks with it
 BLOCKS_OF_32 = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # without importances, the package gguf quantizes these
 # The mean squared errors of llama.cpp's quantizer (llama-cpp-python 0.3.36) for `normal_values`: without importances;
 # and with them, weighted by them.
@@ -43,13 +44,8 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0, scales: str 
     return packed.reshape(*shape[:-1], -1)
 
 
-@pytest.fixture
-def gguf():
-    return pytest.importorskip("gguf")
-
-
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
-def test_block_sizes_equal_gguf(kind, gguf):
+def test_block_sizes_equal_gguf(kind):
     sizes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     assert (BLOCK_FORMATS[kind].n_values, BLOCK_FORMATS[kind].n_bytes) == sizes
 
@@ -57,7 +53,7 @@ def test_block_sizes_equal_gguf(kind, gguf):
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (2, 3, 2), (1300, 5)])
 @pytest.mark.parametrize("scales", ["any", "finite"])
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
-def test_dequantize_blocks_equals_gguf(kind, scales, shape, gguf):
+def test_dequantize_blocks_equals_gguf(kind, scales, shape):
     packed = random_blocks(kind, shape, scales=scales)
     with np.errstate(all="ignore"):
         expected = gguf.dequantize(packed, gguf.GGMLQuantizationType[kind])
@@ -81,7 +77,6 @@ def test_permuted_rows_dequantize_to_permuted_values(kind):
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(BLOCKS_OF_32), st.integers(0, 2**32), st.integers(1, 5), st.sampled_from([1e-9, 1e-3, 1.0, 1e4]))
 def test_quantize_blocks_equals_gguf(kind, seed, n_rows, scale):
-    gguf = pytest.importorskip("gguf")
     rng = np.random.default_rng(seed)
     values = (rng.standard_normal((n_rows, 2 * BLOCK_FORMATS[kind].n_values)) * scale).astype(np.float32)
     values[rng.random(values.shape) < 0.1] = 0
@@ -89,7 +84,7 @@ def test_quantize_blocks_equals_gguf(kind, seed, n_rows, scale):
     np.testing.assert_array_equal(quantize_blocks(values, kind), gguf.quantize(values, gguf.GGMLQuantizationType[kind]))
 
 
-def test_halves_are_rounded_away_from_zero(gguf):
+def test_halves_are_rounded_away_from_zero():
     values = np.zeros((1, 32), np.float32)
     values[0, :7] = [127, 0.5, 1.5, 2.5, -0.5, -2.5, np.nextafter(np.float32(0.5), np.float32(0))]
     packed = quantize_blocks(values, "Q8_0")
@@ -178,7 +173,7 @@ def test_multiples_of_a_scale_are_exact(kind, weighted):
 
 @pytest.mark.parametrize("kind", WRITABLE_FORMATS)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_degenerate_blocks(kind, weighted, gguf):
+def test_degenerate_blocks(kind, weighted):
     """Zeros, constants, one large value, values that float16 scales cannot represent: `gguf` reads them all."""
     rng = np.random.default_rng(2)
     importance = np.where(np.arange(256) % 3, rng.gamma(0.1, 1, 256), 0.0) if weighted else None

@@ -48,6 +48,25 @@ def python(code: str, **variables: str) -> list[str]:
     return good(run_with(code, **variables)).split()
 
 
+@on_linux
+def test_threads_reserve_few_addresses_under_a_limit():
+    """Six threads have stacks of 8 MB each, and would have arenas of 64 MB each."""
+    added = """
+import resource
+from tricycle_accelerators import host, threads
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+host.tune_host()
+threads.n_threads = lambda: 7
+def addresses():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize() >> 20
+before = addresses()
+threads.parallel_for(lambda _: bytearray(1000), range(100))
+print(addresses() - before)
+"""
+    assert int(*python(added, TRICYCLE_TUNE_HOST="1")) < 200
+
+
 # -------------------------------------------------------------------- use as a library
 def memory_use(first: str = "", last: str = "", **variables: str) -> tuple[float, float]:
     """Return the MB that training added, and the MB of them that remain after the model is deleted."""

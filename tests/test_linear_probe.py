@@ -32,7 +32,8 @@ def test_activations_are_those_of_the_last_token() -> None:
         with Probe(model, *found) as probe, no_grad():
             model(np.array([tokens]))
         for name, rows in found.items():
-            np.testing.assert_array_equal(rows[i], probe.activations[name][0, -1])
+            # Without Numba, sums of a batch have other last digits.
+            np.testing.assert_allclose(rows[i], probe.activations[name][0, -1], rtol=1e-5, atol=1e-6)
     assert list(collect_activations(model, TEXTS)) == ["blocks.0", "blocks.1"]
 
 

@@ -11,10 +11,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 from imports import PACKAGES, ROOT, SHIPPED, imported, module_of, name_of
 from packaging.requirements import Requirement
 
+yaml = pytest.importorskip("yaml")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 LIBRARY = sorted((ROOT / "tricycle").rglob("*.py"))

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from pages import DATA, EXTRAS, PAGES, Block, blocks_of, check_flags, commands, python_of
 from test_programs import INFER, NEEDS_SHAKESPEARE, ROOT, TRAIN, cache, call, good, shrink_shakespeare, text  # noqa: F401 (fixtures)
 
 from tricycle.softmaxes import SOFTMAXES
 
+yaml = pytest.importorskip("yaml")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -469,6 +469,8 @@ def test_hub_name_without_huggingface_hub_raises(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModuleNotFoundError, match=r"no such folder or file.*tricycle-gpt\[pretrained\]"):
         load("owner/some-model")
+    with pytest.raises(FileNotFoundError, match="no such folder or file"):  # no name on huggingface.co
+        load("./nowhere")
 
 
 @pytest.fixture

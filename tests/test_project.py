@@ -8,11 +8,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 
 pytest.importorskip("packaging")
-
 from tools import release
+
+yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -33,7 +34,9 @@ TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "now"}},
 ]
-NESTED = {"name": "f", "arguments": '{"a":' * 500 + "1" + "}" * 500}
+# Levels of objects that are too many for the chat template, or for the JSON decoder of Python 3.12 and later.
+DEPTH = 500 if sys.version_info < (3, 12) else 50_000
+NESTED = {"name": "f", "arguments": '{"a":' * DEPTH + "1" + "}" * DEPTH}
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +163,10 @@ def test_parser(text, content, names, size):
         ({"functions": [{"name": "f"}]}, "functions is not supported"),
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "tool_calls"),
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": 5}]}, "tool_calls to be a list"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": NESTED}]}]}, "template accepts.*recursion"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": NESTED}]}]},
+            "template accepts|JSON object as arguments",
+        ),
     ],
 )
 def test_invalid_tools(fields, message, server):

@@ -27,8 +27,7 @@ KINDS = get_args(get_type_hints(TranslatorConfig)["name"])
 
 def write(path: Path, config: TranslatorConfig = CONFIG, **changed: Any) -> Any:
     """A model in a file, maybe with other metadata than its own."""
-    from safetensors.numpy import save_file
-
+    save_file = pytest.importorskip("safetensors.numpy").save_file
     model = new_translator(config, np.random.default_rng(0)).eval()
     recipe = {**asdict(config), "learning_rate": 1e-3, "title": "of the experiment alone"}
     about = {"name": config.name, "recipe": recipe, "tokeniser": VOCABULARY.tokeniser.to_dict(), **changed}
@@ -51,8 +50,7 @@ def test_save_and_load(tmp_path: Path, name: str) -> None:
 
 
 def test_translator_files_are_recognized(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
-
+    save_file = pytest.importorskip("safetensors.numpy").save_file
     assert find_translators(tmp_path) == find_translators(tmp_path / "none.safetensors") == []
     save_file({"a": np.zeros(3)}, tmp_path / "other.safetensors")
     (tmp_path / "damaged.safetensors").write_bytes(b"\xff" * 20)

@@ -26,6 +26,7 @@ LLAMA = ModelConfig(**SIZES, **LIKE_LLAMA, n_heads=4, n_key_heads=2)
 
 def tiny_tokeniser(chat_template: str | None = CHATML) -> PretrainedTokeniser:
     """Return a byte-level BPE tokenizer with learned merges, and special tokens with the first ids, as in SmolLM2."""
+    pytest.importorskip("tokenizers")
     tokeniser = BPETokeniser(400).train(TEXT, progress=False)
     document = json.loads(tokenizer_json.to_tokenizer_json(tokeniser))
     special = ["<|endoftext|>", *NAMES.values()]

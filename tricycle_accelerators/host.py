@@ -56,15 +56,18 @@ def _keep_memory() -> bool:
     Otherwise large arrays go back to the system when they are freed, and it clears every page that it hands out to
     the next step; and with pages of 4 kB the processor spends time on address translation. Most large arrays are
     results of kernels, which are in memory that `buffers.py` keeps; with the others it is 0 to 3% of a training step.
-    Returns whether it is so now.
+    Under a limit of addresses (`ulimit -v`), all threads share one arena. Returns whether freed memory is kept now.
     """
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):  # musl's C library
         return False
-    m_trim_threshold = -1
-    m_mmap_max = -4
+    m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8
+    import resource
+
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        libc.mallopt(m_arena_max, 1)  # the arena of each further thread would reserve 64 MB of the limit
     kept = libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, -1)
     if kept:
         _reserve_huge_pages(libc, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2)

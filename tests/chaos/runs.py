@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from safetensors.numpy import load_file
+import pytest
 
 from tricycle.checkpoint import load_checkpoint
 
@@ -234,6 +234,7 @@ def differences(run: Path, other: Path) -> list[str]:
 
 def checkpoint_differences(path: Path, other: Path) -> list[str]:
     """Return the differences in weights, moments, generators, data position and progress."""
+    load_file = pytest.importorskip("safetensors.numpy").load_file
     tensors, others = load_file(path), load_file(other)
     if tensors.keys() != others.keys():
         return [f"{path.name}: tensors {sorted(tensors.keys() ^ others.keys())}"]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing of rain".split()
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -176,7 +177,7 @@ def write_run_files(root: Path) -> None:
 
 
 def write_model_folders(root: Path) -> None:
-    from safetensors.numpy import load_file, save_file
+    safetensors = pytest.importorskip("safetensors.numpy")
     from tiny_models import lively_model, tiny_tokeniser, write_folder
 
     from tricycle.pretrained.gguf_writer import export_gguf
@@ -197,12 +198,12 @@ def write_model_folders(root: Path) -> None:
     shards = root / "shards"
     shutil.copytree(others, shards)
     (shards / "model.safetensors").unlink()
-    tensors = load_file(others / "model.safetensors")
+    tensors = safetensors.load_file(others / "model.safetensors")
     names = sorted(tensors)
     places = {}
     for i, shard in enumerate(SHARDS):
         part = {name: tensors[name] for name in names[i::2]}
-        save_file(part, shards / shard)
+        safetensors.save_file(part, shards / shard)
         places |= dict.fromkeys(part, shard)
     index = {"metadata": {"total_size": 1}, "weight_map": places}
     (shards / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-NAME_PATTERN = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # model, owner/model, owner/model@revision
+NAME_PATTERN = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")  # model, owner/model, owner/model@revision
 FILE_PATTERNS = """config.json generation_config.json model*.safetensors model.safetensors.index.json tokenizer.json
     tokenizer_config.json special_tokens_map.json chat_template.jinja vocab.json vocab.txt merges.txt modules.json
     1_Pooling/config.json""".split()
