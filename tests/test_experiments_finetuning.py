@@ -107,7 +107,7 @@ def test_score_sums_by_question_group():
         tasks.Question("", True, "3 + 5 = 8. Eight.", tasks.OTHER),
     ]
     scores = tasks.score_sums(questions, ["There are 2", "3 + 4 = 7. Seven.", "nine"])
-    assert scores == {"right": 1.0, "to the letter": 0.5, "new steps": 1.0, "told otherwise": 0.0}
+    assert scores == {"right": 1.0, "to the letter": 0.5, "new steps": 1.0, "other wording": 0.0}
 
 
 # -------------------------------------------------------------------- docstrings

@@ -112,7 +112,7 @@ def plot_training(runs: Runs, path: Path) -> None:
 
 def plot_lengths(runs: Runs, path: Path) -> None:
     """Write an image of accuracy against text length, and of the fraction of attention on the right field."""
-    with drawing(path, (12, 5), "Unseen dates: the mean of the seeds, and their range") as figure:
+    with drawing(path, (12, 5), "Test dates: mean and range over seeds") as figure:
         panels = figure.subplots(1, 2)
         places = range(len(LENGTHS))
         for number, name in enumerate(distinct(runs)):
@@ -128,7 +128,7 @@ def plot_lengths(runs: Runs, path: Path) -> None:
             if "of_best" in model_runs[0]:
                 values = 100 * np.array([run["of_best"]["share_at_lengths"] for run in model_runs]).mean(axis=0)
                 panels[1].plot(places, values, "--", color=style["color"], label=f"{name}, best head")
-        for axes, label in zip(panels, ("exactly right, %", "weight on the characters of the right field, %")):
+        for axes, label in zip(panels, ("exact matches, %", "weight on the characters of the correct field, %")):
             axes.axvspan(-0.4, BEYOND[0] - 0.5, color="#f0f0f0", zorder=0)
             axes.set_xticks(places, map(title_of, LENGTHS), rotation=30)
             axes.set(xlabel="characters of the text (grey: in training)", ylabel=label, ylim=(-2, 102))
