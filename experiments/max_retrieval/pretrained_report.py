@@ -236,7 +236,7 @@ def plot_heads(results: dict[str, Any], path: Path) -> None:
     """Write a PNG of 3 or 4 maps, layer by head: entropy slopes, loss slopes of tasks and texts, fitted betas."""
     fit = results["fit"]
     maps: dict[str, Any] = {
-        "slope of the entropy by ln n (0: constant, 1: uniform weights)": (entropy_slopes_within_window(results), "viridis", 0, 1),
+        "slope of the entropy by ln n (1: uniform)": (entropy_slopes_within_window(results), "viridis", 0, 1),
         "slope of the answers' loss by ln beta (blue: sharper is better)": (_mean(fit["slopes"]["tasks"]), "coolwarm"),
         "slope of the texts' loss by ln beta": (_mean(fit["slopes"]["text"]), "coolwarm"),
     }

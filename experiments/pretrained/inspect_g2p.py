@@ -305,9 +305,7 @@ def plot_state_contents(path: Path, mean: np.ndarray, delay: Sequence[int], held
         image = memory.imshow(100 * grid, cmap="viridis", vmin=0, vmax=100, aspect="auto")
         memory.set_yticks(range(len(lengths)), lengths)
         memory.set_xticks(range(0, max(lengths), 2), range(1, max(lengths) + 1, 2))
-        memory.set(
-            title="letters recovered from the final state, %", xlabel="letter", ylabel="letters of the word"
-        )
+        memory.set(title="letters recovered from the final state, %", xlabel="letter", ylabel="letters of the word")
         figure.colorbar(image, ax=memory)
         for label, of_length in errors.items():
             lost.plot(list(of_length), [100 * part for _, part in of_length.values()], marker="o", label=label)

@@ -39,7 +39,7 @@ FIGURES: dict[str, tuple[Callable[[Row], float], int]] = {
     "kurtosis of the attention output": (mean_of("activation_kurtosis", ".attention"), 2),
     "kurtosis of the MLP output": (mean_of("activation_kurtosis", ".mlp"), 2),
     "largest activation in the stream": (lambda row: max(streams(row, "largest_activation")), 1),
-    "1 − sum of attention weights": (mean_of("nothing", ".attention"), 3),
+    "1 - sum of attention weights": (mean_of("nothing", ".attention"), 3),
 }
 
 
