@@ -86,7 +86,7 @@ def _compute_chunk(box: Any, place: int, part: int) -> bool:
 
 @numba.njit(**OPTIONS)
 def _compute_all(box: Any, place: int, part: int) -> None:
-    """Compute what is left of a thread's part, then what is left of the others' (work stealing)."""
+    """Compute the remaining rows of a thread's part, then those of the other threads' parts (work stealing)."""
     n_parts = box[N_PARTS]
     for i in range(n_parts):
         while _compute_chunk(box, place, (part + i) % n_parts):
