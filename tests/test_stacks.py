@@ -78,7 +78,5 @@ def test_invalid_stacks_raise():
         unstack(STACKS, {**quantized, f"{name}_scales": stored(scales[..., 0], "U8")})
     with pytest.raises(ValueError, match=r"up_blocks: .*U8.*got F32 and U8"):
         unstack(STACKS, {**quantized, f"{name}_scales": stored(scales, "F32")})
-    with pytest.raises(
-        ValueError, match=r"up: .*131072 experts, got .*1073741824"
-    ):
+    with pytest.raises(ValueError, match=r"up: .*131072 experts, got .*1073741824"):
         unstack(STACKS, {name: StoredTensor((2**30, 0), "F32", lambda: np.empty(0))})
