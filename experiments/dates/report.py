@@ -106,7 +106,7 @@ def plot_training(runs: Runs, path: Path) -> None:
         losses[name] = model_runs[0]["loss_steps"], of(model_runs, "losses")
         steps = [step for step, _ in model_runs[0]["checks"]]
         checks[name] = steps, [[100 * value for _, value in run["checks"]] for run in model_runs]
-    curves = {"cross entropy in training, nats": losses, "validation dates exactly right, %": checks}
+    curves = {"cross entropy in training, nats": losses, "exact matches on validation dates, %": checks}
     plot_curves(curves, path, "step", "", share_y=False, n_columns=2)
 
 
@@ -138,11 +138,11 @@ def plot_lengths(runs: Runs, path: Path) -> None:
 
 
 def plot_multiple_dates(runs: Runs, path: Path) -> None:
-    """Write an image of two panels against the number of dates: whole answers right, and dates right, in %."""
-    titles = {f"whole answers right, % (1 to {TRAINED_DATES} dates in training)": "whole", "dates right, %": "each"}
+    """Write an image of two panels against the number of dates: exact answers, and correct dates, in %."""
+    titles = {f"exact answers, % (1 to {TRAINED_DATES} dates in training)": "whole", "correct dates, %": "each"}
     right = lambda name, key: 100 * np.array(of(select(runs, model=name), key))
     curves = {title: {name: (COUNTS, right(name, key)) for name in distinct(runs)} for title, key in titles.items()}
-    plot_curves(curves, path, "dates of the text", "", share_y=False, n_columns=2)
+    plot_curves(curves, path, "dates in the text", "", share_y=False, n_columns=2)
 
 
 def plot_alignments(examples: list[Example], maps: dict[str, list[np.ndarray]], path: Path, n_columns: int = 1) -> None:

@@ -265,7 +265,7 @@ def loss_and_accuracy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, fl
 
 
 # -------------------------------------------------------------------- cross validation
-TOGETHER = "all together"
+TOGETHER = "ensemble"
 
 
 @dataclass(frozen=True)
