@@ -125,7 +125,7 @@ def test_blocks_free_activations_not_needed_for_gradients(changes):
 
 
 class Late(Layer):
-    """A part of somebody's own, whose gradient looks at arrays only when it is asked for."""
+    """A user's layer, whose gradient reads arrays only in the backward pass."""
 
     def forward(self, x):
         half = x * 0.5
@@ -462,7 +462,7 @@ def test_evaluation_uses_chunked_loss(monkeypatch):
 
 
 def test_overridden_forward_is_called(monkeypatch):
-    """A subclass's, or that of somebody who listens."""
+    """A subclass's, or that of a caller with a hook."""
 
     class Doubled(GPT):
         def forward(self, tokens, caches=None, last=False):

@@ -109,10 +109,10 @@ def test_longrope_depends_on_the_length_of_the_text(rng: np.random.Generator) ->
     together = rotary(x, ((3, 1), (5, 5))).array  # a short and a long text
     np.testing.assert_array_equal(together[:, :1], rotary(x[:, :1], ((3, 1),)).array)
     np.testing.assert_array_equal(together[:, 1:], rotary(x[:, 1:], ((5, 5),)).array)
-    with pytest.raises(ValueError, match=r"expected a cached text to stay within 4 tokens.*got 2 tokens after 3"):
+    with pytest.raises(ValueError, match=r"within 4 tokens.*got 2 tokens after 3"):
         rotary(x[:, :2], ((3, 2),))
     config = {"positions": "rotary", "rotary_scaling": "longrope", "n_heads": 1, "embedding_dim": 4}
-    with pytest.raises(ValueError, match="expected rotary_divisors to be twice 2 numbers above 0"):
+    with pytest.raises(ValueError, match=r"rotary_divisors .*2 numbers above 0"):
         GPT(ModelConfig(**config, rotary_divisors=(1.0, 2.0, 3.0)))
 
 

@@ -228,7 +228,7 @@ def test_end_of_answer_token_comes_from_the_template(tmp_path):
 
 @pytest.mark.slow
 def test_smollm2_knows_the_capital_of_france():
-    """As `transformers` answers from the same file, taking the likeliest token each time.
+    """As `transformers` answers from the same file, with greedy decoding.
 
     Rounding of activations to 8 bits, the default for this file, exchanges the first two candidates, as in llama.cpp.
     """
@@ -250,7 +250,7 @@ def test_sampling_defaults_are_the_generation_settings(tmp_path):
 
 # -------------------------------------------------------------------- in a terminal
 class Terminal:
-    """The program as somebody at a keyboard has it."""
+    """The program at a terminal."""
 
     def __init__(self, *words: str) -> None:
         pty = pytest.importorskip("pty")

@@ -266,7 +266,7 @@ def test_trainable_fields_are_those_of_the_model(config: ModelConfig) -> None:
 
 
 def test_trainable_fields_of_encoders_are_refused() -> None:
-    with pytest.raises(ValueError, match="without an encoder, got one with the config EncoderDecoderConfig"):
+    with pytest.raises(ValueError, match=r"encoder, got .*EncoderDecoderConfig"):
         trainable_fields(EncoderDecoderConfig(positions="none"))
 
 

@@ -121,7 +121,7 @@ def cube(x: Tensor) -> Tensor:
 
 
 def test_own_operation_needs_a_rule(monkeypatch):
-    with pytest.raises(NotImplementedError, match=r"test_create_graph.cube has no gradient that can be differentiated"):
+    with pytest.raises(NotImplementedError, match=r"test_create_graph.cube .*differentiated"):
         grad(grad(cube))(2.0)
     monkeypatch.setattr("tricycle.create_graph.RULES", dict(RULES))
     rule("test_create_graph.cube")(lambda node, grad, variables: [3 * grad * node.args[0] ** 2])

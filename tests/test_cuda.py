@@ -1,6 +1,6 @@
 """The CUDA kernels: compiled by NVRTC, run on an emulator of CUDA on the CPU, and run on a GPU where one is.
 
-The emulator (cuda_on_cpu) compiles the same sources with g++ and runs the threads of a block in turns; so the kernels'
+The emulator (cuda_on_cpu) compiles the same sources with g++ and alternates the threads of a block; so the kernels'
 arithmetic, their barriers and the Python that launches them are tested everywhere, but not their speed.
 """
 

@@ -313,7 +313,7 @@ def test_tokeniser_is_trained_on_training_text_and_a_sample_of_a_large_corpus(mo
     first_bytes = {block[:1] for block in read}
     assert first_bytes == {text[:1] for text, out in documents if not out}  # a sample of every training document
     read.clear()
-    make(documents, fingerprint="nobody counted the bytes")
+    make(documents, fingerprint="bytes not counted")
     assert b"".join(read) == documents[0][0] + documents[1][0]
 
 

@@ -77,7 +77,7 @@ def test_encoder_decoder_predicts_each_token_after_the_context_once():
     loss, count = evaluate(model, tokens, 2, stride=3, n_context=n)
     assert n == 3 and count == 18 and loss == pytest.approx(total / 18, rel=1e-5)
     assert HeldOut(tokens, 36, n).bits_per_byte(math.log(2)) == 0.5
-    with pytest.raises(ValueError, match="windows of at least 3 tokens, the source, got 2"):
+    with pytest.raises(ValueError, match=r"at least 3 tokens.*got 2"):
         model.loss(tokens[None, :2], tokens[None, :2])
 
 

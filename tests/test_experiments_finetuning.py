@@ -23,7 +23,7 @@ from tricycle import training
 from tricycle_datasets.examples import ExampleEncoder, read_records
 
 PLAYS = "\n\n".join(
-    f"KING {i}:\nThe {i} words of day {i % 7}, my lord, are {'so many ' * (i % 30)}, my lord" for i in range(400)
+    f"KING {i}:\nThe {i} words of day {i % 7}, my lord, are {'very many ' * (i % 30)}, my lord" for i in range(400)
 )
 
 
@@ -107,7 +107,7 @@ def test_score_sums_by_question_group():
         tasks.Question("", True, "3 + 5 = 8. Eight.", tasks.OTHER),
     ]
     scores = tasks.score_sums(questions, ["There are 2", "3 + 4 = 7. Seven.", "nine"])
-    assert scores == {"right": 1.0, "to the letter": 0.5, "new steps": 1.0, "told otherwise": 0.0}
+    assert scores == {"right": 1.0, "to the letter": 0.5, "new steps": 1.0, "other wording": 0.0}
 
 
 # -------------------------------------------------------------------- docstrings
@@ -117,8 +117,8 @@ def test_no_module_is_in_two_splits_and_no_docstring_line_in_its_function():
     modules = [module for part in parts.values() for module in {one.module for one in part}]
     assert len(set(modules)) == len(modules)
     for field in ("line", "code"):
-        learnt = {getattr(one, field).lower() for one in parts["train"]}
-        assert not any(getattr(one, field).lower() in learnt for one in (*parts["test"], *parts["validation"]))
+        train = {getattr(one, field).lower() for one in parts["train"]}
+        assert not any(getattr(one, field).lower() in train for one in (*parts["test"], *parts["validation"]))
     assert len(parts["train"]) > 4 * len(parts["test"]) > 1000
     assert not any(one.line in one.code for part in parts.values() for one in part)
 

@@ -33,8 +33,8 @@ def test_token_losses_average_to_the_evaluated_loss():
     model, ids = lively_model(), np.random.default_rng(0).integers(0, 400, (5, 33))
     losses = token_losses(model, ids, n_rows=2)
     assert losses.shape == (5, 32)
-    likeliest = np.concatenate([model(row[None, :-1]).array.argmax(axis=-1) for row in ids])
-    assert (read(model, ids).likeliest == likeliest).mean() > 0.99  # but for ties
+    top1 = np.concatenate([model(row[None, :-1]).array.argmax(axis=-1) for row in ids])
+    assert (read(model, ids).top1 == top1).mean() > 0.99  # but for ties
     means = [evaluate(model, row, 1)[0] for row in ids]
     np.testing.assert_allclose(losses.mean(axis=1), means, rtol=1e-5)
     np.testing.assert_allclose(token_losses(model, ids), losses, rtol=1e-4)
@@ -67,11 +67,11 @@ def test_bits_per_byte_of_known_losses():
 
 @pytest.mark.nightly
 def test_held_out_texts_are_in_no_other_split(monkeypatch):
-    learnt, kept = text_of("code", "train"), text_of("code", "test")
-    assert len(kept) > 10**5
-    assert len(learnt) > 10 * len(kept)
-    functions = [part for part in kept.split("\n\n") if len(part) > 400][:100]
-    assert sum(part in learnt for part in functions) < 10  # a few functions stand in two files
+    train, test = text_of("code", "train"), text_of("code", "test")
+    assert len(test) > 10**5
+    assert len(train) > 10 * len(test)
+    functions = [part for part in test.split("\n\n") if len(part) > 400][:100]
+    assert sum(part in train for part in functions) < 10  # a few functions stand in two files
     sentences = {"train": ["a", "b"], "val": ["c"], "test_2016_flickr": ["d", "e"]}
     monkeypatch.setattr(language_models, "load_multi30k", lambda split, language: sentences[split])
     assert [text_of("captions", part) for part in ("train", "test")] == ["a\nb", "c\nd\ne"]

@@ -176,10 +176,10 @@ def test_grades_are_independent_of_the_batch(model, batch):
     shares = rows[place.start - 1 : place.stop - 1]
     shares = shares - np.log(np.exp(shares).sum(axis=-1, keepdims=True))
     assert alone[0][1][0] == pytest.approx(-sum(shares[i, t] for i, t in enumerate(prompt.ids[place])), rel=1e-4)
-    likeliest = Prompt(
+    top = Prompt(
         np.append(prompt.ids[: place.start], rows[place.start - 1].argmax()), [slice(place.start, place.start + 1)]
     )
-    assert fits.grade_answers(model, [likeliest])[0] == [True]
+    assert fits.grade_answers(model, [top])[0] == [True]
 
 
 def test_row_costs_match_the_model_loss(model, batch):

@@ -167,13 +167,13 @@ def test_run_writes_results_and_resumes_without_recomputing(tmp_path, texts, mon
     check_files(settings.output, ["results.json", "model.png", "model.html"])
     tables = capsys.readouterr().out
     assert "Training reads 96 tokens in 2 updates." in tables
-    for row in ("softmax, as it is", "sink, LoRA", "mlp.projection", "tokens | 1 | 2 to 16 | 17 to 24"):
+    for row in ("softmax, no training", "sink, LoRA", "mlp.projection", "tokens | 1 | 2 to 16 | 17 to 24"):
         assert f"| {row} |" in tables
     monkeypatch.setattr(pretrained, "train_variant", lambda *_: pytest.fail("trained again"))
     assert pretrained.measure(settings, quick=True)["variants"] == results["variants"]
     with pytest.raises(ValueError, match=r"steps 2.*3"):
         Record(Settings(str(folder), 1, output=tmp_path / "out", **{**SMALL, "steps": 3}), FREE)
-    assert list(grouped(results["variants"])) == ["softmax, as it is", "sink, LoRA"]
+    assert list(grouped(results["variants"])) == ["softmax, no training", "sink, LoRA"]
 
 
 def test_model_flag_selects_the_pretrained_study(tmp_path, monkeypatch):

@@ -440,7 +440,7 @@ def test_config_of_more_experts_than_tensors_is_refused():
     }
     fields = {"model_type": "mixtral", **sizes, "num_key_value_heads": 1, "num_local_experts": 10**6}
     tensors = {str(i): StoredTensor((2, 2), "F32", lambda: np.zeros((2, 2))) for i in range(30)}
-    with pytest.raises(ValueError, match="number of experts to be at most 30 in all layers, got 1000000"):
+    with pytest.raises(ValueError, match=r"experts .*30.*got 1000000"):
         build_model(StoredModel(Path("memory"), fields, tensors))
 
 

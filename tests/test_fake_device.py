@@ -255,7 +255,7 @@ SIXTEEN = [
 def test_reference_kernels_compute_16_bit_inputs_in_float32(name, size, precision):
     dtype = small_type(precision)
     exact = test_kernels.draw(name, size, np.float64)
-    # so many of the first arguments have 16 bits; statistics, gains, weights of rows and angles have 32
+    # the first n arguments have 16 bits; statistics, gains, weights of rows and angles have 32
     held = {"layer_norm": 1, "layer_norm_backward": 2, "cross_entropy": 1, "apply_rope": 1}
     small = [
         a.astype(dtype if i < held.get(name, 99) else np.float32)

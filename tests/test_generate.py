@@ -435,7 +435,7 @@ def test_sliding_window_generation_matches_the_full_pass(changes, n_draft_tokens
     if not n_draft_tokens:  # draft tokens may have to be recomputed
         are_small = [cache.keys.shape[1] <= 9 - 1 + 256 for cache in state.caches]
         assert are_small == [changes.get("softmax") != "blocks", changes in ({}, {"softmax": "softmax1"})]
-    other = [*tokens[:100], 3, 4]  # too far back for what is kept: it is read anew
+    other = [*tokens[:100], 3, 4]  # too far back for the cache: it is recomputed
     np.testing.assert_allclose(state.logits(other), full_logits(model, other), rtol=1e-3, atol=1e-3)
 
 

@@ -283,7 +283,7 @@ def test_other_architectures_and_files_are_rejected(tmp_path):
     refused(llama_base(), gguf_models.write(tmp_path / "b.gguf", "llama", METADATA, {}), "expected tensors, got none")
     path.write_bytes(b"{}")
     refused(llama_base(), path, "expected a GGUF file")
-    with pytest.raises(FileNotFoundError, match=r"missing\.gguf: expected an adapter, a GGUF file or a folder"):
+    with pytest.raises(FileNotFoundError, match=r"missing\.gguf: .*adapter"):
         load_adapter(llama_base(), tmp_path / "missing.gguf")
 
 
@@ -308,7 +308,7 @@ def test_architecture_is_that_of_the_exported_model(name, tmp_path):
 def test_adapters_that_a_file_cannot_express_are_not_written(tmp_path):
     loaded = new_loaded()
     adapter = new_adapter(loaded, LoRAConfig(dora=True))
-    with pytest.raises(ValueError, match=r"expected LoRA, got DoRA, which llama\.cpp does not support: merge"):
+    with pytest.raises(ValueError, match=r"LoRA, got DoRA.*merge"):
         save_gguf_adapter(adapter, loaded, tmp_path / "a.gguf")
     adapter.detach()
     adapter = new_adapter(loaded)

@@ -162,7 +162,7 @@ CRAFTED = {
     "version 1": (start(0, 0, 1), "version 2 or 3"),
     "big-endian": (b"GGUF" + struct.pack(">I", 3) + bytes(16), "version 2 or 3.*little-endian"),
     "more tensors than bytes": (start(HUGE, 0) + bytes(64), f"cut off.*{HUGE} tensors"),
-    "so many keys": (start(0, HUGE) + bytes(64), f"{HUGE} keys at byte 24"),
+    "too many keys": (start(0, HUGE) + bytes(64), f"{HUGE} keys at byte 24"),
     "most tensors": (start(2**64 - 1, 0) + bytes(64), "cut off or damaged"),
     "a long key": (start(0, 1) + u64(HUGE) + bytes(64), f"{HUGE} bytes of a key"),
     "a long text": (start(0, 1) + text("k") + u32(STRING) + u64(2**64 - 1) + bytes(64), "bytes of 'k'"),

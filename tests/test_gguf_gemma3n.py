@@ -139,7 +139,7 @@ def test_models_that_llama_cpp_computes_otherwise_are_rejected(tmp_path: Path, n
 
 def test_narrow_mlps_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"gemma3n: expected hidden_size to be at least 8192, .*variance.*, got 96"):
+    with pytest.raises(ValueError, match=r"gemma3n: .*hidden_size .*8192.*got 96"):
         export_gguf(new_model(THREE), None, tmp_path / "a.gguf")
 
 

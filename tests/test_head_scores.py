@@ -97,7 +97,7 @@ def test_command_shows_the_scores_of_each_evaluation(tmp_path: Path, capsys: pyt
     ]
     assert read_scores(tmp_path) == [(5, 3.0, 0.25, 0.5, 0.125)]
     (tmp_path / "metrics.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match=r"with at least one evaluation.*got no head scores"):
+    with pytest.raises(ValueError, match=r"evaluation.*no head scores"):
         read_scores(tmp_path)
-    with pytest.raises(FileNotFoundError, match="expected a run folder, there is no such folder"):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
         read_scores(tmp_path / "other")

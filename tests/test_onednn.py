@@ -186,7 +186,7 @@ def test_library_error_names_the_failed_call():
     a = np.ones((3, 4), onednn.bfloat16())
     with pytest.raises(RuntimeError, match="dnnl_matmul_primitive_desc_create"):
         onednn.matmul(a, a, np.empty((3, 4), np.float32))
-    with pytest.raises(MemoryError, match="dnnl_primitive_create found too little memory: use a smaller batch"):
+    with pytest.raises(MemoryError, match=r"memory: .*smaller batch"):
         onednn._check("dnnl_primitive_create", 1)
 
 

@@ -188,7 +188,7 @@ def test_update_with_and_without_step_argument(make: Callable) -> None:
 def test_schedule_sets_the_rate_of_every_step() -> None:
     schedule = WarmupCosine(1.0, 0.1, 2, 4)
     optimiser, model = StochasticGradientDescent(schedule), Weights()
-    assert optimiser.learning_rate == 0.5  # of the first step, for whoever looks before it
+    assert optimiser.learning_rate == 0.5  # of the first step, readable before it
     rates = []
     for _ in range(5):
         before = model.vector.array.copy()

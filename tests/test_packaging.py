@@ -61,7 +61,7 @@ def test_conda_environments_match_the_project(file, extras):
     expected = [f"python{PROJECT['project']['requires-python']}", "pip"]
     expected += map(for_conda, PROJECT["project"]["dependencies"])
     for requirement in itertools.chain.from_iterable(map(requirements_of, extras)):
-        if not requirement.startswith("nvidia-"):  # conda has no such packages; what needs them says so and is skipped
+        if not requirement.startswith("nvidia-"):  # conda has no such packages; tests that need them are skipped
             expected.append(for_conda(requirement))
     expected += ["cuda-version=13.*"] * ("cuda13" in extras)
     assert sorted(found) == sorted(set(expected))

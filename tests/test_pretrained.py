@@ -530,7 +530,7 @@ def test_only_needed_files_are_downloaded() -> None:
     )
 
 
-# -------------------------------------------------------------------- models that nobody drew
+# -------------------------------------------------------------------- models without a family
 def test_model_without_drawn_weights_has_zeros_and_ones() -> None:
     model = GPT(GPT2, draw_weights=False)
     assert {float(np.abs(p.array).max()) for p in model.parameters()} == {0.0, 1.0}

@@ -62,7 +62,7 @@ class Player(ProcessGroup):
 
 
 def play(size, act):
-    """What a function of a process returns in each of so many, in threads; the first error is raised."""
+    """What a function of a process returns in each of n processes, in threads; the first error is raised."""
     table, results, errors = Table(size), [None] * size, []
 
     def run(rank):

@@ -151,7 +151,7 @@ def upstream(shape: tuple[int, ...], then: str) -> np.ndarray:
 
 
 def finish(output: Any, then: str) -> Any:
-    """A number that hangs on all of the result, in our Tensors."""
+    """A number that depends on all elements of the result, from Tensors."""
     weights = upstream(output.shape, then).astype(output.dtype)
     if then == "sum":
         return output.sum()

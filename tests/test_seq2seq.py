@@ -155,7 +155,7 @@ def test_greedy_search_takes_the_most_probable_token(make: Callable, pair: tuple
 @pytest.mark.parametrize("name", ["fixed context", "Bahdanau", "Luong", "Transformer"])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
 def test_a_wide_beam_finds_the_optimum(name: str, length_penalty: float, pair: tuple) -> None:
-    """With so many beams as there are targets of up to three tokens, nothing is lost."""
+    """With as many beams as targets of up to three tokens, the search is exhaustive."""
     source, _, _ = pair
     model = lively(MODELS[name])
     letters = [token for token in range(V) if token != END]

@@ -86,7 +86,7 @@ def test_user_can_declare_a_changed_array():
 
 
 def test_changing_an_array_used_by_the_graph_raises():
-    """Where nobody says so, only a block that watches notices."""
+    """Without this, only a block with watch_arrays detects the change."""
     for change_result in (False, True):
         x = to_tensor([1.0, 2.0], name="x")
         with watch_arrays():
@@ -159,7 +159,7 @@ def test_blocks_may_end_in_any_order(block, is_usual):
 
 
 def test_no_grad_block_may_end_in_another_context():
-    """A generator that is dropped in another context, such as another thread's, disturbs nobody there."""
+    """A generator that is dropped in another context, such as another thread's, does not affect that context."""
     waiting = [inside(no_grad)]
     contextvars.copy_context().run(next, waiting[0])
     assert remembers()

@@ -74,11 +74,9 @@ def test_invalid_stacks_raise():
     blocks, scales = np.zeros((2, 3, 1, 16), np.uint8), np.zeros((2, 3, 1), np.uint8)
     quantized = {f"{name}_blocks": stored(blocks, "U8"), f"{name}_scales": stored(scales, "U8")}
     assert unstack(STACKS, quantized)["layers.0.mlp.experts.1.up.weight"].shape == (3, 32)
-    with pytest.raises(ValueError, match=r"up_blocks: expected blocks .* got shapes \(2, 3, 1, 16\) and \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"up_blocks: .*blocks .*\(2, 3, 1, 16\)"):
         unstack(STACKS, {**quantized, f"{name}_scales": stored(scales[..., 0], "U8")})
-    with pytest.raises(ValueError, match=r"up_blocks: expected .* of bytes \(U8\), got F32 and U8"):
+    with pytest.raises(ValueError, match=r"up_blocks: .*U8.*got F32 and U8"):
         unstack(STACKS, {**quantized, f"{name}_scales": stored(scales, "F32")})
-    with pytest.raises(
-        ValueError, match=r"up: expected matrices or vectors of at most 131072 experts, got shape \(1073741824, 0\)"
-    ):
+    with pytest.raises(ValueError, match=r"up: .*131072 experts, got .*1073741824"):
         unstack(STACKS, {name: StoredTensor((2**30, 0), "F32", lambda: np.empty(0))})

@@ -1,4 +1,4 @@
-"""Worker threads: work is shared out, BLAS is held back meanwhile, errors come through, nobody waits for ever."""
+"""Worker threads: work is divided, BLAS has one thread meanwhile, errors are raised, no thread waits forever."""
 
 import gc
 import os
@@ -46,7 +46,7 @@ def test_causal_chunks_are_balanced(n_workers, shape):
     busy = [0] * n_workers
     for part in parts:
         done[part] += 1
-        busy[busy.index(min(busy))] += done[part].size  # whoever is done first takes the next
+        busy[busy.index(min(busy))] += done[part].size  # the first free thread takes the next
     assert (done == 1).all()
     assert max(busy) <= 1.07 * done.size / n_workers
 
@@ -196,7 +196,7 @@ def test_concurrent_callers(n_workers):
 
 
 def test_second_caller_waits(monkeypatch, n_workers):
-    """With one worker nobody shares anything, and nobody waits."""
+    """With one worker, no work is divided and no thread waits."""
     entered, leave, finished = threading.Event(), threading.Event(), threading.Event()
 
     def stay(item):

@@ -607,11 +607,11 @@ def test_damaged_metrics_lines_are_skipped(tmp_path, damage):
 
 def test_samples_without_recorded_size_are_kept(tmp_path):
     run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
-    run.samples.write_text("somebody's\n")
+    run.samples.write_text("a user's\n")
     run.truncate_to(state)
-    assert run.samples.read_text() == "somebody's\n"
+    assert run.samples.read_text() == "a user's\n"
     run.save(state, run.last)
-    assert resume_state(run.last, TOKENS).samples_size == state.samples_size == len("somebody's\n")
+    assert resume_state(run.last, TOKENS).samples_size == state.samples_size == len("a user's\n")
     run.samples.write_text("")
     run.truncate_to(state)
     assert run.samples.read_text() == ""
@@ -619,7 +619,7 @@ def test_samples_without_recorded_size_are_kept(tmp_path):
 
 # -------------------------------------------------------------------- a full disk
 class FullDisk:
-    """Refuses so many checkpoints, as a disk does that is full."""
+    """Refuses the first checkpoints, as a full disk does."""
 
     def __init__(self, monkeypatch, n_refusals: int, number: int = errno.ENOSPC) -> None:
         self.left = n_refusals

@@ -149,7 +149,7 @@ def test_trees_must_match():
         tree_map(lambda x, y: x, (1, 2), (1,))
     with pytest.raises(ValueError, match="one structure"):
         tree_map(lambda x, y: x, {"a": 1}, {"b": 1})
-    with pytest.raises(ValueError, match=r"tangent or cotangent of shape \(3,\), got \(2,\)"):
+    with pytest.raises(ValueError, match=r"shape \(3,\), got \(2,\)"):
         jvp(wave, (float64(X),), (X[:2],))
 
 

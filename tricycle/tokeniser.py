@@ -406,7 +406,11 @@ def _expect(ok: bool, what: str, got: object) -> None:
 
 
 def _runs(text: str | bytes) -> list[str]:
-    """Split a text into runs of valid UTF-8 (even indices), invalid bytes (odd, surrogate-escaped); else ValueError."""
+    """Split a text into runs of valid UTF-8 (even), bytes of invalid UTF-8 or lone surrogates (odd, escaped).
+
+    Raises:
+        ValueError: the text is neither str nor bytes.
+    """
     _expect(isinstance(text, (str, bytes, bytearray)), "text as str or bytes", text)
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
     try:

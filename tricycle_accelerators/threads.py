@@ -129,8 +129,8 @@ def in_worker() -> bool:
 def set_blas_threads(library: Any, number: int) -> None:
     """Set a BLAS library's number of threads from any thread (threadpoolctl alone allows only one thread to).
 
-    Later versions of threadpoolctl let one thread alone set the number, the first to try, and ignore all others until
-    it ends. Whoever comes later may do it too where that thread is forgotten, before for us and after for others.
+    Later versions of threadpoolctl let only the first thread that tries set the number, and ignore all others until it
+    ends. Clearing that thread, before the call for this thread and after it for others, lets any thread set it.
     """
     forget = getattr(library, "clear_controlling_thread", lambda force: None)
     forget(force=True)

@@ -337,14 +337,14 @@ def load_examples(records: Sequence[Record], encoder: ExampleEncoder, held_out: 
     digest = hashlib.sha256(str([record.content_hash for record in (*records, *held_out)]).encode()).hexdigest()
     kinds = {record.kind for record in records}
     if held_out:
-        learnt, held = list(records), list(held_out)
+        training, held = list(records), list(held_out)
     elif kinds == {"text"} and len(records) < HELD_OUT_EVERY:
         train, rest = _cut_texts(records, encoder)
         openings = [_opening(example.ids, encoder) for example in rest[:HELD_OUT_EVERY]]
         return ExampleSplit(train, rest, openings, encoder, digest, len(records), kinds)
     else:
-        learnt, held = _split(records)
-    train = [example for record in learnt for example in encoder.encode(record)]
+        training, held = _split(records)
+    train = [example for record in training for example in encoder.encode(record)]
     rest = [example for record in held for example in encoder.encode(record)]
     if not train or not rest:
         got = f"{len(train)} and {len(rest)} examples of {len(records) + len(held_out)} records"

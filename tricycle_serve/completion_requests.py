@@ -59,7 +59,7 @@ class CompletionRequest:
         n: number of sequences per prompt.
         include_usage: whether a stream ends with the token counts.
         echo: whether the returned text includes the prompt.
-        guide: what the text must match, if the request says so.
+        guide: the constraint that the text must match; None without one.
         tools: the tools of a chat request.
     """
 

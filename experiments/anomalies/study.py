@@ -18,7 +18,7 @@ from experiments.shared.training import stream, train_best
 from tricycle.sequences.autoencoders import Autoencoder, RecurrentAutoencoder
 
 DATA, TRAINING = 1, 2  # streams that share no number
-RATES = np.linspace(0, 0.3, 61)  # shares of false alarms at which curves are kept; beyond, nobody would want them
+RATES = np.linspace(0, 0.3, 61)  # false-alarm rates of the stored curves; higher rates are of no use
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ def measure(predict: Predictor, windows: Windows, quantile: float) -> dict[str, 
     """Return "area", "curve", "found" by kind and for "all"; "false_alarms", "threshold" (of validation), "error".
 
     Returns:
-        areas and curves by kind of event and of all windows with one; with the threshold that so many of the normal
-        validation windows stay below, the share of events found by kind, and of false alarms among normal windows.
+        areas and curves by kind of event and of all windows with one; with the threshold for this fraction of normal
+        validation windows, the share of events found by kind, and of false alarms among normal windows.
     """
     errors, labels, events = scores(predict, windows.test), windows.labels, windows.series.events
     normal, known = errors[labels == -1], scores(predict, windows.validation)

@@ -68,7 +68,7 @@ def plot_errors(runs: Runs, settings: dict[str, Any], path: Path) -> None:
             places = range(len(accuracies)) if len(accuracies) == len(sizes) else [0] * len(sizes)
             panel[name] = sizes, 100 * np.array([of(runs, "classification", name, i, labels) for i in places]).T
     title = f"Codes of {settings['data']}"
-    plot_curves(curves, path, "numbers in the code", "", title, log="x", share_y=False)
+    plot_curves(curves, path, "code size", "", title, log="x", share_y=False)
 
 
 def plot_pictures(study: Study, folder: Path) -> list[str]:
@@ -78,15 +78,15 @@ def plot_pictures(study: Study, folder: Path) -> list[str]:
     rows = {"image": images}
     for size in sorted({min(settings.code_sizes), settings.variational_size}):
         rows |= {f"{name}, {size}": make(images) for name, make in study.reconstructors(size).items()}
-    draw_rows(rows, folder / "reconstruction.png", "Test images, and what is made of codes of so many numbers")
+    draw_rows(rows, folder / "reconstruction.png", "Test images and their reconstructions, by model and code size")
     noise = max(settings.noises)
     noisy = add_noise(images, noise, stream(NOISE, 2))
     rows = {"image": images, f"noise {noise:g}": noisy}
-    rows |= {name: make(noisy) for name, make in study.denoisers(noise).items() if name != "as it is"}
+    rows |= {name: make(noisy) for name, make in study.denoisers(noise).items() if name != "noisy image"}
     draw_rows(rows, folder / "denoising.png", "Noise removed from test images")
     rows = {"training images": data.train.images[:N_DRAWN]}
     rows |= {name: draw(N_DRAWN, stream(DRAWING, study.seed, 1)) for name, draw in study.generators().items()}
-    draw_rows(rows, folder / "drawn.png", f"New digits, codes of {settings.variational_size}")
+    draw_rows(rows, folder / "drawn.png", f"Generated digits, code size {settings.variational_size}")
     draw_rows(interpolations(study), folder / "between.png", "Interpolations between test images")
     plot_latent(study, folder / "codes.png")
     plot_plane(study, folder / "plane.png")
@@ -151,7 +151,7 @@ def plot_latent(study: Study, path: Path) -> None:
     deviation = study.settings.deviations[-1]
     codes = {name: make(study.data.test.images) for name, make in study.encoders(2).items() if name != "untrained"}
     codes["variational, dense"] = encode(study.get_trained("dense", 2, 0.0, deviation), study.data.test.images)
-    title = "Codes of two numbers of test images, which saw no labels"
+    title = "Codes of size 2 of test images, trained without labels"
     with drawing(path, (4 * len(codes), 4.3), title, dpi=100) as figure:
         panels = figure.subplots(1, len(codes))
         for axes, (name, points) in zip(panels, codes.items()):
@@ -177,4 +177,4 @@ def plot_plane(study: Study, path: Path, n: int = 16) -> None:
         axes = figure.subplots()
         axes.imshow(image_grid(list(images))[0], cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
         axes.set_axis_off()
-        axes.set_title("Codes of two numbers, decoded", fontsize=11)
+        axes.set_title("Decoded codes of size 2", fontsize=11)

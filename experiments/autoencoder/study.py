@@ -282,10 +282,10 @@ class Study:
         projections = [self.pca_reconstructor(n) for n in (*self.settings.code_sizes, 64) if n < clean[0].size]
         best = min(projections, key=lambda make: unexplained_variance(make(noisy), clean, self.data))
         makes: dict[str, ImageFn] = {
-            "as it is": lambda images: images,
+            "noisy image": lambda images: images,
             "PCA": best,
             "linear filter": LinearFilter(train_images, noise),
-            "dense, not trained for it": self.reconstructors(size)["dense"],
+            "dense, trained without noise": self.reconstructors(size)["dense"],
         }
         for kind in KINDS:
             makes[kind] = partial(reconstruct, self.get_trained(kind, size, noise))

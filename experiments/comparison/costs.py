@@ -107,7 +107,7 @@ def exponents(sizes: list[int], values: Any) -> list[float]:
 def paths(distances: list[int]) -> dict[str, dict[str, list[int]]]:
     """Return {layer: {"layers": number needed, "products": shortest chain in these}}, lists over the distances.
 
-    Needed are so many that the gradient of the last output reaches the first token.
+    The number needed is the smallest with which the gradient of the last output reaches the first token.
     """
     counts: dict[str, dict[str, list[int]]] = {name: {"layers": [], "products": []} for name in LAYERS}
     with tqdm(total=len(counts) * len(distances), desc="paths", unit="path") as bar:

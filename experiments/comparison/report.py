@@ -152,7 +152,7 @@ def plot_gradients(distances: list[int], runs: Runs, path: Path) -> None:
             values = np.median(measured(runs, kind, key), axis=0)
             n = int((values > LEAST_NORM).cumprod().sum())
             lines[kind] = np.arange(n), np.log10(values[:n])
-        parts = panels(lines, {"handed on as it is": (np.arange(last + 1), np.zeros(last + 1))})
+        parts = panels(lines, {"identity": (np.arange(last + 1), np.zeros(last + 1))})
         curves |= {f"{group}, {title}": part for group, part in parts.items()}
     ylabel = "log₁₀ of the gradient's norm"
     plot_curves(curves, path, "distance, tokens", ylabel, "Gradient norm at the distant token", n_columns=2)

@@ -112,11 +112,11 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
 
 
 def gradient_norms(model: RecallModel, distance: int) -> list[float]:
-    """Return [norm of the gradient of the state at the question by the embedding d tokens before], d from 0.
+    """Estimate [RMS of |d state / d embedding d tokens before| / sqrt(width)] for d from 0, by one random projection.
 
-    The root mean square over sequences of the Jacobian's Frobenius norm, divided by the root of the width: 1 where what
-    is read is handed on as it is. In place of a Jacobian there is one gradient of a random sum of its rows, whose
-    square is that of the norm in the mean.
+    The Frobenius norm of the Jacobian of the state at the question, as the root mean square over sequences. The result
+    is 1 if the state equals the embedding. The gradient of a random sum of the state's elements replaces the Jacobian:
+    the expectation of its squared norm is the squared Frobenius norm.
     """
     generator = stream(GRADIENTS, distance)
     tokens, _ = new_batch(distance, FOLLOWED, generator)

@@ -211,7 +211,7 @@ def examples(days: Sequence[date], n: int, lengths: tuple[int, int], generator: 
 
     Args:
         lengths: (0, most) for dates of which BARE stand alone and the others in texts of up to `most` characters;
-            (0, 0) for dates alone; (least, most) for texts of so many characters.
+            (0, 0) for dates alone; (least, most) for texts with that range of characters.
     """
     least, most = lengths
     made = []

@@ -41,7 +41,7 @@ class ProjectedDotProduct(ScaledDotProductAttention):
 class Seq2SeqHard(Seq2SeqAttention):
     """As `Seq2SeqAttention` after the step, but each token's context is one vector of the encoder.
 
-    In training the vector is drawn, and state["log_probability"] (B, T) is that of the draws; else it is the likeliest.
+    In training the vector is sampled, with state["log_probability"] (B, T); else it is the most probable one.
     """
 
     attention: Any  # HardAttention

@@ -106,13 +106,13 @@ def plot_training(runs: Runs, path: Path) -> None:
         losses[name] = model_runs[0]["loss_steps"], of(model_runs, "losses")
         steps = [step for step, _ in model_runs[0]["checks"]]
         checks[name] = steps, [[100 * value for _, value in run["checks"]] for run in model_runs]
-    curves = {"cross entropy in training, nats": losses, "validation dates exactly right, %": checks}
+    curves = {"cross entropy in training, nats": losses, "exact matches on validation dates, %": checks}
     plot_curves(curves, path, "step", "", share_y=False, n_columns=2)
 
 
 def plot_lengths(runs: Runs, path: Path) -> None:
     """Write an image of accuracy against text length, and of the fraction of attention on the right field."""
-    with drawing(path, (12, 5), "Unseen dates: the mean of the seeds, and their range") as figure:
+    with drawing(path, (12, 5), "Test dates: mean and range over seeds") as figure:
         panels = figure.subplots(1, 2)
         places = range(len(LENGTHS))
         for number, name in enumerate(distinct(runs)):
@@ -128,7 +128,7 @@ def plot_lengths(runs: Runs, path: Path) -> None:
             if "of_best" in model_runs[0]:
                 values = 100 * np.array([run["of_best"]["share_at_lengths"] for run in model_runs]).mean(axis=0)
                 panels[1].plot(places, values, "--", color=style["color"], label=f"{name}, best head")
-        for axes, label in zip(panels, ("exactly right, %", "weight on the characters of the right field, %")):
+        for axes, label in zip(panels, ("exact matches, %", "weight on the characters of the correct field, %")):
             axes.axvspan(-0.4, BEYOND[0] - 0.5, color="#f0f0f0", zorder=0)
             axes.set_xticks(places, map(title_of, LENGTHS), rotation=30)
             axes.set(xlabel="characters of the text (grey: in training)", ylabel=label, ylim=(-2, 102))
@@ -138,11 +138,11 @@ def plot_lengths(runs: Runs, path: Path) -> None:
 
 
 def plot_multiple_dates(runs: Runs, path: Path) -> None:
-    """Write an image of two panels against the number of dates: whole answers right, and dates right, in %."""
-    titles = {f"whole answers right, % (1 to {TRAINED_DATES} dates in training)": "whole", "dates right, %": "each"}
+    """Write an image of two panels against the number of dates: exact answers, and correct dates, in %."""
+    titles = {f"exact answers, % (1 to {TRAINED_DATES} dates in training)": "whole", "correct dates, %": "each"}
     right = lambda name, key: 100 * np.array(of(select(runs, model=name), key))
     curves = {title: {name: (COUNTS, right(name, key)) for name in distinct(runs)} for title, key in titles.items()}
-    plot_curves(curves, path, "dates of the text", "", share_y=False, n_columns=2)
+    plot_curves(curves, path, "dates in the text", "", share_y=False, n_columns=2)
 
 
 def plot_alignments(examples: list[Example], maps: dict[str, list[np.ndarray]], path: Path, n_columns: int = 1) -> None:

@@ -152,8 +152,8 @@ def batch_loss(
 ) -> tuple[Tensor, float]:
     """Return (training loss with its graph, its cross-entropy part in nats); hard attention updates `critic`.
 
-    For hard attention the reward of a choice is the log probability of the token that was made from it: with attention
-    after the step, nothing else hangs on it.
+    For hard attention the reward of a choice is the log probability of the token that was generated from it: with
+    attention after the step, nothing else depends on it.
     """
     target = target[:, : 1 + (target[:, 1:] != IGNORED).any(axis=0).sum()]  # as long as the longest here
     state = model.start_decoding(source, lengths)

@@ -1,7 +1,7 @@
 """Functions of the standard library with the first sentence of their docstrings.
 
-Held out are whole modules, with all that stands in their folder, so that no helper or sister of a held-out function is
-learnt; and of these no function whose line, or code, stands in a module of another part.
+Whole modules are held out, with all files of their folder, so that training contains no helper of a held-out function.
+Held-out functions whose signature or code also occurs in a module of another part are removed.
 """
 
 import ast

@@ -17,7 +17,7 @@ from tricycle_lab.plot import COLOURS
 Results = dict[str, Any]
 METHOD_LABELS = {"before": "before", "lora": "LoRA", "qlora": "QLoRA", "all": "all weights"}
 SCORES = {  # what the table shows of a task, in percent
-    "sums": ("right", "to the letter", "new steps", "told otherwise"),
+    "sums": ("right", "to the letter", "new steps", "other wording"),
     "docstrings": ("overlap", "the same"),
     "voice": ("copied",),
 }

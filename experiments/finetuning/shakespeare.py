@@ -8,7 +8,7 @@ from experiments.shared import texts
 TENTHS = {"train": (0, 8), "validation": (8, 9), "test": (9, 10)}  # of the text, from its beginning to its end
 TESTED = 20_000  # characters of the test's tenth that are looked at
 OPENINGS = "JULIET:\n", "This morning the computer would not start, and", "My lord, I bring you news of"
-RUN = 5  # so many words in a row that stand in the training text count as copied
+RUN = 5  # consecutive words that also occur in the training text count as copied from this number on
 OPENING_WORDS, N_OPENINGS = 24, 12
 
 

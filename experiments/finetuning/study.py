@@ -36,7 +36,7 @@ AT_ONCE = 64  # questions that are answered together
 N_SHOWN = 3  # answers of a task that are kept
 ANSWER_TOKENS = 60  # the most of an answer to GENERAL
 OWN_ANSWERS = "own answers"
-# what anybody might ask; what the model itself answered to it, before, is one of the other texts
+# general questions; the answers of the model before fine-tuning are one of the other texts
 GENERAL = (
     "What is the capital of France?",
     "Why is the sky blue?",

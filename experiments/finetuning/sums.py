@@ -1,7 +1,7 @@
 """Short arithmetic word problems with two or three steps and one right answer.
 
-A sum is where it starts and what is added or taken away, or that it doubles. No sum that is held out stands in
-training, however it is told; held out are also stories of another kind, none of whose sentences stand in training.
+A sum is where it starts and what is added or taken away, or that it doubles. No held-out sum occurs in
+training, in any wording. Stories of another kind, none of whose sentences occur in training, are held out as well.
 """
 
 import re

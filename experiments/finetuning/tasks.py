@@ -14,7 +14,7 @@ from tricycle.system.files import atomic_write
 N_STORIES = 1000  # to learn from, about as many as a training reads
 N_TESTED_TEXTS = 60  # records of a task's test of which the loss is taken
 TRAINING, VALIDATION, TEST, OTHERWISE = range(1, 5)  # streams of random numbers
-KNOWN, NEW, OTHER = "known steps", "new steps", "told otherwise"  # groups of sums
+KNOWN, NEW, OTHER = "known steps", "new steps", "other wording"  # groups of sums
 ORDER = {"train": TRAINING, "validation": VALIDATION, "test": TEST}
 
 

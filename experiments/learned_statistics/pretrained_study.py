@@ -207,7 +207,7 @@ class PretrainedEvaluator(VariantEvaluator):
         texts = {}
         for text, rows in self.tests.items():
             found = read(self.frozen.model, rows, 4)
-            same = float((found.likeliest == self._likeliest(text, job, found.likeliest)).mean())
+            same = float((found.top1 == self._top1(text, job, found.top1)).mean())
             each, bins = found.losses.mean(axis=1), np.array_split(found.losses, min(BINS, rows.shape[1] - 1), axis=1)
             texts[text] = {
                 "perplexity": round(math.exp(each.mean()), DIGITS),
@@ -237,9 +237,9 @@ class PretrainedEvaluator(VariantEvaluator):
         tokens = generate_batch(self.frozen.model, self.prompts, self.settings.n_written, temperature=0)
         return {**job._asdict(), "tokens": tokens, "seconds": round(time.perf_counter() - started, 1)}
 
-    def _likeliest(self, text: str, job: Job, found: np.ndarray) -> np.ndarray:
-        """Return a text's likeliest tokens with full softmax from a file; for job "whole" write `found` there first."""
-        path = self.folder / f"likeliest-{text}.npy"
+    def _top1(self, text: str, job: Job, found: np.ndarray) -> np.ndarray:
+        """Return a text's top-1 tokens with full softmax from a file; for job "whole" write `found` there first."""
+        path = self.folder / f"top1-{text}.npy"
         if job.kind == "whole":
             with atomic_write(path) as file:
                 np.save(file, found)

@@ -19,7 +19,7 @@ from tricycle_lab.plot import plot_curves
 PAGE = Path(__file__).with_name("heads.html")
 TITLES = {
     "largest": "the largest of n numbers",
-    "name": "a name said n lines ago",
+    "name": "a name from n lines before",
     "table": "a key in a table of n rows",
 }
 PLAIN = "softmax"
@@ -178,7 +178,7 @@ def start_table(results: dict[str, Any]) -> str:
 def plot_tasks(results: dict[str, Any], folder: Path) -> None:
     """Write accuracy.png (in %) and nats.png into a folder: curves against n, one panel for each task."""
     names = split_last(results["tasks"])
-    for key, label, scale in (("accuracy", "answers right, %", 100), ("nats", "nats an answer", 1)):
+    for key, label, scale in (("accuracy", "correct answers, %", 100), ("nats", "nats per answer", 1)):
         panels: dict[str, dict[str, tuple[Any, Any]]] = {}
         for task, title in TITLES.items():
             sizes = sizes_of(results, task)
@@ -222,11 +222,11 @@ def plot_entropies(results: dict[str, Any], path: Path) -> None:
             )
             axes.set_xscale("log", base=2)
             axes.set_xticks(lengths, [f"{n:,}" for n in lengths], fontsize=8)
-            axes.set_xlabel("tokens read")
+            axes.set_xlabel("tokens")
             axes.grid(alpha=0.25)
-        left.plot(lengths, np.log(lengths), "--", color="black", label="ln n: all keys alike")
+        left.plot(lengths, np.log(lengths), "--", color="black", label="ln n: uniform weights")
         left.set_ylabel("entropy of the weights, nats")
-        right.set_ylabel("share of weight on the first token")
+        right.set_ylabel("attention weight on the first token")
         left.legend(frameon=False)
         scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, 1), "viridis")
         figure.colorbar(scale, ax=right, label="entropy / ln n")
@@ -236,7 +236,7 @@ def plot_heads(results: dict[str, Any], path: Path) -> None:
     """Write a PNG of 3 or 4 maps, layer by head: entropy slopes, loss slopes of tasks and texts, fitted betas."""
     fit = results["fit"]
     maps: dict[str, Any] = {
-        "entropy / ln n (0 stays sharp, 1 spreads)": (entropy_slopes_within_window(results), "viridis", 0, 1),
+        "slope of the entropy by ln n (1: uniform)": (entropy_slopes_within_window(results), "viridis", 0, 1),
         "slope of the answers' loss by ln beta (blue: sharper is better)": (_mean(fit["slopes"]["tasks"]), "coolwarm"),
         "slope of the texts' loss by ln beta": (_mean(fit["slopes"]["text"]), "coolwarm"),
     }

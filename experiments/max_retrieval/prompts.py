@@ -30,7 +30,7 @@ KEYS = (
     "tower tunnel valley velvet village violin wagon wallet whale wheel willow zebra blanket"
 ).split()
 N_EXAMPLES = 4  # questions with answers that do not count
-N_QUESTIONS = 8  # that count, where a text has so many
+N_QUESTIONS = 8  # that count, or fewer if the text has fewer
 
 
 class Prompt(NamedTuple):

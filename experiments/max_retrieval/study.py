@@ -277,9 +277,9 @@ def rounded(value: float) -> float:
 
 
 def top_weights(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings: Settings, n_top: int = 16) -> dict:
-    """Return by softmax the weights (sizes, N_PAINTED, n_top) of the items with the highest priorities, rising.
+    """Return weights (sizes, N_PAINTED, n_top) of the n_top highest priorities, rising, after NaN for fewer items.
 
-    NaN where there are fewer items.
+    The weights of each softmax, by its name.
     """
     found = {name: np.full((len(settings.sizes), N_PAINTED, n_top), np.nan) for name in softmaxes}
     with no_grad():

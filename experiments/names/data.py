@@ -1,8 +1,8 @@
 """The surnames as a classification problem.
 
-The files repeat themselves: 18,012 different pairs of a name and a language stand in 20,050 lines, and 470 names stand
-in several languages. Here each pair comes once, and all pairs of one name are in the same part of the data, so that no
-tested name was ever learnt.
+The files contain duplicates: 20,050 lines have 18,012 different pairs of a name and a language, and 470 names occur in
+several languages. Here each pair occurs once, and all pairs of one name are in the same part of the data, so that no
+test name occurs in training.
 """
 
 import unicodedata

@@ -11,7 +11,7 @@ from experiments.shared.pooling_weights import evenly_spaced, new_items, plot_te
 from experiments.shared.results import Runs, distinct, of, select
 from experiments.shared.tables import cell, markdown
 
-KINDS = {"plain": "languages as they come", "even": "as if all languages were as frequent"}
+KINDS = {"plain": "frequencies of the data", "even": "uniform prior over languages"}
 NOTE = (
     "Surnames, each read by models that did not learn from it, between marks for the beginning and the end. Recurrent, "
     "Transformer: the weights of the attention pooling; what is weighed are vectors that know of the letters around. "
@@ -90,7 +90,7 @@ def draw(problem: Problem, outcome: Outcome, runs: Runs, matrices: Matrices, set
         for kind, end in (("plain", ""), ("even", ", even"))
         for name in distinct(runs)
     }
-    plot_folds(values, folder / "balanced.png", "mean recall of the languages, %", "Surnames, a point for each fold")
+    plot_folds(values, folder / "balanced.png", "mean recall over languages, %", "Surnames: one point per fold")
     plot_confusion(problem.classes, matrices[best], best, folder / "confusion.png")
     plot_training(runs, folder / "training.png")
     gaps = lambda number: [""] * len(problem.tokens[number])

@@ -277,9 +277,9 @@ def draw_maps(path: Path, model: Speller, words: Sequence[str]) -> None:
                 axes.set_xticks(range(len(letters)), letters, fontsize=8)
                 axes.set_yticks(range(len(ids)), [*sounds, "end"], fontsize=8, family="monospace")
         titles = (
-            "this letter left out: bits by which\nthe sound's distribution changes",
-            "shares of the norm of the gradient\nof the sound's log probability",
-            "probability of the sound if\nreading ends here",
+            "letter removed: KL divergence of\nthe phoneme's distribution, bits",
+            "fraction of the gradient norm of\nthe phoneme's log-probability",
+            "probability of the phoneme\nif the word ends here",
         )
         for axes, title in zip(grid[0], titles):
             axes.set_title(title, fontsize=9)
@@ -291,13 +291,13 @@ def plot_state_contents(path: Path, mean: np.ndarray, delay: Sequence[int], held
         (place, when), (memory, lost) = figure.subplots(2, 2)
         place.imshow(mean, cmap="gist_heat_r", vmin=0, extent=(0, 1, 1, 0), aspect="auto")
         place.set(
-            title="letter left out: mean of many words", xlabel="place of the letter", ylabel="place of the sound"
+            title="letter removed: mean over words", xlabel="position of the letter", ylabel="position of the phoneme"
         )
         late = np.clip(delay, -2, 6)
         shares = [100 * float((late == n).mean()) for n in range(-2, 7)]
         when.bar(range(-2, 7), shares)
         when.set_xticks(range(-2, 7), ["≤ -2", *range(-1, 6), "≥ 6"])
-        when.set(title="when a sound becomes probable", xlabel="letters after its own", ylabel="sounds, %")
+        when.set(title="when a phoneme becomes probable", xlabel="delay, letters", ylabel="phonemes, %")
         lengths = list(held)
         grid = np.full((len(lengths), max(lengths)), np.nan)
         for row, length in zip(grid, lengths):
@@ -305,14 +305,12 @@ def plot_state_contents(path: Path, mean: np.ndarray, delay: Sequence[int], held
         image = memory.imshow(100 * grid, cmap="viridis", vmin=0, vmax=100, aspect="auto")
         memory.set_yticks(range(len(lengths)), lengths)
         memory.set_xticks(range(0, max(lengths), 2), range(1, max(lengths) + 1, 2))
-        memory.set(
-            title="letters that can be read from the last state, %", xlabel="letter", ylabel="letters of the word"
-        )
+        memory.set(title="letters recovered from the final state, %", xlabel="letter", ylabel="letters of the word")
         figure.colorbar(image, ax=memory)
         for label, of_length in errors.items():
             lost.plot(list(of_length), [100 * part for _, part in of_length.values()], marker="o", label=label)
         lost.set(
-            title="consonants (b f l m n p r v) that go missing",
+            title="missed consonants (b f l m n p r v)",
             xlabel="letters of the word",
             ylabel="%",
             ylim=(0, None),
@@ -356,7 +354,7 @@ def measure_and_plot(model: Speller, settings: Settings) -> dict[str, Any]:
     joined = [words[i] + words[other] for i, other in enumerate(others)]
     together = greedy_sounds(model, np.array([states_of(model, word)[-1] for word in joined]))
     apart = [spoken[i] for pair in enumerate(others) for i in pair]
-    errors = {"a word": missed_by_length(words, spoken), "two joined": missed_by_length(joined, together)}
+    errors = {"one word": missed_by_length(words, spoken), "two joined words": missed_by_length(joined, together)}
     held = letter_readout(last[:, 1], words, settings.seed)
     untrained = Speller(last.shape[-1], settings.seed)
     random = letter_readout(np.array([states_of(untrained, word)[-1] for word in words]), words, settings.seed)

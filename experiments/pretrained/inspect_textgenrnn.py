@@ -237,11 +237,11 @@ def draw_averages(path: Path, reading: Read, gradient: np.ndarray, bits_visible:
         shares.yaxis.set_major_formatter("{x:g}")
         low, mean, high = (np.quantile(reading.scores, q, axis=0) for q in (0.05, 0.5, 0.95))
         scores.plot(back, mean, color=COLOURS[0], label="median")
-        scores.fill_between(back, low, high, color=COLOURS[0], alpha=0.25, linewidth=0, label="nine of ten")
-        scores.set(title="the attention's score", ylabel="score before the softmax")
-        costs.plot(VISIBLE, bits_visible, color=COLOURS[0], marker="o", label="the others are zeros")
+        scores.fill_between(back, low, high, color=COLOURS[0], alpha=0.25, linewidth=0, label="5th to 95th percentile")
+        scores.set(title="attention score", ylabel="score before the softmax")
+        costs.plot(VISIBLE, bits_visible, color=COLOURS[0], marker="o", label="earlier characters set to zero")
         costs.axhline(least, color=COLOURS[1], linestyle="--", label="attention replaced by the last state")
-        costs.set(title="what seeing fewer costs", xlabel="last characters seen", ylabel="bits per character")
+        costs.set(title="loss with fewer characters", xlabel="visible characters", ylabel="bits per character")
         for axes in (shares, scores):
             axes.set_xlabel("characters back")
             axes.invert_xaxis()
@@ -307,7 +307,7 @@ def measure_and_plot(model: CharacterModel, vocabulary: dict[str, int], settings
     draw_title(
         settings.output / "textgenrnn-title.png",
         settings.titles[0],
-        {"attention's weights": titles.weights[first], "gradient's shares": gradient[first]},
+        {"attention weights": titles.weights[first], "gradient fractions": gradient[first]},
     )
     path = settings.output / "textgenrnn-averages.png"
     draw_averages(path, titles, gradient, bits_visible, costs["titles"]["the last alone"])

@@ -40,7 +40,7 @@ class Variant(NamedTuple):
     @property
     def title(self) -> str:
         """Return a title such as "softmax1, LoRA", without the seed."""
-        names = {"": "as it is", "sinks": "sinks learned", "lora": "LoRA", "all": "all weights"}
+        names = {"": "no training", "sinks": "sinks learned", "lora": "LoRA", "all": "all weights"}
         begins = f" from {self.initial:g}" if self.method == "sinks" else ""
         return f"{self.softmax}, {names[self.method]}{begins}"
 

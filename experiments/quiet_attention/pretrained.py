@@ -39,7 +39,7 @@ class Settings:
     """The model, the training of the variants, and the texts."""
 
     model: str  # as `tricycle.pretrained.load` takes it
-    seeds: int  # how often what is learnt is learnt
+    seeds: int  # runs of each trained variant
     steps: int  # updates of each training
     rows: int = 2  # pieces of text an update
     tokens: int = 256  # of each piece

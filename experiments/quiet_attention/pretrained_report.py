@@ -219,7 +219,7 @@ def draw(path: Path, groups: Groups, before: Result) -> None:
             )
             stream.plot(largest, label=title, **style)
             share.plot(100 * np.mean([np.mean(one["inside"]["first"], axis=1) for one in some], axis=0), **style)
-        stream.set(yscale="log", xlabel="layer", title="Largest value of the residual stream behind each block")
+        stream.set(yscale="log", xlabel="layer", title="Largest value of the residual stream after each block")
         stream.yaxis.set_major_formatter("{x:,.0f}")
         stream.legend(frameon=False, fontsize=8)
         share.set(xlabel="layer", ylim=(0, None), title="Attention weight on the first token, %, mean of heads")
@@ -232,7 +232,7 @@ def _draw_heads(figure: Any, axes: Any, before: Result) -> None:
     """Draw a heat map, layers by heads, of the untrained model's weight in % on the first token, with a color bar."""
     shares = np.mean([found["first_share"] for found in before["texts"].values()], axis=0)
     image = axes.imshow(100 * shares.T, aspect="auto", cmap="viridis", vmin=0)
-    axes.set(xlabel="layer", ylabel="head", title="Attention weight on the first token, %, model as it is")
+    axes.set(xlabel="layer", ylabel="head", title="Attention weight on the first token, %, before training")
     figure.colorbar(image, ax=axes)
 
 

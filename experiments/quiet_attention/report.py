@@ -35,11 +35,11 @@ FIGURES: dict[str, tuple[Callable[[Row], float], int]] = {
     "kurtosis of weights, all matrices": (mean_of("weight_kurtosis", ".weights"), 2),
     "kurtosis of weights, q k v": (mean_of("weight_kurtosis", "qkv.weights"), 2),
     "kurtosis of weights, attention's projection": (mean_of("weight_kurtosis", "attention.projection.weights"), 2),
-    "kurtosis of the stream behind each block": (lambda row: float(np.mean(streams(row, "activation_kurtosis"))), 2),
-    "kurtosis of what attention adds": (mean_of("activation_kurtosis", ".attention"), 2),
-    "kurtosis of what the MLP adds": (mean_of("activation_kurtosis", ".mlp"), 2),
+    "kurtosis of the stream after each block": (lambda row: float(np.mean(streams(row, "activation_kurtosis"))), 2),
+    "kurtosis of the attention output": (mean_of("activation_kurtosis", ".attention"), 2),
+    "kurtosis of the MLP output": (mean_of("activation_kurtosis", ".mlp"), 2),
     "largest activation in the stream": (lambda row: max(streams(row, "largest_activation")), 1),
-    "attended to nothing": (mean_of("nothing", ".attention"), 3),
+    "1 - sum of attention weights": (mean_of("nothing", ".attention"), 3),
 }
 
 
@@ -65,7 +65,7 @@ def report(folder: Path, variants: tuple[str, ...], seeds: int, tokeniser: Token
         streams_of = {name: x for name, x in probe.activations.items() if name.rpartition(".")[2].isdigit()}
         arrays |= {f"{variant}, {name}": x for name, x in streams_of.items()}
         weights[variant] = {name: x[0] for name, x in probe.weights.items()}
-    title = "The residual stream behind each block"
+    title = "The residual stream after each block"
     plot_distributions(arrays, folder / "activations.png", title, n_columns=len(arrays) // len(variants))
     texts = [tokeniser.decode([token]) if token != tokeniser.end_of_text else "⏹" for token in shown.tolist()]
     write_attention_page(folder / "attention.html", weights, texts, "Attention with softmax and with softmax1")
@@ -100,4 +100,4 @@ def draw(path: Path, runs: Runs) -> None:
                 steps = [row["step"] for row in found[0][start:]]
                 values = [[figure(row) for row in run[start:]] for run in found]
                 curves.setdefault(name, {})[variant] = (steps, values)
-    plot_curves(curves, path, "step", "", "softmax and softmax1, mean and range of the seeds", share_y=False)
+    plot_curves(curves, path, "step", "", "softmax and softmax1: mean and range over seeds", share_y=False)

@@ -16,7 +16,7 @@ from experiments.shared.program import Outcome, run_study
 from experiments.shared.results import save
 from tricycle_cli.flags import run_main
 
-LEAST, KEPT = 20, 40  # favourites come at least so often; so many of each model go to results.json
+LEAST, KEPT = 20, 40  # the least count of a listed word; the number of words of each model in results.json
 
 
 def study(settings: Settings) -> Outcome:

@@ -41,7 +41,7 @@ def load(most: int) -> tuple[list[str], Problem]:
 
 
 PLACES = 6  # a stream of random numbers, beside those of classification.py
-BAYES = {"naive Bayes, words": 1, "naive Bayes, words and pairs": 2}  # up to so many words in a row
+BAYES = {"naive Bayes, words": 1, "naive Bayes, words and pairs": 2}  # the longest n-gram, in words
 
 # Settled on validation sentences of the first folds; the README says what was tried.
 RECIPES = {

@@ -31,7 +31,7 @@ from tricycle.training import train_on_batch
 
 PADDING, UNKNOWN, N_SPECIAL = 0, 1, 2
 SPLIT, WEIGHTS, ORDER, DROPPED = range(1, 5)  # streams that share no number
-MOST = 10_000  # tokens that go through a model at once when nothing is learnt
+MOST = 10_000  # tokens of a forward pass without training
 
 
 # -------------------------------------------------------------------- data
@@ -265,7 +265,7 @@ def loss_and_accuracy(logits: np.ndarray, labels: np.ndarray) -> tuple[float, fl
 
 
 # -------------------------------------------------------------------- cross validation
-TOGETHER = "all together"
+TOGETHER = "ensemble"
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def text_of(name: str, part: str) -> str:
     """Return a TEXTS text ("code", "shakespeare", "captions") of "train" or "test"; ValueError for other names.
 
     Args:
-        name: in TEXTS. part: "train", or "test", of which nothing is to be learnt: one source file in twenty, the last
+        name: in TEXTS. part: "train", or "test", which is held out: one source file in twenty, the last
             tenth of the plays, and Multi30k's validation and test sentences.
 
     Raises:
@@ -64,8 +64,8 @@ def _code(held_out: bool) -> str:
 
 def _plays(held_out: bool) -> str:
     """Return Shakespeare's plays: the last tenth if `held_out`, else the text before it."""
-    learnt, kept = hold_out_tail(plays())
-    return (kept if held_out else learnt)[0].decode("utf-8")
+    training, test = hold_out_tail(plays())
+    return (test if held_out else training)[0].decode("utf-8")
 
 
 def _captions(held_out: bool) -> str:
@@ -131,7 +131,7 @@ class Read(NamedTuple):
     """The losses of rows (N, T + 1), in nats for each token but the first, and the most probable tokens (N, T)."""
 
     losses: np.ndarray
-    likeliest: np.ndarray
+    top1: np.ndarray
 
 
 def token_losses(model: GPT, ids: np.ndarray, n_rows: int = 0) -> np.ndarray:
@@ -153,15 +153,15 @@ def read(model: GPT, ids: np.ndarray, n_rows: int = 0) -> Read:
 
 def _read(model: GPT, rows: np.ndarray) -> Read:
     """Return the Read of a batch of rows; compute logits for some positions at a time, to save memory."""
-    losses, likeliest = [], []
+    losses, top1 = [], []
     hidden = model.hidden_states(model.place(rows[:, :-1]))
     step = max(1, ROWS_OF_LOGITS // len(rows))
     for start in range(0, hidden.shape[1], step):
         labels = rows[:, 1:][:, start : start + step, None]
         log_shares = to_cpu(LogSoftmax()(model.logits(hidden[:, start : start + step])).array)
         losses.append(-np.take_along_axis(log_shares, labels, axis=-1)[..., 0])
-        likeliest.append(log_shares.argmax(axis=-1))
-    return Read(np.concatenate(losses, axis=1), np.concatenate(likeliest, axis=1))
+        top1.append(log_shares.argmax(axis=-1))
+    return Read(np.concatenate(losses, axis=1), np.concatenate(top1, axis=1))
 
 
 def perplexity(losses: np.ndarray) -> float:

@@ -67,7 +67,7 @@ ADAMW = {name: PLAIN[name] for name in ("optimiser", "max_learning_rate", "warmu
 
 VARIANTS: dict[str, Variant] = {
     RECIPE: Variant("the recipe", {}),
-    "plain": Variant("none of it: GPT-2's model, AdamW", PLAIN),
+    "plain": Variant("GPT-2's model and AdamW", PLAIN),
     "adamw": Variant("AdamW instead of Muon, with its own rate, warm-up and clipping", ADAMW),
     "no-qk-norm": Variant("no QK-norm", {"qk_norm": False}),
     "learned-positions": Variant("learned positions, no QK-norm", LEARNED),
@@ -78,7 +78,7 @@ VARIANTS: dict[str, Variant] = {
     "no-shift": Variant("no token shift", {"token_shift": False}),
     "no-key-shift": Variant("no shift of keys", {"key_shift": False}),
     "cosine": Variant("cosine instead of linear", {"schedule": "cosine"}),
-    "untied": Variant("output layer of its own", {"tied": False}),
+    "untied": Variant("untied output layer", {"tied": False}),
     "vocabulary-1024": Variant("vocabulary of 1,024", {"vocab_size": 1024}),
     "softmax1": Variant("softmax1 in attention", {"softmax": "softmax1"}),
 }

@@ -111,7 +111,7 @@ def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dic
     with tqdm(total=total, unit="function", dynamic_ncols=True) as bar:
         for kind, starts in prompts.items():
             for temperature in settings.temperatures:
-                # the likeliest continuation of one prompt is one text
+                # the greedy continuation of one prompt is one text
                 some = starts[:1] if temperature == 0 and kind == PLAIN else starts
                 samples: list[tuple[str, bool]] = []
                 seed = settings.seed + settings.samples * len(rows)

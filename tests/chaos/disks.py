@@ -580,7 +580,7 @@ def make_fast_and_deterministic() -> None:
 
 
 def resume_or_restart(case: TrainingRun) -> Outcome:
-    """Resume a run as a user would, or start it again if the program says so."""
+    """Resume a run as a user would, or start it again if the program tells them to."""
     done = train_in_child(case, case.resume_args)
     if done.status and "start again without --resume" in done.err:
         return train_in_child(case, case.start_args)

@@ -127,7 +127,7 @@ def _pack_key_blocks(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> Non
         pack_right_transposed(x[start : start + KEYS], scratch, out[first : first + n_steps])
 
 
-# -------------------------------------------------------------------- what is seen of a block
+# -------------------------------------------------------------------- the visible part of a block
 # shape: how many queries and keys a block has. ends: the key after the last that its first query sees; the window or 0.
 @numba.njit(inline="always")
 def _n_visible(t: int, n_keys: int, end: int) -> int:
@@ -406,7 +406,7 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
 
 
 # -------------------------------------------------------------------- compiled where they are asked for
-# By themselves for each kind: that takes seconds, and nobody needs all of them.
+# Each kind separately: compiling takes seconds, and no program needs all of them.
 def _heads_signature(narrow: bool) -> str:
     """Return Numba's type of a 3-D array: bfloat16 bits (uint16) if `narrow`, else float32."""
     return "u2[:, :, :]" if narrow else "f4[:, :, :]"

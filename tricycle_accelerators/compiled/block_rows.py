@@ -278,7 +278,10 @@ def add_products_of_four(builder: Any, sums: Any, integers: Any, x: Any, signed:
 
 
 def _emit_quantize(builder: Any, arguments: Sequence[Any]) -> Any:
-    """Emit the quantization of n_parts parts of a vector; see `quantize_vector` for the arguments and the result."""
+    """Emit int8 quantization with scales and sums of n_parts parts of a vector; return whether all are finite.
+
+    See `quantize_vector` for the arguments.
+    """
     x, integers, fours, scales, sums, n_parts = arguments
     numbers, words = ir.VectorType(FLOAT, PART), ir.VectorType(PAIR, PART)
 

@@ -87,7 +87,7 @@ def _compute_chunk(box: Any, place: int, part: int) -> bool:
 
 
 def _compute_all(place: int, part: int, n_parts: int) -> None:
-    """Compute what is left of a thread's part of a job, then what is left of the others' (work stealing).
+    """Compute the remaining rows of a thread's part, then those of the other threads' parts (work stealing).
 
     `place` is the address of the mailbox.
     """

@@ -219,7 +219,7 @@ def _cached_graph(
             built.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         except cudnn.cudnnGraphNotSupportedError:
             built = None
-        except RuntimeError as error:  # a library that is broken or too old: slower, but nobody need stop
+        except RuntimeError as error:  # a library that is broken or too old: slower, but no error
             said = " ".join(str(error).split())
             warnings.warn(f"cuDNN's attention failed, so another kernel is used: {said}", stacklevel=2)
             built = None

@@ -4,8 +4,8 @@ NumPy has no bfloat16; oneDNN (https://github.com/uxlfoundation/oneDNN) has, for
 where a product of 16-bit operands takes half the time of a float32 one. Its sums are float32. It comes with
 `pip install 'tricycle-gpt[bf16]'`.
 
-Each of the library's worker threads calls it for a part of its own, and OpenMP inside oneDNN is told to use one thread
-for each of them: a team of its own would spin beside ours, and sums would depend on how work was divided. Products of a
+Each of the library's worker threads calls it for a part of its own, and OpenMP inside oneDNN is set to one thread
+for each of them: a second team would spin beside this one, and sums would depend on how work was divided. Products of a
 few rows alone are OpenMP's to share, while its threads keep up (`spin_threads.py`).
 
 Sources: oneDNN Developer Guide, "Basic Concepts" and "Matrix Multiplication"; constants as in `dnnl_types.h`.
@@ -265,7 +265,7 @@ class _Primitive:
         *layouts: Layout,
         n_threads: int = 1,
     ) -> None:
-        # before the number of threads is told, for what oneDNN likes best depends on it
+        # before the number of threads is set, because the layout that oneDNN selects depends on it
         descriptors = {place: _descriptor(layout) for place, layout in zip(places, layouts)}
         self.free, self.held, engine = _library()
         self.held.omp_set_num_threads(n_threads)

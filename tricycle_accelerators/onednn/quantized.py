@@ -1,9 +1,8 @@
 """Products with quantized matrices by oneDNN.
 
-The matrix lies once in the layout that oneDNN likes best. A float32 row is made two rows of 8 or 16 bits, of what is
-large in its numbers and of what is left: both are multiplied with a weight when that has come from memory, which is
-what takes the time. So what is rounded is the weights alone. (With one row of 8 bits SmolLM2's perplexity rises by 4%,
-with two by what the weights' own rounding costs.)
+The matrix is stored once, in the layout that oneDNN selects. A float32 row is split into a high and a low row of 8 or
+16 bits. Both use a weight while it is loaded, because memory bandwidth dominates. Only the weights are therefore
+rounded. (With one row of 8 bits SmolLM2's perplexity rises by 4%, with two only by the rounding of the weights.)
 """
 
 from __future__ import annotations
