@@ -19,8 +19,6 @@ ARCHITECTURES = {name: RENAMED.get(family.model_type, family.model_type) for nam
 NOT_READ = (
     "mistral",
     "opt",
-    "stablelm",
-    "smollm3",
     "gptj",
     "qwen3_next",
     "granitemoehybrid",
@@ -34,6 +32,7 @@ KNOWN = {
     "OLMoE": {"num_key_value_heads": 4},
     "Falcon, 40B": {"bias": False},
     "gpt-oss": {"tie_word_embeddings": False, "attention_bias": True},
+    "SmolLM3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
     "OLMo 2": {"tie_word_embeddings": False},
     "Gemma 2": {"query_pre_attn_scalar": 8},
     "DeepSeek-V2": {
@@ -107,7 +106,7 @@ def stacked_experts(state: dict[str, Any]) -> dict[str, Any]:
 def _convert_values(architecture: str, name: str, values: np.ndarray, config: Any) -> np.ndarray:
     n_heads = config.num_attention_heads
     layer = name.split(".")[-2]
-    if architecture in ("llama", "granite", "granitemoe") and layer in ("attn_q", "attn_k"):
+    if architecture in ("llama", "smollm3", "granite", "granitemoe") and layer in ("attn_q", "attn_k"):
         n = n_heads if layer == "attn_q" else config.num_key_value_heads
         return values.reshape(n, 2, values.shape[0] // n // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from transformers_families import difference, hf_logits
 
 from tricycle.decoding.penalties import PenalizedSamplingParams
@@ -17,6 +20,29 @@ from tricycle.pretrained.adapters import load_adapter, new_adapter, save_adapter
 from tricycle.pretrained.export import export_folder
 
 PROMPT = [3, 1, 4, 15, 9, 2, 6]
+
+
+def compute_in_float64(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
+    """Let modules of transformers, which cast to float32 at any precision of the weights, cast to float64 instead."""
+    import torch
+
+    double = {**vars(torch), "float32": torch.float64, "float": torch.float64}
+    for module in modules:
+        monkeypatch.setattr(module, "torch", SimpleNamespace(**double))
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.is_floating_point() else x.double())
+
+
+def to_float64(hf_model: Any) -> Any:
+    """Return a copy of a model of transformers whose weights and constants, such as frequencies, are in float64."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        double = type(hf_model)(hf_model.config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    double.load_state_dict(hf_model.state_dict())
+    return double
 
 
 def differences_in_float64(folder: Path, hf_model: Any, tokens: np.ndarray) -> tuple[float, dict[str, float]]:
@@ -63,22 +89,34 @@ def check_tokens_and_export(hf_model: Any, tokens: np.ndarray, folder: Path) -> 
     assert all(torch.equal(tensor, theirs[key]) for key, tensor in hf_model.state_dict().items())
 
 
-def check_adapter(hf_model: Any, targets: tuple[str, ...], tokens: np.ndarray, folder: Path) -> None:
-    """Check that PEFT computes equal logits with a saved adapter, and that it loads again."""
+def check_adapter(
+    hf_model: Any,
+    targets: tuple[str, ...],
+    inputs: tuple[np.ndarray, ...],
+    folder: Path,
+    hf_outputs: Callable[..., Any] = hf_logits,
+) -> None:
+    """Check that PEFT computes equal outputs with a saved adapter, and that it loads again.
+
+    Args:
+        inputs: arguments of our model, and of hf_outputs after the model of transformers.
+        hf_outputs: returns an array or a tensor.
+    """
     import peft
 
     hf_model.save_pretrained(folder / "model")
     loaded = load(folder / "model")
-    before = loaded.model(tokens).array
+    before = loaded.model(*inputs).array
     adapter = new_adapter(loaded, LoRAConfig(rank=2, targets=targets))
     generator = np.random.default_rng(0)
     for up in (up for low_rank in adapter.low_ranks.values() for up in low_rank.ups):
         up.array[...] = generator.normal(0, 0.2, up.shape)
-    adapted = loaded.model(tokens).array
+    adapted = loaded.model(*inputs).array
     assert difference(adapted, before) > 0.01
     save_adapter(adapter, loaded, folder / "adapter")
     hf_model = peft.PeftModel.from_pretrained(hf_model, folder / "adapter").eval()
-    assert difference(adapted, hf_logits(hf_model, tokens)) < 1e-4  # in float32
+    expected = hf_outputs(hf_model, *inputs)
+    assert difference(adapted, np.asarray(getattr(expected, "detach", lambda: expected)())) < 1e-4  # in float32
     adapter.detach()
     load_adapter(loaded, folder / "adapter")
-    np.testing.assert_array_equal(loaded.model(tokens).array, adapted)
+    np.testing.assert_array_equal(loaded.model(*inputs).array, adapted)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hf_checks import check_adapter, check_tokens_and_export, differences_in_float64
+from hf_checks import check_adapter, check_tokens_and_export, compute_in_float64, differences_in_float64, to_float64
 from transformers_families import difference, hf_logits, randomize_weights
 
 from tricycle.configs.size import min_n_weights
@@ -62,20 +61,11 @@ def new_hf_model(name: str) -> Any:
 @each_case
 def test_logits_and_gradients_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64: in float32, rounding changes the logits of each library by up to 7e-6, and gradients by 8e-5."""
-    torch = pytest.importorskip("torch")
     modeling = pytest.importorskip("transformers.models.gemma3n.modeling_gemma3n")
-    # The torch code computes norms, softmax, rotary angles and constants in float32 at any precision of the weights.
-    double = {**vars(torch), "float32": torch.float64, "float": torch.float64}
-    monkeypatch.setattr(modeling, "torch", SimpleNamespace(**double))
     weights = new_hf_model(name)
     weights.save_pretrained(tmp_path / "model")
-    torch.set_default_dtype(torch.float64)
-    try:
-        hf_model = type(weights)(weights.config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    hf_model.load_state_dict(weights.state_dict())
-    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.is_floating_point() else x.double())
+    compute_in_float64(monkeypatch, modeling)
+    hf_model = to_float64(weights)
     by_logits, worst = differences_in_float64(tmp_path, hf_model, TOKENS)
     assert by_logits < (2e-8 if "rope_parameters" in CASES[name] else 1e-12)  # scaled RoPE has 32 bits there
     assert max(worst.values()) < 1e-7, worst
@@ -124,7 +114,7 @@ TARGETS += ["per_layer_model_projection", "altup_projections.1", "modality_route
 @pytest.mark.parametrize("targets", [TARGETS, ["all-linear"]], ids=["some layers", "all layers"])
 def test_adapters_have_the_names_of_peft(targets: list[str], tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    check_adapter(new_hf_model("shared keys, sparse"), tuple(targets), TOKENS, tmp_path)
+    check_adapter(new_hf_model("shared keys, sparse"), tuple(targets), (TOKENS,), tmp_path)
 
 
 def test_absent_fields_have_the_defaults_of_transformers() -> None:

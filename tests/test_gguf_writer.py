@@ -62,6 +62,8 @@ NEOX = {**GPT2, "positions": "rotary", "rotary_fraction": 0.3, "activation": "ge
 PHI = {**GPT2, "positions": "rotary", "rotary_fraction": 0.5, "parallel": True, "shared_norm": True, "tied": False}
 PHI3 = {**LLAMA, "rotary_scaling": "longrope", "rotary_original_window": 4, "rotary_attention_factor": 1.25}
 PHI3 |= {"rotary_fraction": 0.75, "rotary_divisors": (*(1, 1.25, 1.5, 2, 2.5, 3), *(2, 4, 6, 8, 10, 12))}
+STABLELM = {**PHI, "activation": "swish", "gated": True, "hidden_size": 96, "n_key_heads": 2}
+STABLELM |= dict.fromkeys(("output_bias", "mlp_bias"), False)
 FALCON = {**PHI, "rotary_fraction": 1.0, "activation": "gelu_exact", "n_key_heads": 1, "tied": True}
 FALCON |= dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), False)
 LLAMA_3 = {"rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_original_window": 32, "rotary_base": 1000.0}
@@ -104,6 +106,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoe", {**MIXTURE, **GRANITE, "tied": True}),
     "gpt-oss": ("gpt-oss", GPT_OSS),
     "gpt-oss, other layers": ("gpt-oss", {**GPT_OSS, "rotary_scaling": "none", "n_layers": 3}),
+    "smollm3": ("smollm3", {**LLAMA, "n_layers": 5, "unrotated_layers": (3,), **YARN}),
+    "smollm3, untied": ("smollm3", {**LLAMA, "n_layers": 9, "unrotated_layers": (3, 7), "tied": False}),
     "olmo2": ("olmo2", OLMO2),
     "gemma2": ("gemma2", GEMMA2),
     "gemma2, linear": ("gemma2", {**GEMMA2, "rotary_scaling": "linear", "rotary_factor": 3.0}),
@@ -118,6 +122,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", PHI3),
     "phi3, short texts": ("phi3", {**PHI3, "rotary_original_window": 512, "context_window": 1024}),
     "phi3, untied": ("phi3", {**LLAMA, "rotary_fraction": 0.5, "tied": False}),
+    "stablelm": ("stablelm", {**STABLELM, "parallel": False, "shared_norm": False}),
+    "stablelm, parallel": ("stablelm", {**STABLELM, "qkv_bias": False, **YARN}),
     "gptneox, yarn": ("gptneox", {**NEOX, **YARN}),
     "gptneox, one after the other": ("gptneox", {**NEOX, "qkv_bias": False, "output_bias": False}),
     "phi2": ("phi2", {**PHI, "head_bias": True}),

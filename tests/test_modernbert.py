@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hf_checks import check_adapter
 from transformers_families import difference, read
 
 from tricycle.configs import EncoderConfig
@@ -43,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 each_case = pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
-AGREED = 5e-6
+AGREED = 3e-6
 
 
 def a_model(fields: dict[str, Any]) -> Any:
@@ -89,6 +90,16 @@ def test_padding_and_folders(fields: dict[str, Any], tmp_path: Path) -> None:
     with torch.no_grad():
         again = hf_model.eval()(torch.from_numpy(TOKENS), torch.from_numpy(mask)).last_hidden_state.numpy()
     assert difference(again[mask], expected[mask]) < AGREED
+
+
+@pytest.mark.parametrize("targets", [("Wqkv", "Wi"), ("all-linear",)], ids=str)
+def test_adapters_have_the_names_of_peft(targets: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+
+    def hidden_states(encoder: Any, tokens: np.ndarray) -> Any:
+        return encoder(torch.from_numpy(tokens)).last_hidden_state
+
+    check_adapter(a_model(CASES["usual"]), targets, (TOKENS,), tmp_path, hidden_states)
 
 
 def test_head_is_passed_over(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hf_checks import check_adapter
 from programs import run_here
 from transformers_families import difference, randomize_weights
 
@@ -145,6 +146,15 @@ def test_a_model_is_exported_and_read_again(pair: tuple[EncoderDecoderTransforme
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
     expected = hf_logits(hf_model, SOURCE, TARGET, LENGTHS).detach().numpy()
     assert difference(hf_logits(theirs, SOURCE, TARGET, LENGTHS).detach().numpy(), expected) < AGREED
+
+
+ADAPTED = {"T5": ("q", "v", "wi"), "T5 1.1": ("all-linear",), "BART": ("q_proj", "fc1"), "Marian": ("all-linear",)}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_have_the_names_of_peft(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    check_adapter(new_hf_model(name), ADAPTED[name], (SOURCE, TARGET, LENGTHS), tmp_path, hf_logits)
 
 
 # -------------------------------------------------------------------- generation

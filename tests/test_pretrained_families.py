@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hf_checks import compute_in_float64, differences_in_float64, to_float64
 from transformers_families import FAMILIES as SMALL
 from transformers_families import (
     GEMMA3_ROPE,
@@ -41,6 +43,7 @@ from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.families.deepseek import uninitialized_latent
 from tricycle.pretrained.families.family import uninitialized_gpt
+from tricycle.tensor import no_grad
 from tricycle_lab.probe import Probe
 
 torch = pytest.importorskip("torch")
@@ -48,7 +51,7 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-AGREED = 2e-5  # rounding makes differences of 2e-6 at most
+AGREED = 3e-6
 N_NEW = 64  # tokens
 PROMPT = [3, 1, 4, 15, 9, 2, 6]
 LLAMA = hf_llama_fields(max_position_embeddings=128, tie_word_embeddings=False)
@@ -184,6 +187,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**PHI, "num_attention_heads": 4, "num_key_value_heads": 2, **rope(partial_rotary_factor=0.7)},
     ),
 }
+# Cases in which rounding changes some gradients by more, in transformers by up to 2.2e-5.
+ROUNDED = ("llama, YaRN", "qwen3, llama3", "olmo2, all heads")
 each_family = pytest.mark.parametrize("family", SMALL.values(), ids=SMALL)
 
 
@@ -222,12 +227,31 @@ def test_logits_gradients_and_tokens_agree(name: str, tmp_path: Path) -> None:
     model = load(tmp_path).model
     assert difference(model(TOKENS).array, hf_logits(hf_model, TOKENS)) < AGREED
     by, where = compare_gradients(model, hf_model, TOKENS)
-    assert by < AGREED, where
+    assert by < (2e-5 if name in ROUNDED else AGREED), where
     assert list(generate(model, PROMPT, N_NEW, temperature=0)) == hf_tokens(hf_model)
     # random models soon say one thing for ever, which would agree too easily
     varied = list(generate(model, PROMPT, N_NEW, PenalizedSamplingParams(0, no_repeat_ngram_size=2)))
     assert varied == hf_tokens(hf_model, no_repeat_ngram_size=2)
     assert len(set(varied)) > 7
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_gradients_agree_in_float64(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = new_case(name)
+    weights.save_pretrained(tmp_path / "model")
+    compute_in_float64(monkeypatch, sys.modules[type(weights).__module__], transformers.modeling_rope_utils)
+    by_logits, worst = differences_in_float64(tmp_path, to_float64(weights), TOKENS)
+    assert by_logits < 1e-12
+    assert max(worst.values()) < 1e-7, worst
+
+
+@each_family
+def test_cached_logits_are_those_of_the_whole_text(family: Family) -> None:
+    model = read(new_hf_model(family.model_type, family.hf_fields))
+    tokens, caches = TOKENS[:, :24], model.new_caches()
+    with no_grad():
+        parts = [model(tokens[:, a:b], caches).array for a, b in ((0, 7), (7, 8), (8, 9), (9, 24))]
+        assert difference(np.concatenate(parts, axis=1), model(tokens).array) < AGREED
 
 
 def hf_tokens(hf_model: Any, **settings: Any) -> list[int]:

@@ -33,11 +33,15 @@ from tricycle.pretrained.gguf_adapters import LowRankFactors, find_architecture,
 from tricycle.pretrained.gguf_names import AttentionHeads
 from tricycle.pretrained.safetensors_weights import read_tensors, write_tensors
 from tricycle.pretrained.stored_model import StoredTensor, error_prefix
+from tricycle.sequences.seq2seq import EncoderDecoderTransformer
+from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.files import atomic_write, read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 TENSOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B|magnitude_vector)(?:\.weight)?")
+# Of PEFT, which expects methods of a text generator unless the model is an encoder.
+TASK_TYPES: dict[type, str] = {TextEncoder: "FEATURE_EXTRACTION", EncoderDecoderTransformer: "SEQ_2_SEQ_LM"}
 # Fields of adapter_config.json that change what an adapter computes, and their supported values.
 REQUIRED_FIELDS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -115,7 +119,7 @@ class TargetModules:
         selected: set[str] = set()
         for target in targets:
             if target == ALL_LINEAR:
-                in_blocks = [module for module in self.all if module.layer.startswith("blocks.")]
+                in_blocks = [module for module in self.all if ".blocks." in f".{module.layer}"]
                 matches = [module.name for module in in_blocks if not module.layer.startswith(self.stacked)]
             else:
                 matches = [module.name for module in self.all if f".{module.name}".endswith(f".{target}")]
@@ -267,7 +271,7 @@ def _adapter_config_fields(adapter: Adapter, modules: TargetModules) -> dict[str
     alphas = {t.name: t.scale * (math.sqrt(t.rank) if config.rank_stabilised else t.rank) for t in targets}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": TASK_TYPES.get(type(modules.model), "CAUSAL_LM"),
         "base_model_name_or_path": adapter.base_name or None,
         "r": config.rank,
         "lora_alpha": config.alpha,

@@ -273,6 +273,13 @@ def _olmo2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     return fields
 
 
+def _smollm3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return SmolLM3's config.json fields: no window, no biases, and no RoPE in every fourth layer."""
+    fields = _like_llama(metadata, divisors, "smollm3") | {"hidden_act": "silu", "no_rope_layer_interval": 4}
+    del fields["head_dim"]
+    return fields
+
+
 def _like_gemma(metadata: ModelMetadata, divisors: np.ndarray | None, model_type: str, n_layers_of_27b: int) -> Fields:
     """Return the fields that Gemma 2 and 3 share: Llama's, query_pre_attn_scalar (special for 27B), activation.
 
@@ -408,6 +415,19 @@ def _phi3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
         "sliding_window": metadata.positive_int(window) if metadata.get(window) else None,
         **rope_scaling(metadata, divisors),
         **metadata.vocabulary_fields(),
+    }
+
+
+def _stablelm(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return StableLM's config.json fields: Phi's with SwiGLU, biases of Q, K, V if present, parallel without ffn_norm.
+
+    llama.cpp also ignores the key use_parallel_residual, which some converted files state wrongly.
+    """
+    return _phi2(metadata, divisors) | {
+        "model_type": "stablelm",
+        "hidden_act": "silu",
+        "use_parallel_residual": not metadata.has_tensor("blk.0.ffn_norm.weight"),
+        "use_qkv_bias": metadata.has_tensor("blk.0.attn_q.bias"),
     }
 
 
@@ -557,6 +577,7 @@ CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] 
     "qwen3moe": _qwen3moe,
     "olmoe": _olmoe,
     "gpt-oss": _gpt_oss,
+    "smollm3": _smollm3,
     "olmo2": _olmo2,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -565,6 +586,7 @@ CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] 
     "gptneox": _neox,
     "phi2": _phi2,
     "phi3": _phi3,
+    "stablelm": _stablelm,
     "command-r": _command_r,
     "falcon": _falcon,
     "bert": _bert,

@@ -41,6 +41,8 @@ from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
+from tricycle.pretrained.families.smollm3 import SMOLLM3
+from tricycle.pretrained.families.stablelm import STABLELM
 from tricycle.pretrained.families.stacks import Stack
 from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.gguf_config import CONFIG_READERS, GEMMA3N_METADATA, GEMMA3N_OWN_KEYS, SIZE_METADATA
@@ -152,6 +154,8 @@ def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["per_layer_token_embd.weight"] = (config.per_layer_rows, config.n_layers * config.per_layer_size)
     if config.parallel and not config.shared_norm:
         shapes["blk.0.attn_norm_2.weight"] = (width,)
+    if not config.shared_norm:
+        shapes["blk.0.ffn_norm.weight"] = (width,)
     has_output_bias = has_bias(config, "output")
     layer = min(getattr(config, "attention_layers", ()), default=0)
     # An architecture with biases of the output matrix also has those of queries, keys and values.
@@ -387,6 +391,7 @@ def _deepseek2(config: LatentConfig) -> Metadata:
 METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[Any], Metadata]]] = {
     "qwen2": ((QWEN2,), _like_llama),
     "llama": ((LLAMA, MIXTRAL), _like_llama),
+    "smollm3": ((SMOLLM3,), _like_llama),
     "olmo2": ((OLMO2,), _like_llama),
     "qwen3": ((QWEN3,), _like_llama),
     "qwen3moe": ((QWEN3_MOE,), _like_llama),
@@ -403,6 +408,7 @@ METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[Any], Metadata]]
     "gptneox": ((NEOX,), _neox),
     "phi2": ((PHI,), _phi2),
     "phi3": ((PHI3,), _phi3),
+    "stablelm": ((STABLELM,), _phi2),
     "command-r": ((COHERE,), _command_r),
     "falcon": ((FALCON, FALCON_TWO_NORMS), _phi2),
     "bert": ((BERT,), _bert),

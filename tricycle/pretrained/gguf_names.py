@@ -33,6 +33,8 @@ from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
+from tricycle.pretrained.families.smollm3 import SMOLLM3
+from tricycle.pretrained.families.stablelm import STABLELM
 from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.stored_model import StoredTensor
 
@@ -407,6 +409,7 @@ def _keys_of_shared_layers(config: Any) -> dict[str, Shape]:
 # By `general.architecture`, which is llama for Mistral, Mixtral and SmolLM2.
 TENSOR_MAPPINGS: dict[str, TensorMapping] = {
     "llama": TensorMapping(_LLAMA, _PERMUTED),
+    "smollm3": _map_tensors(SMOLLM3, _PERMUTED),
     "granite": _map_tensors(GRANITE, _PERMUTED),
     "granitemoe": _map_tensors(GRANITE_MOE, _PERMUTED, changes=_separate_gates(GRANITE_MOE.names)),
     "granitehybrid": _map_tensors(
@@ -430,6 +433,7 @@ TENSOR_MAPPINGS: dict[str, TensorMapping] = {
     "gptneox": _map_tensors(NEOX, {_FUSED: _INTERLEAVED}),
     "phi2": TensorMapping(_PHI),
     "phi3": _map_tensors(PHI3),
+    "stablelm": _map_tensors(STABLELM),
     "command-r": _map_tensors(COHERE),
     "falcon": TensorMapping(
         _FALCON,

@@ -90,7 +90,8 @@ class DeltaNetConfig(ModelConfig):
         n_attention = len({*self.attention_layers})
         mixers = (n_attention * attention + (self.n_layers - n_attention) * linear) // self.n_layers
         mlps = max(1, self.n_experts) * self.mlp_width * (3 if self.is_gated else 2)
-        return self.embedding_dim * (mixers + mlps + 2 * self.shared_size)
+        kernels = (self.n_layers - n_attention) * self.conv_width * (2 * self.keys_size + self.inner_size)
+        return self.embedding_dim * (mixers + mlps + 2 * self.shared_size) + kernels // self.n_layers
 
     def new_block(self, layer: int, **options: Any) -> TransformerBlock:
         """Make a layer's block: `GatedAttention` or `GatedDeltaNet`, and an MLP or mixture, with any shared expert."""
