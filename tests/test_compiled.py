@@ -23,6 +23,7 @@ from tricycle_accelerators.compiled import (
     attention,
     elementwise,
     experts,
+    loader,
     losses,
     normalisation,
     optimisers,
@@ -32,7 +33,7 @@ from tricycle_accelerators.compiled import (
 )
 from tricycle_accelerators.compiled.loader import load_loops
 
-pytest.importorskip("numba")
+numba = pytest.importorskip("numba")
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -664,3 +665,19 @@ def test_unloadable_numba_libraries_raise_with_advice(monkeypatch):
     monkeypatch.setattr("tricycle_accelerators.compiled.loader.import_module", fail)
     with pytest.raises(RuntimeError, match=r"libllvmlite\.so'\): .*memory.*TRICYCLE_KERNELS=-numba"):
         load_loops("no_such_loops")
+
+
+def resident_kilobytes(library: str) -> int:
+    """Return the kB of a library's pages that this process has in memory."""
+    mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    found = [mapping for mapping in mappings if library in mapping.partition("\n")[0]]
+    return sum(int(re.search(r"(?m)^Rss: +(\d+) kB$", mapping)[1]) for mapping in found)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_compiler_is_released_and_still_compiles():
+    load_loops("loops")
+    loader._release_library("libllvmlite")
+    released = resident_kilobytes("libllvmlite")
+    assert numba.njit(lambda x: x + 1)(1) == 2
+    assert released < resident_kilobytes("libllvmlite") / 2

@@ -34,6 +34,7 @@ CONFIGS["Qwen3-MoE"] = replace(CONFIGS["Qwen3-MoE"], normalize_experts=True)
 CONFIGS["OLMoE"] = replace(CONFIGS["OLMoE"], n_key_heads=4)
 CONFIGS["gpt-oss"] = replace(CONFIGS["gpt-oss"], tied=False)
 CONFIGS["Falcon, 40B"] = replace(CONFIGS["Falcon, 40B"], qkv_bias=False, output_bias=False, mlp_bias=False)
+CONFIGS["SmolLM3"] = replace(CONFIGS["SmolLM3"], n_layers=4, unrotated_layers=(3,))
 CONFIGS["Phi-3"] = replace(CONFIGS["Phi-3"], window=0)
 BOUNDS = {"rotary_low_frequency": 1.0, "rotary_high_frequency": 32.0}  # always those of llama.cpp
 CONFIGS |= {name: replace(CONFIGS[name], **BOUNDS) for name in ("Qwen2, YaRN", "gpt-oss", "DeepSeek-V2")}
@@ -69,6 +70,8 @@ ARCHITECTURES = {
         "T5, gated": "t5",
         "DeepSeek-V2": "deepseek2",
         "DeepSeek-V3": "deepseek2",
+        "SmolLM3": "smollm3",
+        "StableLM": "stablelm",
     },
 }
 

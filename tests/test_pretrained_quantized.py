@@ -53,7 +53,7 @@ def test_quantized_blocks_are_used_without_conversion(name: str, weights: str, t
             np.testing.assert_array_equal(np.asarray(blocks[parameter_name]), array)
     if weights == "stored":
         assert distance(logits(narrow, plain=True), logits(wide)) < 1e-5
-    assert distance(logits(narrow), logits(wide)) < (0.3 if narrow.config.n_experts else 0.05)  # other experts
+    assert distance(logits(narrow), logits(wide)) < (0.3 if narrow.config.n_experts else 0.1)  # other experts
 
 
 def test_int8_model_round_trips_through_a_file(tmp_path: Path) -> None:

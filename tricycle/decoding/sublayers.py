@@ -84,4 +84,4 @@ def fused_attention(x: Tensor, layer: Any, norm: Any, cache: Any = None, mask: A
     return Tensor(y.reshape(x.array.shape), False, x.is_batched)
 
 
-FUSED_SUBLAYERS.update({MLPBlock: fused_mlp, MultiHeadSelfAttention: fused_attention})
+FUSED_SUBLAYERS[MLPBlock], FUSED_SUBLAYERS[MultiHeadSelfAttention] = fused_mlp, fused_attention
