@@ -29,19 +29,38 @@ F = torch.nn.functional
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 AGREED = 2e-5
 N_STEPS = 20
-FUSED = (
-    "Phi-3",
-    "Granite",
-    "Cohere",
-    "Falcon, 40B",
-    "GPT-J",
-    "DeepSeek-V3",
-    "Granite-MoE",
-    "gpt-oss",
-)  # fused or stacked matrices, and other orders of outputs
-each_family = pytest.mark.parametrize(
-    "name", ["Llama", "Qwen2", "Gemma 3", "Pythia", "OPT-350m", "GPT-2", "Phi", *FUSED]
-)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TARGETS: dict[str, str | tuple[str, ...]] = {
+    "Llama": ("q_proj", "v_proj", "gate_proj"),
+    "Mistral": ("k_proj", "down_proj"),
+    "Qwen2": "all-linear",
+    "Qwen3": ("q_proj", "v_proj", "o_proj"),
+    "OLMo 2": ("k_proj", "up_proj"),
+    "Gemma 2": "all-linear",
+    "Gemma 3": "all-linear",
+    "SmolLM3": "all-linear",
+    "StableLM": ("q_proj", "gate_proj", "down_proj"),
+    "Pythia": ("query_key_value", "dense_4h_to_h"),
+    "OPT-350m": ("k_proj", "out_proj", "fc1"),
+    "GPT-2": ("c_attn", "c_proj"),
+    "Phi": ("dense", "q_proj", "fc2"),
+    # fused or stacked matrices, and other orders of outputs
+    "Phi-3": ("qkv_proj", "gate_up_proj"),
+    "Granite": "all-linear",
+    "Cohere": "all-linear",
+    "Falcon, 40B": ("query_key_value", "dense_4h_to_h"),
+    "GPT-J": ("k_proj", "q_proj", "v_proj", "fc_in"),
+    "Granite-MoE": "all-linear",
+    "gpt-oss": "all-linear",
+    "DeepSeek-V2": ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    "DeepSeek-V3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    "Mixtral": ATTENTION,
+    "Qwen3-MoE": ATTENTION,
+    "OLMoE": ATTENTION,
+}
+# PEFT takes the MLPs of DeepSeek's dense layers and of its shared experts for routed experts, and has no DoRA of these.
+ATTENTION_ONLY = ("DeepSeek-V2", "DeepSeek-V3", "Mixtral", "Qwen3-MoE", "OLMoE")
+each_family = pytest.mark.parametrize("name", TARGETS)
 
 
 def new_base(name: str) -> Any:
@@ -73,13 +92,13 @@ def enliven_adapter(adapter: Any) -> None:
 
 
 # -------------------------------------------------------------------- adapter files of PEFT and Tricycle
+@pytest.mark.slow_except(2)
 @each_family
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 def test_saved_adapter_gives_equal_logits_in_peft(name, dora, tmp_path):
     hf_model, loaded = both(name, tmp_path / "base")
     before = loaded.model(some_tokens()).numpy()
-    # PEFT takes the MLPs of DeepSeek's dense layers and of its shared experts for routed experts.
-    targets = tuple(TARGETS[name]) if name == "DeepSeek-V3" else (ALL_LINEAR,)
+    targets = TARGETS[name] if name in ATTENTION_ONLY else (ALL_LINEAR,)
     adapter = new_adapter(loaded, LoRAConfig(3, 5, targets, dora=dora), seed=1)
     np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), before)  # B is 0
     enliven_adapter(adapter)
@@ -102,25 +121,6 @@ def test_saved_adapter_gives_equal_logits_in_peft(name, dora, tmp_path):
     assert difference(actual, hf_logits(whole.eval(), some_tokens())) < AGREED
 
 
-TARGETS = {
-    "Llama": ["q_proj", "v_proj", "gate_proj"],
-    "Qwen2": "all-linear",
-    "Gemma 3": "all-linear",
-    "Pythia": ["query_key_value", "dense_4h_to_h"],
-    "OPT-350m": ["k_proj", "out_proj", "fc1"],
-    "GPT-2": ["c_attn", "c_proj"],
-    "Phi": ["dense", "q_proj", "fc2"],
-    "Phi-3": ["qkv_proj", "gate_up_proj"],
-    "Granite": "all-linear",
-    "Cohere": "all-linear",
-    "Falcon, 40B": ["query_key_value", "dense_4h_to_h"],
-    "GPT-J": ["k_proj", "q_proj", "v_proj", "fc_in"],
-    "DeepSeek-V3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
-    "Granite-MoE": "all-linear",
-    "gpt-oss": "all-linear",
-}
-
-
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "OLMoE"])
 def test_experts_and_routers_have_adapters_as_in_peft(name, tmp_path):
@@ -135,14 +135,14 @@ def test_experts_and_routers_have_adapters_as_in_peft(name, tmp_path):
     assert difference(loaded.model(some_tokens()).numpy(), hf_logits(peft_model, some_tokens())) < AGREED
 
 
+@pytest.mark.slow_except(2)
 @each_family
 @pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["LoRA", "rsLoRA", "DoRA"])
 def test_peft_adapters_load(name, kind, tmp_path):
     hf_model, loaded = both(name, tmp_path / "base")
+    targets = TARGETS[name] if isinstance(TARGETS[name], str) else list(TARGETS[name])
     patterns = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 3}} if name == "Llama" else {}
-    config = peft.LoraConfig(
-        r=2, lora_alpha=6, init_lora_weights=False, target_modules=TARGETS[name], **kind, **patterns
-    )
+    config = peft.LoraConfig(r=2, lora_alpha=6, init_lora_weights=False, target_modules=targets, **kind, **patterns)
     model = peft.get_peft_model(hf_model, config).eval()
     for path, parameter in model.named_parameters():
         if "magnitude" in path:

@@ -12,9 +12,7 @@ from transformers_families import difference, read
 
 from tricycle.configs import EncoderConfig
 from tricycle.pretrained import load
-from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.families import FAMILIES
 from tricycle.sequences.text_encoder import TextEncoder
 
 torch = pytest.importorskip("torch")
@@ -111,15 +109,7 @@ def test_head_is_passed_over(tmp_path: Path) -> None:
     assert difference(load(tmp_path).model(TOKENS).array, expected) < AGREED
 
 
-def test_unsupported_fields_raise() -> None:
-    scaled = {"full_attention": {"rope_type": "linear", "factor": 2.0}}
-    for values, message in (
-        ({"rope_parameters": scaled}, "rope_type .*'default', the only supported value, got 'linear'"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling .*the only supported value"),
-        ({"local_attention": 0}, "local_attention .*above 0, got 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            FAMILIES["modernbert"].to_config(ConfigFields(values))
+def test_a_first_block_without_a_norm_needs_norms_before() -> None:
     with pytest.raises(ValueError, match="first_norm to be True unless norm_placement is before"):
         EncoderConfig(first_norm=False)
 

@@ -20,7 +20,8 @@ from tricycle.models import GPT
 from tricycle.pretrained import hub, load
 from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.families import FAMILIES
+from tricycle.pretrained.families import ALL_FAMILIES
+from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.safetensors_weights import read_tensors, write_tensors
 from tricycle.sampling import SamplingParams
@@ -251,21 +252,41 @@ def test_unsupported_config_fields_raise(name: str, value: Any, message: str, tm
     refuse(tmp_path / "model", message)
 
 
-# Fields of families whose files are not at hand: what they would compute differently.
-OTHER_FIELDS = [
-    ("phi3", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type .*default or longrope, got 'linear'"),
-    ("phi3", "rope_scaling", {"type": "su", "short_factor": [1.0], "long_factor": 2}, "long_factor .*list of numbers"),
+# Fields of each family that change what transformers computes, with values that Tricycle does not support.
+UNSUPPORTED: list[tuple[str, str, Any, str]] = [
     ("llama", "rope_scaling", {"type": "yarn", "factor": 0}, "factor .*a number above 0, got 0"),
     ("llama", "rope_scaling", {"type": "dynamic", "factor": 2.0}, "one of default, linear, llama3, yarn, longrope"),
+    ("mistral", "layer_types", ["full_attention"] * 32, "layer_types .*sliding_attention for each layer"),
+    ("qwen2", "layer_types", ["sliding_attention"] * 32, "layer_types .*full_attention for each layer"),
+    ("olmo2", "rope_scaling", {"type": "dynamic", "factor": 2.0}, "rope_type .*yarn, longrope, got 'dynamic'"),
+    ("qwen3", "max_window_layers", -1, "max_window_layers .*at least 0, got -1"),
+    ("gpt2", "scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx .*False"),
+    ("gpt_neox", "rope_scaling", {"type": "dynamic", "factor": 2.0}, "rope_type .*yarn, longrope, got 'dynamic'"),
+    ("opt", "layer_norm_elementwise_affine", False, "layer_norm_elementwise_affine .*True, the only supported value"),
+    ("gemma2", "use_bidirectional_attention", True, "use_bidirectional_attention .*false, got True"),
+    ("gemma2", "sliding_window", None, "sliding_window .*because layers have sliding_attention, got None"),
+    ("gemma3_text", "rope_parameters", {"sliding_attention": {"type": "linear", "factor": 2}}, "rope_type .*'linear'"),
+    ("gemma3n_text", "altup_active_idx", 1, "altup_active_idx .*0, the only supported value, got 1"),
+    ("phi", "qk_layernorm", True, "qk_layernorm .*False, the only supported value, got True"),
+    ("phi3", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type .*default or longrope, got 'linear'"),
+    ("phi3", "rope_scaling", {"type": "su", "short_factor": [1.0], "long_factor": 2}, "long_factor .*list of numbers"),
+    ("stablelm", "qk_layernorm", True, "qk_layernorm .*False, the only supported value, got True"),
+    ("smollm3", "no_rope_layers", [2] * 36, "no_rope_layers .*36 numbers 0 or 1"),
+    ("smollm3", "layer_types", ["sliding_attention"] * 36, "layer_types .*full_attention for each layer"),
     ("granite", "residual_multiplier", 0, "residual_multiplier .*above 0, got 0"),
-    ("granitemoe", "logits_scaling", "8", "logits_scaling .*above 0, got '8'"),
-    ("gpt_oss", "swiglu_limit", 5.0, r"swiglu_limit .*7\.0, the only supported value, got 5\.0"),
-    ("gpt_oss", "swiglu_alpha", 1.0, r"swiglu_alpha .*1\.702, the only supported value, got 1\.0"),
     ("cohere", "use_qk_norm", True, "use_qk_norm .*False, the only supported value, got True"),
     ("falcon", "alibi", True, "alibi .*False, the only supported value, got True"),
     ("falcon", "num_ln_in_parallel_attn", 2, "num_ln_in_parallel_attn .*1, or 2 in the new .* got 2"),
     ("gptj", "rotary_dim", None, "rotary_dim .*whole number above 0, got None"),
     ("gptj", "rotary_dim", 300, "rotary_dim .*at most 256, the channels of a head, got 300"),
+    ("gptj", "tie_word_embeddings", True, "tie_word_embeddings .*False, the only supported value"),
+    ("mixtral", "router_jitter_noise", 0.1, r"router_jitter_noise .*0\.0, the only supported value, got 0\.1"),
+    ("qwen3_moe", "mlp_only_layers", [3], r"mlp_only_layers .*\[\], the only supported value, got \[3\]"),
+    ("qwen3_moe", "decoder_sparse_step", 2, "decoder_sparse_step .*1, the only supported value, got 2"),
+    ("olmoe", "clip_qkv", 8.0, r"clip_qkv .*None, the only supported value, got 8\.0"),
+    ("granitemoe", "logits_scaling", "8", "logits_scaling .*above 0, got '8'"),
+    ("gpt_oss", "swiglu_limit", 5.0, r"swiglu_limit .*7\.0, the only supported value, got 5\.0"),
+    ("gpt_oss", "swiglu_alpha", 1.0, r"swiglu_alpha .*1\.702, the only supported value, got 1\.0"),
     ("deepseek_v2", "num_experts_per_tok", None, "num_experts_per_tok .*above 0, got None"),
     ("deepseek_v2", "topk_method", "noaux_tc", "topk_method .*greedy or group_limited_greedy, got 'noaux_tc'"),
     ("deepseek_v2", "norm_topk_prob", True, "norm_topk_prob .*False, the only supported value"),
@@ -278,14 +299,27 @@ OTHER_FIELDS = [
     ("deepseek_v3", "topk_method", "greedy", "topk_method .*'noaux_tc', the only supported value"),
     ("deepseek_v3", "topk_group", 9, "n_active_groups .*from 1 to n_groups 8, got 9"),
     ("deepseek_v3", "rope_scaling", {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}, "yarn_mscale.*yarn"),
-    ("gptj", "tie_word_embeddings", True, "tie_word_embeddings .*False, the only supported value"),
+    ("bert", "is_decoder", True, "is_decoder .*False, the only supported value, got True"),
+    ("roberta", "position_embedding_type", "relative_key", "position_embedding_type .*'absolute'"),
+    ("modernbert", "rope_scaling", {"rope_type": "linear"}, "rope_scaling .*the only supported value"),
+    ("modernbert", "rope_parameters", {"full_attention": {"rope_type": "linear"}}, "rope_type .*'default'"),
+    ("modernbert", "local_attention", 0, "local_attention .*above 0, got 0"),
+    ("t5", "is_encoder_decoder", False, "is_encoder_decoder .*True, the only supported value, got False"),
+    ("bart", "normalize_before", True, "normalize_before .*False, the only supported value, got True"),
+    ("marian", "share_encoder_decoder_embeddings", False, "share_encoder_decoder_embeddings .*True"),
+    ("mamba2", "hidden_act", "gelu", "hidden_act .*'silu', the only supported value, got 'gelu'"),
+    ("qwen3_next", "mlp_only_layers", [1], r"mlp_only_layers .*\[\], the only supported value, got \[1\]"),
+    ("granitemoehybrid", "position_embedding_type", "alibi", "position_embedding_type .*null, nope or rope, got"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "value", "message"), OTHER_FIELDS)
-def test_unsupported_fields_of_other_families_raise(kind: str, name: str, value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FAMILIES[kind].to_config(ConfigFields({name: value}))
+@pytest.mark.parametrize("family", ALL_FAMILIES, ids=lambda family: family.model_types[0])
+def test_each_family_refuses_unsupported_fields(family: Family) -> None:
+    cases = [case for model_type, *case in UNSUPPORTED if model_type in family.model_types]
+    assert cases
+    for name, value, message in cases:
+        with pytest.raises(ValueError, match=message):
+            family.to_config(ConfigFields({name: value}))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, "\xff\xfe", '{"a": 1}{'])

@@ -61,13 +61,13 @@ class Mixture:
         file_type: one of FILE_TYPES.
         config: of the model.
         has_importance: whether the model is quantized with the importance of input channels.
-        is_falcon: whether llama.cpp's rules are those for its architecture falcon.
+        eight_bit_output: whether the output matrix is in Q8_0, but ffn_down in fewer bits, by the architecture.
     """
 
     file_type: str
     config: ModelConfig
     has_importance: bool = False
-    is_falcon: bool = False
+    eight_bit_output: bool = False
 
     def format_of(self, name: str, shape: tuple[int, ...]) -> str:
         """Return a tensor's format by llama.cpp's rules for a file type: F32, F16, BF16 or one of BLOCK_FORMATS.
@@ -82,7 +82,7 @@ class Mixture:
         if format_name not in BLOCK_FORMATS:
             return format_name
         if name == "output.weight" or (name.endswith("token_embd.weight") and self.config.tied):
-            is_whole = shape[-1] % BLOCK_FORMATS[format_name].n_values == 0 and not self.is_falcon
+            is_whole = shape[-1] % BLOCK_FORMATS[format_name].n_values == 0 and not self.eight_bit_output
             format_name = "Q6_K" if is_whole and format_name != "Q8_0" else "Q8_0"
         elif match := _IN_BLOCK.fullmatch(name):
             format_name = self._format_in_block(match[1], match[2])
@@ -102,7 +102,7 @@ class Mixture:
         counted = self._counted_matrices(matrix)
         i, n = counted.index(f"{block}.{matrix}"), self.config.n_layers if is_down else len(counted)
         has_more_bits = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
-        if self.is_falcon and is_down and format_name == "Q4_K":
+        if self.eight_bit_output and is_down and format_name == "Q4_K":
             more_bits = "Q6_K" if i < n // 16 else "Q5_K"
             return more_bits if has_more_bits and self.file_type == "Q4_K_M" else format_name
         if self.file_type in ("Q4_K_M", "Q5_K_M") and has_more_bits:

@@ -108,6 +108,7 @@ class TensorMapping:
         family_changes: attributes of the `Family` that files of llama.cpp have otherwise than checkpoints.
         splits: by the name in transformers of the whole tensor.
         without_adapters: names in llama.cpp of layers for which it ignores LoRA adapters.
+        eight_bit_output: whether llama.cpp's quantizer stores the output matrix in Q8_0, but ffn_down in fewer bits.
         unused: returns for a config, by name in transformers, the shapes of tensors that llama.cpp requires although no
             computation uses them; they are written as zeros.
     """
@@ -118,6 +119,7 @@ class TensorMapping:
     aliases: dict[str, str] = field(default_factory=dict)
     splits: dict[str, TensorSplit] = field(default_factory=dict)
     without_adapters: tuple[str, ...] = ()
+    eight_bit_output: bool = False
     unused: Callable[[Any], dict[str, Shape]] = lambda config: {}
 
     def gguf_layer(self, hf_layer: str) -> tuple[str, WeightTransform]:
@@ -439,6 +441,7 @@ TENSOR_MAPPINGS: dict[str, TensorMapping] = {
         _FALCON,
         family_changes=_NO_LAYOUTS,
         aliases={"transformer.h.N.ln_mlp": "transformer.h.N.input_layernorm"},
+        eight_bit_output=True,
     ),
     "bert": _map_tensors(BERT, table=_NAMES | _BERT),
     "t5": TensorMapping(

@@ -103,7 +103,7 @@ def export_gguf(
         metadata[f"{architecture}.pooling_type"] = POOLING_TYPES[pooling]
         metadata["tokenizer.ggml.token_type_count"] = model.config.token_types
     shapes, arrays = _split_tensors(architecture, config, *export_tensors(model, family, config))
-    mixture = Mixture(dtype_name, config, bool(importance), architecture == "falcon")
+    mixture = Mixture(dtype_name, config, bool(importance), TENSOR_MAPPINGS[architecture].eight_bit_output)
     sizes = config.n_heads, config.key_heads, config.channels_per_head
     heads = AttentionHeads(*sizes, getattr(config, "n_groups", 1), config.vocab_size)
     plan = {name: _plan_tensor(architecture, name, shape, mixture, heads) for name, shape in shapes.items()}
