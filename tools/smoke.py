@@ -143,7 +143,7 @@ print(any(kernel.registered.get(numpy.ndarray) for kernel in KERNELS.values()))
 
 
 def check_run_commands(installation: Installation) -> None:
-    """Check generate, look, evaluate and chat on the folder of `check_training`; raise SystemExit on failure."""
+    """Run generate, look, evaluate, and chat, which must refuse a model without template; SystemExit on failure."""
     output = installation.tricycle("generate", "run", "To be", "--length", "5", "--seed", "1")
     expect(output.startswith("To be") or len(output) > 1, "a text", output)
     installation.tricycle("look", "run", "To be", "--out", "page.html")

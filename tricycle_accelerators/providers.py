@@ -24,7 +24,7 @@ NAMES = ("numba", "mkl", "onednn", "numpy", "cuda")
 
 
 def exclusion_reason(name: str) -> str | None:
-    """Return why TRICYCLE_KERNELS excludes a provider ("-name", or only others); None if not; ValueError if unknown."""
+    """Return why TRICYCLE_KERNELS excludes a provider, or None; ValueError if the variable has an unknown name."""
     said = os.environ.get(VARIABLE, "")
     words = [word.strip() for word in said.split(",") if word.strip()]
     if any(word.removeprefix("-") not in (*NAMES, PLAIN) for word in words):

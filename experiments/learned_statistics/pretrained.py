@@ -110,7 +110,7 @@ def complete_record(evaluator: PretrainedEvaluator, record: ResultRows) -> None:
 
 
 def show(evaluator: PretrainedEvaluator, record: ResultRows) -> Outcome:
-    """Draw figures, write the page, print whether weights changed; return (Markdown tables by title, file names)."""
+    """Draw figures, write the page, print whether weights changed; return Markdown tables by title, all file names."""
     settings = evaluator.settings
     results, folder = Results(record, settings), settings.output
     scales = {"mean shares": evaluator.scales(mean_job(settings))[0]}

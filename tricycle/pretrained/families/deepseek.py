@@ -73,7 +73,7 @@ ATTENTION_SIZES = {
 
 # -------------------------------------------------------------------- from config.json
 def common_latent(fields: ConfigFields) -> dict[str, Any]:
-    """Convert config.json fields that both families share to those of `LatentConfig`; ValueError if one is missing."""
+    """Convert all config.json fields that V2 and V3 share to `LatentConfig`'s; ValueError if missing or unsupported."""
     for name, value in (("moe_layer_freq", 1), ("mlp_bias", False), ("rope_interleave", True)):
         fields.require(name, value)
     common = common_config(fields)
