@@ -337,7 +337,7 @@ class TransformerStack(Layer):
         self.norm = new_norm(config) if config.norm_placement != "after" else None
 
     def embed(self, tokens: Operand, offset: int | np.ndarray = 0) -> Tensor:
-        """Return embeddings (B, T, C) of tokens plus positions (from `offset` on, or an array of all), norm and dropout.
+        """Return embeddings (B, T, C) of tokens plus positions (from `offset` on, or an array), norm and dropout.
 
         Args:
             offset: the position of the first token, or the positions of all, (T,).

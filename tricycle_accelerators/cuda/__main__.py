@@ -6,7 +6,7 @@ from tricycle_accelerators.cuda.compile import compile_all, format_table, unavai
 
 
 def main() -> int:
-    """Compile all CUDA kernels, print registers and memory, return 0; without headers or NVRTC, print that, return 1."""
+    """Compile all CUDA kernels, print their registers, return 0; print why not, return 1, without headers or NVRTC."""
     reason = unavailable_reason()
     print(reason if reason else format_table(compile_all()))
     return 1 if reason else 0
