@@ -41,12 +41,15 @@ def document_reference_kernels(app: Sphinx) -> None:
         ragged_attention,
         recurrent,
         row_attention,
+        sublayers,
     )
 
     others = (
         quantized_blocks.dequantize_blocks,
         quantized_heads.quantized_attention,
         ragged_attention.ragged_attention,
+        sublayers.mlp_sublayer,
+        sublayers.attention_sublayer,
     )
     for kernel in (*KERNELS.values(), *others):
         setattr(sys.modules[kernel.reference.__module__], kernel.reference.__name__, kernel.reference)
