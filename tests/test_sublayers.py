@@ -289,6 +289,9 @@ DOWN, CACHED, OPTIONS = linear("float32", 64, 64), (normal(1, 5, 1, 32), normal(
         ((ROW, NORM, UP._replace(bias=UP.bias[::2]), DOWN, "swiglu"), "parameters of float32"),
         ((ROW, NORM, Linear(UP.weights.copy("C"), None), DOWN, "swiglu"), "matrix by columns"),
         ((ROW, NORM, linear("float16", 64, 128), DOWN, "swiglu"), "int8 or bfloat16"),
+        ((ROW, NORM, UP, DOWN, "gelu"), "64 and 128 channels"),
+        ((ROW[:, :32].copy(), NORM, UP, DOWN, "swiglu"), "32 and 64 channels"),
+        ((ROW, NORM, UP._replace(bias=UP.bias[:64]), DOWN, "swiglu"), "a bias for 128"),
     ],
 )
 def test_mlp_declines_with_a_reason(arguments, phrase):
@@ -304,6 +307,8 @@ def test_mlp_declines_with_a_reason(arguments, phrase):
         (None, CACHED, OPTIONS._replace(softcap=2.0), "soft-cap"),
         (None, tuple(x.astype(np.float16) for x in CACHED), OPTIONS, "cache.*float32"),
         (None, (CACHED[0], CACHED[1][:, :4]), OPTIONS, "one shape"),
+        ((normal(1, 17), normal(1, 17)), CACHED, OPTIONS, "angles that fit"),
+        (None, (normal(1, 5, 2, 32), normal(1, 5, 2, 32)), OPTIONS, "queries"),
         ((np.ones((1, 8)), np.ones((1, 8))), CACHED, OPTIONS, "cosines.*float32"),
     ],
 )

@@ -55,8 +55,8 @@ def fused_mlp(x: Tensor, mlp: Any, norm: Any) -> Tensor | None:
     activation = mlp.activation
     if type(x.array) is not np.ndarray or x.array.dtype != FLOAT32 or type(activation) not in KERNEL_NAMES:
         return None
-    if not _is_known(mlp, norm, mlp.up, activation, mlp.projection, mlp.dropout):
-        return None
+    if not _is_known(mlp, norm, mlp.up, activation, mlp.projection, mlp.dropout) or x.array.shape[-1] != norm.size:
+        return None  # in the last case the layer raises the error
     if type(activation) is GeLU and not activation.approximate:
         return None
     linears = _linear(mlp.up), _linear(mlp.projection)
@@ -73,6 +73,8 @@ def fused_attention(x: Tensor, layer: Any, norm: Any, cache: Any = None, mask: A
         return None
     if not _is_known(layer, norm, layer.qkv, op, op.softmax, layer.projection, layer.dropout):
         return None
+    if x.array.shape[-1] != norm.size:
+        return None  # the layer raises the error
     if layer.query_norm is not None or layer.uses_shift or not (rotary is None or _is_known(rotary)):
         return None
     rope = None if rotary is None else rotary.angles(layer.head_size, cache.segments(1))

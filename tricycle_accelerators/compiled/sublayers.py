@@ -35,14 +35,23 @@ def _matrix_decline_reason(x: np.ndarray, matrix: Any) -> str | None:
     return vector_matmul.matrix_decline_reason(matrix)
 
 
-def _decline_reason(x: np.ndarray, norm: Norm, *linears: Linear) -> str | None:
-    """Return why the loops cannot run: not one float32 row, parameters of other types, no blocks; else None."""
+def _decline_reason(x: np.ndarray, norm: Norm, n_hidden: int, first: Linear, last: Linear) -> str | None:
+    """Return why the loops, which check no bounds, cannot run: x, parameters or their shapes do not fit; else None.
+
+    `n_hidden` is the number of channels that `last` gets.
+    """
+    linears, size = (first, last), x.shape[-1]
     if len(x) != 1 or x.dtype != FLOAT32 or not x.flags.carray:
         return f"one row of float32 {CONTIGUOUS}, got {x.dtype} {x.shape}"
     for array in (norm.gain, norm.bias, *(linear.bias for linear in linears)):
         if array is not None and not (array.dtype == FLOAT32 and array.flags.carray):
             return f"parameters of float32 {CONTIGUOUS}"
-    for matrix, _ in linears:
+    shapes = norm.gain.shape, first.weights.shape[:1], last.weights.shape
+    if shapes != ((size,), (size,), (n_hidden, size)) or (norm.bias is not None and norm.bias.shape != (size,)):
+        return f"parameters for {size} and {n_hidden} channels, got shapes {shapes}"
+    for matrix, bias in linears:
+        if bias is not None and bias.shape != matrix.shape[1:]:
+            return f"a bias for {matrix.shape[1]} channels, got {bias.shape}"
         if (why := _matrix_decline_reason(x, matrix)) is not None:
             return why
     return None
@@ -50,7 +59,7 @@ def _decline_reason(x: np.ndarray, norm: Norm, *linears: Linear) -> str | None:
 
 def _mlp_decline_reason(x: np.ndarray, norm: Norm, up: Linear, down: Linear, activation: str) -> str | None:
     """Return why the loop cannot run, or None."""
-    return _decline_reason(x, norm, up, down)
+    return _decline_reason(x, norm, up.weights.shape[1] // (2 if activation == "swiglu" else 1), up, down)
 
 
 # Cache: a pure function of numbers. Callers must not change the result.
@@ -114,7 +123,12 @@ def _attention_decline_reason(
             return f"a cache, cosines and sines of float32 {CONTIGUOUS}"
     if cached[0].shape != cached[1].shape or len(cached[0]) != 1:
         return "keys and values of one shape, of one text"
-    return _decline_reason(x, norm, qkv, projection)
+    n_key_heads, size = cached[0].shape[2:]
+    n_heads = qkv.weights.shape[1] // size - 2 * n_key_heads
+    fits = qkv.weights.shape[1] % size == 0 and n_heads > 0 and n_heads % n_key_heads == 0
+    if not fits or (rope is not None and not rope[0].shape == rope[1].shape == (1, min(rope[0].shape[1], size // 2))):
+        return f"queries and angles that fit keys {cached[0].shape}"
+    return _decline_reason(x, norm, n_heads * size, qkv, projection)
 
 
 @decline_when(_attention_decline_reason)
