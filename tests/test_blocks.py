@@ -132,7 +132,7 @@ def test_scale_per_block_pair_equals_repeated_scales(per_head: bool, rng: np.ran
 
 
 def test_attention_accepts_a_user_softmax(rng: np.random.Generator) -> None:
-    """A variant of one's own: uniform over the visible keys, which is a mean of the values."""
+    """A custom softmax variant: uniform over the visible keys, which is a mean of the values."""
 
     class Uniform(Softmax):
         def row_softmax(self, scores):

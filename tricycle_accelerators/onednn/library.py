@@ -4,7 +4,7 @@ NumPy has no bfloat16; oneDNN (https://github.com/uxlfoundation/oneDNN) has, for
 where a product of 16-bit operands takes half the time of a float32 one. Its sums are float32. It comes with
 `pip install 'tricycle-gpt[bf16]'`.
 
-Each of the library's worker threads calls it for a part of its own, and OpenMP inside oneDNN is set to one thread
+Each of the library's worker threads calls it for one part of the work, and OpenMP inside oneDNN is set to one thread
 for each of them: a second team would spin beside this one, and sums would depend on how work was divided. Products of a
 few rows alone are OpenMP's to share, while its threads keep up (`spin_threads.py`).
 
