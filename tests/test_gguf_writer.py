@@ -272,14 +272,20 @@ WRONG_STATES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def rewritten(path: Path, keys: dict[str, Any] | None = None, tensors: dict[str, np.ndarray] | None = None) -> Path:
+def rewritten(
+    path: Path,
+    keys: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+    with_tokenizer: bool = False,
+) -> Path:
     """Write a file with other metadata (None removes a key) and tensors beside the file, and return its path."""
     import gguf_models
 
     file = read_gguf_header(path)
     architecture = file.metadata["general.architecture"]
     values = {name: file.read(info) for name, info in file.tensors.items()}
-    old = {name: value for name, value in file.metadata.items() if name.startswith(architecture)}
+    prefixes = (architecture, "tokenizer") if with_tokenizer else architecture
+    old = {name: value for name, value in file.metadata.items() if name.startswith(prefixes)}
     new = old | {f"{architecture}.{name}": value for name, value in (keys or {}).items()}
     metadata = {f":{name}": value for name, value in new.items() if value is not None}
     return gguf_models.write(path.with_name("b.gguf"), architecture, metadata, values | (tensors or {}))
@@ -465,7 +471,7 @@ def test_encoder_without_a_tokeniser(tmp_path, kind):
 
 @pytest.mark.parametrize(("value", "mode"), [(0, "mean"), (2, "first"), (3, None), ([1], None)])
 def test_pooling_type_of_a_gguf_file(tmp_path, value, mode):
-    source = GGUFModel(tmp_path, {}, {}, metadata={"bert.pooling_type": value})
+    source = GGUFModel(tmp_path, {}, {}, metadata={"general.architecture": "bert", "bert.pooling_type": value})
     if mode is not None:
         assert source_pooling(source).mode == mode
         return

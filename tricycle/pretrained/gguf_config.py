@@ -31,7 +31,7 @@ SIZE_METADATA = {
     "n_layers": "block_count",
     "n_heads": "attention.head_count",
 }
-WITH_FUSED_GATES = ("phi3",)  # whose ffn_up is the gate and the other output
+WITH_FUSED_GATES = ("phi3", "modern-bert")  # whose ffn_up is the gate and the other output
 POOLING_TYPES = {"mean": 1, "first": 2}  # from modes of `SentencePooling` to values of pooling_type
 # Keys of mixtures whose other values are not supported, with the supported ones.
 _EXPERT_METADATA: dict[str, tuple[Any, ...]] = {
@@ -57,6 +57,7 @@ _GEMMA3N_SIZES = {
 }
 GEMMA3N_OWN_KEYS = 20  # first layers with keys and values of their own
 GEMMA3N_SPARSE_LAYERS = 10  # first layers in which 95% of the MLP's gates are set to 0
+MODERN_BERT_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")  # llama.cpp approximates the first by the second
 LATENT_NORM_EPS = 1e-6  # of norms of latents in transformers; llama.cpp has the epsilon of the other norms
 
 
@@ -474,6 +475,33 @@ def _bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     return _sizes(metadata, "layer") | {"model_type": "bert", "hidden_act": "gelu", **shapes}
 
 
+def _modern_bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return ModernBERT's config.json fields, without biases: window and its period (default 3), bases; no `divisors`.
+
+    Without a window, all layers have full attention. RoPE applies to all channels.
+    """
+    fields, window = _sizes(metadata, "layer"), "attention.sliding_window"
+    n_heads, activation = fields["num_attention_heads"], metadata.get("hidden_activation")
+    _check_values(metadata, {"attention.causal": (False,), "rope.scaling.type": ("none",)})
+    _check_values(metadata, {"attention.head_count_kv": (n_heads,)})
+    sizes = {"attention.key_length", "attention.value_length", "rope.dimension_count"}
+    _check_values(metadata, dict.fromkeys(sizes, (fields["hidden_size"] // n_heads,)))
+    if activation not in (None, *MODERN_BERT_ACTIVATIONS):
+        expected = f"expected modern-bert.hidden_activation {' or '.join(MODERN_BERT_ACTIVATIONS)}"
+        raise metadata.error(f"{expected}, got {short_repr(activation)}")
+    has_window = bool(metadata.get(window))
+    return fields | {
+        "model_type": "modernbert",
+        "vocab_size": metadata.shape("token_embd")[0],
+        "norm_eps": fields["layer_norm_eps"],
+        "hidden_activation": activation or "gelu",
+        "local_attention": metadata.positive_int(window) if has_window else 128,
+        "global_attn_every_n_layers": metadata.positive_int(f"{window}_pattern", 3) if has_window else 1,
+        "global_rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
+        "local_rope_theta": metadata.positive_float("rope.freq_base_swa", 10_000.0),
+    }
+
+
 def _t5(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return the fields of T5, with one matrix for embedding and logits, or of its version 1.1; ignore `divisors`.
 
@@ -590,6 +618,7 @@ CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] 
     "command-r": _command_r,
     "falcon": _falcon,
     "bert": _bert,
+    "modern-bert": _modern_bert,
     "t5": _t5,
     "deepseek2": _deepseek2,
 }

@@ -30,6 +30,7 @@ from tricycle.pretrained.families.granite_hybrid import GRANITE_HYBRID
 from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.mamba2 import MAMBA2
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
+from tricycle.pretrained.families.modernbert import MODERNBERT
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
@@ -305,6 +306,8 @@ _GEMMA3N = {
     "streams.per_layer.norm": "per_layer_proj_norm",
 }
 _BERT = {"blocks.N.attention_norm": "blk.N.attn_output_norm", "blocks.N.mlp_norm": "blk.N.layer_output_norm"}
+# Of ModernBERT, whose family ignores them.
+_UNUSED_HEADS = {"cls": ("head.dense",), "cls.norm": ("head.norm",), "cls.output": ("classifier",)}
 
 
 def _map_tensors(
@@ -444,6 +447,7 @@ TENSOR_MAPPINGS: dict[str, TensorMapping] = {
         eight_bit_output=True,
     ),
     "bert": _map_tensors(BERT, table=_NAMES | _BERT),
+    "modern-bert": TensorMapping(_map_tensors(MODERNBERT).names | _UNUSED_HEADS),
     "t5": TensorMapping(
         _map_tensors(T5_GATED, table=_T5).names | {"dec.blk.N.cross_attn_rel_b.weight": (_UNUSED,)},
         aliases={names[0]: T5_GATED.names[name][0] for name, names in T5.names.items() if name.endswith("mlp.up")},
