@@ -20,7 +20,6 @@ NOT_READ = (
     "mistral",
     "opt",
     "gptj",
-    "qwen3_next",
     "granitemoehybrid",
 )
 ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in NOT_READ}

@@ -48,6 +48,7 @@ from tricycle.pretrained.families.modernbert import MODERNBERT
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
+from tricycle.pretrained.families.qwen3_next import QWEN3_NEXT
 from tricycle.pretrained.families.smollm3 import SMOLLM3
 from tricycle.pretrained.families.stablelm import STABLELM
 from tricycle.pretrained.families.stacks import Stack
@@ -270,6 +271,27 @@ def _granite_hybrid(config: Any) -> Metadata:
     return metadata | {"rope.scaling.finetuned": config.positions == "rotary"}
 
 
+def _qwen3next(config: Any) -> Metadata:
+    """Return Phi-3's metadata, sizes of linear attention, interval or list of layers; ValueError without experts."""
+    if not config.n_experts:
+        raise field_error("n_experts", "above 0", 0)
+    layers = sorted({*config.attention_layers})
+    interval = min(layers, default=config.n_layers) + 1
+    metadata = _phi3(config) | {
+        "ssm.conv_kernel": config.conv_width,
+        "ssm.inner_size": config.inner_size,
+        "ssm.state_size": config.linear_key_size,
+        "ssm.time_step_rank": config.n_linear_heads,
+        "ssm.group_count": config.n_linear_key_heads,
+    }
+    if config.shared_size:
+        metadata["expert_shared_feed_forward_length"] = config.shared_size
+    if layers == [*range(interval - 1, config.n_layers, interval)]:
+        return metadata | {"full_attention_interval": interval}
+    is_linear = [layer not in layers for layer in range(config.n_layers)]
+    return metadata | {"attention.recurrent_layers": is_linear}
+
+
 def _gemma2(config: ModelConfig) -> Metadata:
     """Return Llama's metadata, and those of the soft caps and the window that are set."""
     caps = {"attn_logit_softcapping": config.score_cap, "final_logit_softcapping": config.logit_cap}
@@ -424,6 +446,7 @@ METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[Any], Metadata]]
     "olmo2": ((OLMO2,), _like_llama),
     "qwen3": ((QWEN3,), _like_llama),
     "qwen3moe": ((QWEN3_MOE,), _like_llama),
+    "qwen3next": ((QWEN3_NEXT,), _qwen3next),
     "olmoe": ((OLMOE,), _like_llama),
     "gpt-oss": ((GPT_OSS,), _gpt_oss),
     "granitemoe": ((GRANITE_MOE,), _granite),
