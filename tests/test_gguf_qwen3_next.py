@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_gguf_writer import QWEN3_NEXT, TOKENS, lively, logits, new_model, rewritten
+from test_gguf_writer import QWEN3_NEXT, TOKENS, bpe_tokeniser, lively, logits, new_model, open_llama_cpp, rewritten
 from transformers_families import checkpoint_arrays, difference, hf_logits, randomize_weights
 
 from tricycle.finetuning.lora import LoRAConfig
@@ -121,6 +121,26 @@ def test_adapters_of_a_file_round_trip(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits(loaded.model, TOKENS), expected)
 
 
+@pytest.mark.parametrize("in_llama_cpp", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_blocks_that_predict_further_tokens_are_ignored(tmp_path: Path, in_llama_cpp: bool) -> None:
+    export_gguf(new_model("qwen3next"), bpe_tokeniser(), tmp_path / "a.gguf")
+    file = read_gguf_header(tmp_path / "a.gguf")
+    further = {
+        name.replace("blk.3.", "blk.4."): file.read(file.tensors[name]) for name in file.tensors if ".3." in name
+    }
+    further |= {f"blk.4.nextn.{name}.weight": np.ones(64, np.float32) for name in ("enorm", "hnorm")}
+    further["blk.4.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32)
+    keys = {"block_count": 5, "nextn_predict_layers": 1}
+    path = rewritten(tmp_path / "a.gguf", keys, further, with_tokenizer=True)
+    expected = logits(load(tmp_path / "a.gguf").model, TOKENS)
+    np.testing.assert_array_equal(logits(load(path).model, TOKENS), expected)
+    if in_llama_cpp:
+        theirs = open_llama_cpp(path, logits_all=True)
+        theirs.eval(TOKENS[0].tolist())
+        assert difference(theirs.scores[: len(expected[0])], expected[0]) < 3e-5
+        theirs.close()
+
+
 # -------------------------------------------------------------------- rejected files
 WRONG_KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "values of another width": ({"ssm.inner_size": 128}, r"inner_size to be that of 4 heads of .*16 channels, got 128"),
@@ -129,7 +149,7 @@ WRONG_KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "no kernel": ({"ssm.conv_kernel": 0}, r"ssm\.conv_kernel to be a whole number above 0"),
     "another eps": ({"attention.layer_norm_rms_epsilon": 1e-5}, "epsilon to be 1e-06, that of norms of keys, got"),
     "a scale of scores": ({"attention.scale": 0.5}, r"attention\.scale to be missing or 0\.0, got 0\.5"),
-    "layers of more tokens": ({"nextn_predict_layers": 1}, "nextn_predict_layers to be missing or 0, got 1"),
+    "only layers of further tokens": ({"nextn_predict_layers": 4}, "to be below block_count, 4, got 4"),
     "attention everywhere": ({"full_attention_interval": 1}, "some layers with full attention and some with linear"),
     "linear attention everywhere": ({"full_attention_interval": 5}, "some layers with full attention and some with"),
     "no interval": ({"full_attention_interval": 0}, "full_attention_interval to be a whole number above 0"),

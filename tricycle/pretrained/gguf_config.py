@@ -68,6 +68,7 @@ def _sizes(metadata: ModelMetadata, norm: str) -> Fields:
     epsilon_key = {"rms": "layer_norm_rms_epsilon", "layer": "layer_norm_epsilon"}[norm]
     return {
         **{SIZE_FIELDS[name]: metadata.positive_int(key) for name, key in SIZE_METADATA.items()},
+        "num_hidden_layers": metadata.n_layers(),
         f"{norm}_norm_eps": metadata.positive_float(f"attention.{epsilon_key}"),
     }
 
@@ -145,7 +146,7 @@ def _qwen3next(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     if head_size != sizes["state_size"]:
         expected = f"{n_heads} heads of ssm.state_size, {sizes['state_size']} channels"
         raise metadata.error(f"expected qwen3next.ssm.inner_size to be that of {expected}, got {n_heads * head_size}")
-    _check_values(metadata, {"attention.scale": (0.0,), "nextn_predict_layers": (0,)})
+    _check_values(metadata, {"attention.scale": (0.0,)})
     width = "expert_shared_feed_forward_length"
     return {
         "model_type": "qwen3_next",
@@ -175,17 +176,18 @@ def _linear_layers(metadata: ModelMetadata) -> list[str]:
 
     llama.cpp ends the process if all layers are of one kind.
     """
-    key, n_layers = "attention.recurrent_layers", metadata.positive_int("block_count")
+    key, n_blocks = "attention.recurrent_layers", metadata.positive_int("block_count")
     is_linear = metadata.get(key)
     if is_linear is None:
         interval = metadata.positive_int("full_attention_interval", 4)
-        is_linear = [bool((layer + 1) % interval) for layer in range(n_layers)]
-    if not isinstance(is_linear, list) or len(is_linear) != n_layers or not all(kind in (0, 1) for kind in is_linear):
-        expected = f"expected {metadata.architecture}.{key} to be {n_layers} times true or false"
+        is_linear = [bool((layer + 1) % interval) for layer in range(n_blocks)]
+    if not isinstance(is_linear, list) or len(is_linear) != n_blocks or not all(kind in (0, 1) for kind in is_linear):
+        expected = f"expected {metadata.architecture}.{key} to be {n_blocks} times true or false"
         raise metadata.error(f"{expected}, got {short_repr(is_linear)}")
-    if len({*is_linear}) < 2:
+    types = ["linear_attention" if kind else "full_attention" for kind in is_linear[: metadata.n_layers()]]
+    if len({*types}) < 2:
         raise metadata.error("expected some layers with full attention and some with linear attention")
-    return ["linear_attention" if kind else "full_attention" for kind in is_linear]
+    return types
 
 
 def _olmoe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
