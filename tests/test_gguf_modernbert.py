@@ -125,6 +125,16 @@ def test_llama_cpp_computes_equal_hidden_states(tmp_path, config):
     assert difference < tolerance * np.abs(expected).max()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_llama_cpp_pools_equally(tmp_path, pooling):
+    export_gguf(lively(TextEncoder(CONFIG)), tokeniser(), tmp_path / "a.gguf", pooling=pooling)
+    theirs, texts = open_llama_cpp(tmp_path / "a.gguf", embedding=True), ["the thing in the wind", "ing", ""]
+    expected = load_sentence_encoder(tmp_path / "a.gguf").encode(texts)
+    assert np.abs(np.array(theirs.embed(texts)) - expected).max() < 2e-3 * np.abs(expected).max()
+    theirs.close()
+
+
 DEFAULTS = ("rope.freq_base", "rope.freq_base_swa", "attention.sliding_window", "attention.sliding_window_pattern")
 
 
