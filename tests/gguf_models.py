@@ -20,7 +20,6 @@ NOT_READ = (
     "mistral",
     "opt",
     "gptj",
-    "qwen3_next",
     "granitemoehybrid",
 )
 ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in NOT_READ}
@@ -58,6 +57,25 @@ def new_bert() -> Any:
     config = transformers.BertConfig(**HF_SIZES, num_attention_heads=3, intermediate_size=40)
     torch.manual_seed(3)
     return transformers.BertModel(config, add_pooling_layer=False).eval()
+
+
+def new_modern_bert() -> Any:
+    """Return a small ModernBERT with local and global layers."""
+    import torch
+    import transformers
+
+    config = transformers.ModernBertConfig(  # whose default of pad_token_id is outside of the vocabulary
+        **{**HF_SIZES, "num_hidden_layers": 4},
+        num_attention_heads=3,
+        intermediate_size=40,
+        local_attention=6,
+        pad_token_id=None,
+    )
+    torch.manual_seed(3)
+    return transformers.ModernBertModel(config).eval()
+
+
+ENCODERS = {"BERT": ("bert", new_bert), "ModernBERT": ("modern-bert", new_modern_bert)}
 
 
 # -------------------------------------------------------------------- writing
@@ -160,7 +178,11 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
         "feed_forward_length": hidden,
         "attention.head_count": config.num_attention_heads,
     }
-    if eps := getattr(config, "rms_norm_eps", None):
+    if architecture == "modern-bert":
+        keys |= {"attention.layer_norm_epsilon": config.norm_eps, "attention.sliding_window": config.local_attention}
+        for ending, kind in (("", "full_attention"), ("_swa", "sliding_attention")):
+            keys[f"rope.freq_base{ending}"] = float(config.rope_parameters[kind]["rope_theta"])
+    elif eps := getattr(config, "rms_norm_eps", None):
         keys["attention.layer_norm_rms_epsilon"] = eps
     else:
         keys["attention.layer_norm_epsilon"] = getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon
@@ -169,7 +191,7 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
     if architecture == "falcon":
         keys["attention.head_count_kv"] = config.num_kv_heads if config.new_decoder_architecture else 1
         keys["feed_forward_length"] = config.ffn_hidden_size
-    if architecture not in ("gpt2", "bert"):
+    if architecture not in ("gpt2", "bert", "modern-bert"):
         keys |= _rope_metadata(architecture, config)
     n_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if n_experts:
@@ -271,7 +293,7 @@ def llama3_divisors(size: int, base: float, scaling: dict[str, Any]) -> np.ndarr
 
 def write_model(path: Path, name: str, model: Any, kind: str = "F32", keys: dict[str, Any] | None = None) -> Path:
     """Write a model to a GGUF file, and return the path."""
-    architecture = ARCHITECTURES.get(name, "bert")
+    architecture = ARCHITECTURES[name] if name in ARCHITECTURES else ENCODERS[name][0]
     tensors = convert_tensors(architecture, model)
     if name == "Phi-3":
         for part in ("short", "long"):

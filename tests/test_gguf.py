@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 gguf_models = pytest.importorskip("gguf_models")
 transformers = pytest.importorskip("transformers")
 
-NAMES = [*gguf_models.ARCHITECTURES, "BERT"]
+NAMES = [*gguf_models.ARCHITECTURES, *gguf_models.ENCODERS]
 OTHER_TENSORS = ("gpt-oss", "Granite-MoE", "Falcon", "Falcon, 40B")  # than checkpoints: gates or QKV in another order
 each_model = pytest.mark.parametrize("name", NAMES)
 each_model_with_equal_tensors = pytest.mark.parametrize("name", [name for name in NAMES if name not in OTHER_TENSORS])
@@ -31,9 +31,8 @@ each_model_with_equal_tensors = pytest.mark.parametrize("name", [name for name i
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, tuple[Path, object]]:
     folder = tmp_path_factory.mktemp("gguf")
-    models = {name: gguf_models.new_model(name) for name in gguf_models.ARCHITECTURES} | {
-        "BERT": gguf_models.new_bert()
-    }
+    models = {name: gguf_models.new_model(name) for name in gguf_models.ARCHITECTURES}
+    models |= {name: new_encoder() for name, (_, new_encoder) in gguf_models.ENCODERS.items()}
     paths = {name: folder / f"{name.replace(' ', '_')}.gguf" for name in models}
     return {name: (gguf_models.write_model(paths[name], name, model), model) for name, model in models.items()}
 

@@ -54,11 +54,11 @@ def new_loaded(name: str = "Llama", **changes: Any) -> Pretrained:
 def targets_of(loaded: Pretrained) -> tuple[str, ...]:
     """Return the names of all matrices but those that llama.cpp lacks, or to which it applies no adapter.
 
-    These are experts, and the matrices before latent attention.
+    These are experts, the matrices before latent attention, and that before linear attention, which is two in files.
     """
     names = tuple(TargetModules(loaded).by_name)
     is_latent = any("kv_a_proj" in name for name in names)
-    excluded = r"\.(experts|shared_mlp)\." + (r"|self_attn\.(q|kv)_" if is_latent else "")
+    excluded = r"\.(experts|shared_mlp)\.|in_proj_qkvz" + (r"|self_attn\.(q|kv)_" if is_latent else "")
     return tuple(name for name in names if not re.search(excluded, name))
 
 
@@ -336,7 +336,17 @@ def check_llama_cpp(loaded: Pretrained, base: Path, adapter: Path, vocabulary: i
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["llama", "llama, untied, other base and eps", "llama, wide heads", "gpt2", "mamba2", "granitehybrid, experts"],
+    [
+        *(
+            "llama",
+            "llama, untied, other base and eps",
+            "llama, wide heads",
+            "gpt2",
+            "mamba2",
+            "granitehybrid, experts",
+        ),
+        "qwen3next",
+    ],
 )
 def test_llama_cpp_generates_equal_tokens_with_exported_models(name, tmp_path):
     config = test_gguf_writer.new_model(name).config

@@ -23,6 +23,7 @@ from tricycle.pretrained.gguf_metadata_writer import (
 )
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS
 from tricycle.sequences.text_encoder import POOLINGS
+from tricycle.state_spaces.delta_net import DeltaNetConfig
 
 # llama.cpp scales Gemma's scores by the head size, and has an output matrix in OLMo 2.
 CONFIGS: dict[str, ModelConfig] = {name: family.config for name, family in FAMILIES.items()}
@@ -42,6 +43,10 @@ LATENT = {"norm_eps": 1e-6, "rotary_attention_factor": 1.0, "qkv_bias": False, "
 CONFIGS |= {name: replace(CONFIGS[name], **LATENT) for name in ("DeepSeek-V2", "DeepSeek-V3")}
 CONFIGS["DeepSeek-V2"] = replace(CONFIGS["DeepSeek-V2"], n_groups=1, n_active_groups=1)
 CONFIGS["BERT"] = EncoderConfig()
+CONFIGS["ModernBERT"] = EncoderConfig(
+    **{"positions": "rotary", "norm_placement": "before", "first_norm": False, "bias": False, "token_types": 0},
+    **{"gated": True, "window": 128, "full_layers": (0, 3, 6, 9), "rotary_local_base": 1e4, "rotary_base": 1.6e5},
+)
 T5 = {"relative_buckets": 32, "activation": "relu", "positions": "none", "norm": "rms_norm", "score_scale": 1.0}
 CONFIGS["T5"] = EncoderDecoderConfig(**T5, context_window=2**15, n_decoder_layers=9, bias=False, tied=False)
 CONFIGS["T5, gated"] = replace(CONFIGS["T5"], activation="gelu", gated=True)
@@ -51,11 +56,17 @@ CONFIGS["Granite 4"] = MambaConfig(
     **{**TRICYCLE_SIZES, **LIKE_LLAMA, "positions": "none", "n_heads": 4, "n_key_heads": 2, "head_size": 0},
     **{"n_mamba_heads": 3, "mamba_head_size": 16, "mamba_mlp": True, "attention_layers": (1,), "score_scale": 0.2},
 )
+CONFIGS["Qwen3-Next"] = DeltaNetConfig(
+    **{**TRICYCLE_SIZES, **LIKE_LLAMA, "n_heads": 4, "n_key_heads": 2, "n_layers": 4, "attention_layers": (3,)},
+    **{"norm_eps": 1e-6, "norm_unit_offset": True, "qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": 1e-6},
+    **{"n_experts": 6, "n_active_experts": 2, "shared_size": 20},
+)
 CONFIGS["Granite 4, experts"] = replace(CONFIGS["Granite 4"], n_experts=4, n_active_experts=2, shared_size=20)
 ARCHITECTURES = {
     **dict.fromkeys(("Llama", "Llama 3", "Llama, linear"), "llama"),
     **{"Qwen2": "qwen2", "Qwen3": "qwen3", "OLMo 2": "olmo2", "Gemma 2": "gemma2", "Gemma 3": "gemma3"},
     **{"Pythia": "gptneox", "GPT-NeoX, one after the other": "gptneox", "GPT-2": "gpt2", "Phi": "phi2", "BERT": "bert"},
+    **{"ModernBERT": "modern-bert", "Qwen3-Next": "qwen3next"},
     **{"Granite": "granite", "Cohere": "command-r", "Qwen2, YaRN": "qwen2", "Mamba-2": "mamba2"},
     **{"Gemma 3n": "gemma3n"},
     **dict.fromkeys(("Granite 4", "Granite 4, experts"), "granitehybrid"),
@@ -86,7 +97,8 @@ def test_architecture_of_each_family(name):
     readable = {hf_name for hf_names in TENSOR_MAPPINGS[architecture].names.values() for hf_name in hf_names}
     splits = TENSOR_MAPPINGS[architecture].splits.values()
     readable -= {part.removesuffix(".weight") for split in splits for part in split.parts}
-    assert architecture in ("llama", "falcon", "t5") or names == readable  # which have those of two families
+    # The first three have the names of two families, and the last has heads of tasks, which are ignored.
+    assert architecture in ("llama", "falcon", "t5", "modern-bert") or names == readable
     metadata = architecture_metadata(architecture, converted)
     assert metadata[f"{architecture}.block_count"] == config.n_layers
     # llama.cpp reads a number with a decimal point as a float and another one as an integer.
@@ -197,6 +209,25 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another width of Granite 4's mixers": ("Granite 4", {"mamba_head_size": 24}, "granitehybrid: .*inner_size.*twice"),
     "MLPs in attention layers alone": ("Granite 4", {"mamba_mlp": False}, "granitehybrid .*mamba_mlp=False"),
     "no shared MLP": ("Granite 4, experts", {"shared_size": 0}, "granitehybrid: .*expert_shared_feed_forward_length"),
+    "biases of Qwen3-Next": ("Qwen3-Next", {"qkv_bias": True}, "qwen3next .*qkv_bias=True"),
+    "weights of its experts": ("Qwen3-Next", {"normalize_experts": False}, "qwen3next .*normalize_experts=False"),
+    "its keys as wide as others": ("Qwen3-Next", {"linear_key_size": 64}, "qwen3next: .*64 channels, got 4096"),
+    "no shared expert": ("Qwen3-Next", {"shared_size": 0}, "qwen3next .*shared_size=0"),
+    "another eps of keys": ("Qwen3-Next", {"norm_eps": 1e-5}, "qwen3next: .*norms of keys, got"),
+    "no layer with attention": ("Qwen3-Next", {"attention_layers": ()}, "qwen3next: .*some layers with full"),
+    "no experts": (
+        "Qwen3-Next",
+        {"n_experts": 0, "shared_size": 0},
+        "qwen3next: expected n_experts to be above 0, got 0",
+    ),
+    "norms without 1 + gain": ("Qwen3-Next", {"norm_unit_offset": False}, "qwen3next .*norm_unit_offset=False"),
+    "biases of ModernBERT": ("ModernBERT", {"mlp_bias": True, "bias": True}, "modern-bert .*bias=True"),
+    "token types of ModernBERT": ("ModernBERT", {"token_types": 2}, "token_types=2"),
+    "activation of ModernBERT": ("ModernBERT", {"activation": "relu"}, "modern-bert .*activation='relu'"),
+    "local first layer": ("ModernBERT", {"full_layers": ()}, r"modern-bert .*full_layers=\(\)"),
+    "irregular local layers": ("ModernBERT", {"full_layers": (0, 3, 5)}, r"modern-bert .*full_layers=\(0, 3, 5\)"),
+    "norm of the first block": ("ModernBERT", {"first_norm": True}, "first_norm=True"),
+    "partial RoPE of ModernBERT": ("ModernBERT", {"rotary_fraction": 0.5}, "modern-bert .*rotary_fraction=0.5"),
     "no token types": ("BERT", {"token_types": 0}, "bert.*token_types"),
 }
 

@@ -121,10 +121,16 @@ class TensorConversion:
     heads: AttentionHeads
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return all tensors by Hugging Face name, read lazily, without RoPE divisors; ValueError for a second one."""
+        """Return the tensors of layers, and others, by Hugging Face name, read lazily; ValueError for a second one.
+
+        RoPE divisors and blocks that predict further tokens are left out.
+        """
         tensors: dict[str, StoredTensor] = {}
+        n_layers = self.metadata.n_layers()
         for name, info in self.file.tensors.items():
-            if name in (ROPE_DIVISORS, *LONGROPE_DIVISORS):
+            match = _BLOCK.match(name)
+            is_further = match is not None and match[1] == "blk" and int(match[2]) >= n_layers
+            if name in (ROPE_DIVISORS, *LONGROPE_DIVISORS) or is_further:
                 continue
             for hf_name, tensor in self.convert(name, info):
                 if hf_name in tensors:

@@ -31,7 +31,7 @@ SIZE_METADATA = {
     "n_layers": "block_count",
     "n_heads": "attention.head_count",
 }
-WITH_FUSED_GATES = ("phi3",)  # whose ffn_up is the gate and the other output
+WITH_FUSED_GATES = ("phi3", "modern-bert")  # whose ffn_up is the gate and the other output
 POOLING_TYPES = {"mean": 1, "first": 2}  # from modes of `SentencePooling` to values of pooling_type
 # Keys of mixtures whose other values are not supported, with the supported ones.
 _EXPERT_METADATA: dict[str, tuple[Any, ...]] = {
@@ -57,7 +57,9 @@ _GEMMA3N_SIZES = {
 }
 GEMMA3N_OWN_KEYS = 20  # first layers with keys and values of their own
 GEMMA3N_SPARSE_LAYERS = 10  # first layers in which 95% of the MLP's gates are set to 0
-LATENT_NORM_EPS = 1e-6  # of norms of latents in transformers; llama.cpp has the epsilon of the other norms
+MODERN_BERT_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")  # llama.cpp approximates the first by the second
+# Of norms of latents, and of keys of linear attention, in transformers; llama.cpp has the epsilon of the other norms.
+FIXED_NORM_EPS = 1e-6
 
 
 # -------------------------------------------------------------------- architectures
@@ -66,6 +68,7 @@ def _sizes(metadata: ModelMetadata, norm: str) -> Fields:
     epsilon_key = {"rms": "layer_norm_rms_epsilon", "layer": "layer_norm_epsilon"}[norm]
     return {
         **{SIZE_FIELDS[name]: metadata.positive_int(key) for name, key in SIZE_METADATA.items()},
+        "num_hidden_layers": metadata.n_layers(),
         f"{norm}_norm_eps": metadata.positive_float(f"attention.{epsilon_key}"),
     }
 
@@ -112,6 +115,14 @@ def _check_values(metadata: ModelMetadata, supported: Mapping[str, tuple[Any, ..
             raise metadata.error(f"{expected}, got {short_repr(metadata.get(key))}")
 
 
+def _check_epsilon(metadata: ModelMetadata, normalized: str) -> None:
+    """Raise ValueError unless the RMS epsilon is FIXED_NORM_EPS, that of the norms of what `normalized` names."""
+    key = "attention.layer_norm_rms_epsilon"
+    if metadata.positive_float(key) != FIXED_NORM_EPS:
+        expected = f"expected {key} to be {FIXED_NORM_EPS}, that of norms of {normalized}"
+        raise metadata.error(f"{expected}, got {metadata.get(key)}")
+
+
 def _mixtral(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return Mixtral's config.json fields, for GGUF metadata of the architecture llama with experts."""
     fields = _like_llama(metadata, divisors, "mixtral", is_mixture=True) | _expert_fields(metadata)
@@ -126,6 +137,57 @@ def _qwen3moe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return Qwen3-MoE's config.json fields, with normalized expert weights, as llama.cpp always normalizes them."""
     fields = _like_llama(metadata, divisors, "qwen3_moe", is_mixture=True) | _expert_fields(metadata)
     return fields | {"hidden_act": "silu", "use_sliding_window": False, "norm_topk_prob": True}
+
+
+def _qwen3next(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return Qwen3-Next's config.json fields: normalized expert weights, no biases, keys as wide as values."""
+    _check_epsilon(metadata, "keys")
+    n_heads, head_size, sizes = _mixers(metadata)
+    if head_size != sizes["state_size"]:
+        expected = f"{n_heads} heads of ssm.state_size, {sizes['state_size']} channels"
+        raise metadata.error(f"expected qwen3next.ssm.inner_size to be that of {expected}, got {n_heads * head_size}")
+    _check_values(metadata, {"attention.scale": (0.0,)})
+    width = "expert_shared_feed_forward_length"
+    return {
+        "model_type": "qwen3_next",
+        "hidden_act": "silu",
+        "norm_topk_prob": True,
+        "attention_bias": False,
+        **_sizes(metadata, "rms"),
+        "shared_expert_intermediate_size": metadata.positive_int(width, metadata.positive_int("feed_forward_length")),
+        **_expert_fields(metadata),
+        "num_key_value_heads": metadata.n_key_heads(),
+        "head_dim": metadata.head_size(),
+        "partial_rotary_factor": _rotary_fraction(metadata),
+        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
+        **rope_scaling(metadata, divisors),
+        "linear_num_value_heads": n_heads,
+        "linear_num_key_heads": sizes["n_groups"],
+        "linear_value_head_dim": head_size,
+        "linear_key_head_dim": head_size,
+        "linear_conv_kernel_dim": sizes["conv_kernel"],
+        "layer_types": _linear_layers(metadata),
+        **metadata.vocabulary_fields(),
+    }
+
+
+def _linear_layers(metadata: ModelMetadata) -> list[str]:
+    """Return layer_types by attention.recurrent_layers, else full_attention_interval (4); ValueError if invalid.
+
+    llama.cpp ends the process if all layers are of one kind.
+    """
+    key, n_blocks = "attention.recurrent_layers", metadata.positive_int("block_count")
+    is_linear = metadata.get(key)
+    if is_linear is None:
+        interval = metadata.positive_int("full_attention_interval", 4)
+        is_linear = [bool((layer + 1) % interval) for layer in range(n_blocks)]
+    if not isinstance(is_linear, list) or len(is_linear) != n_blocks or not all(kind in (0, 1) for kind in is_linear):
+        expected = f"expected {metadata.architecture}.{key} to be {n_blocks} times true or false"
+        raise metadata.error(f"{expected}, got {short_repr(is_linear)}")
+    types = ["linear_attention" if kind else "full_attention" for kind in is_linear[: metadata.n_layers()]]
+    if len({*types}) < 2:
+        raise metadata.error("expected some layers with full attention and some with linear attention")
+    return types
 
 
 def _olmoe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
@@ -474,6 +536,33 @@ def _bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     return _sizes(metadata, "layer") | {"model_type": "bert", "hidden_act": "gelu", **shapes}
 
 
+def _modern_bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
+    """Return ModernBERT's config.json fields, without biases: window and its period (default 3), bases; no `divisors`.
+
+    Without a window, all layers have full attention. RoPE applies to all channels.
+    """
+    fields, window = _sizes(metadata, "layer"), "attention.sliding_window"
+    n_heads, activation = fields["num_attention_heads"], metadata.get("hidden_activation")
+    _check_values(metadata, {"attention.causal": (False,), "rope.scaling.type": ("none",)})
+    _check_values(metadata, {"attention.head_count_kv": (n_heads,)})
+    sizes = {"attention.key_length", "attention.value_length", "rope.dimension_count"}
+    _check_values(metadata, dict.fromkeys(sizes, (fields["hidden_size"] // n_heads,)))
+    if activation not in (None, *MODERN_BERT_ACTIVATIONS):
+        expected = f"expected modern-bert.hidden_activation {' or '.join(MODERN_BERT_ACTIVATIONS)}"
+        raise metadata.error(f"{expected}, got {short_repr(activation)}")
+    has_window = bool(metadata.get(window))
+    return fields | {
+        "model_type": "modernbert",
+        "vocab_size": metadata.shape("token_embd")[0],
+        "norm_eps": fields["layer_norm_eps"],
+        "hidden_activation": activation or "gelu",
+        "local_attention": metadata.positive_int(window) if has_window else 128,
+        "global_attn_every_n_layers": metadata.positive_int(f"{window}_pattern", 3) if has_window else 1,
+        "global_rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
+        "local_rope_theta": metadata.positive_float("rope.freq_base_swa", 10_000.0),
+    }
+
+
 def _t5(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return the fields of T5, with one matrix for embedding and logits, or of its version 1.1; ignore `divisors`.
 
@@ -510,11 +599,7 @@ def _deepseek2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     fields = rope_scaling(metadata, divisors)
     if fields and fields["rope_scaling"]["rope_type"] != "yarn":  # llama.cpp would also multiply scores by a factor
         raise metadata.error(f"expected RoPE without scaling, or with yarn, got {fields['rope_scaling']['rope_type']}")
-    if metadata.positive_float("attention.layer_norm_rms_epsilon") != LATENT_NORM_EPS:
-        raise metadata.error(
-            f"expected attention.layer_norm_rms_epsilon to be {LATENT_NORM_EPS}, that of norms of latents, "
-            f"got {metadata.get('attention.layer_norm_rms_epsilon')}"
-        )
+    _check_epsilon(metadata, "latents")
     rotary_size = metadata.positive_int("rope.dimension_count")
     ending = "_mla" if metadata.get("attention.key_length_mla") is not None else ""
     return fields | {
@@ -575,6 +660,7 @@ CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] 
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,
+    "qwen3next": _qwen3next,
     "olmoe": _olmoe,
     "gpt-oss": _gpt_oss,
     "smollm3": _smollm3,
@@ -590,6 +676,7 @@ CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] 
     "command-r": _command_r,
     "falcon": _falcon,
     "bert": _bert,
+    "modern-bert": _modern_bert,
     "t5": _t5,
     "deepseek2": _deepseek2,
 }

@@ -126,5 +126,10 @@ class Mixture:
             decoder = range(self.config.n_decoder_layers or self.config.n_layers)
             names = [f"dec.blk.{layer}.{name}" for layer in decoder for name in own]
             return sorted([f"enc.blk.{layer}.{matrix}" for layer in layers] + names)
-        with_attention = matrix != "ffn_down" and sorted({*getattr(self.config, "attention_layers", ())})
-        return [f"blk.{layer}.{matrix}" for layer in with_attention or layers]
+        attention_layers = sorted({*getattr(self.config, "attention_layers", ())}) or layers
+        if matrix == "ffn_down":
+            return [f"blk.{layer}.{matrix}" for layer in layers]
+        if hasattr(self.config, "n_linear_heads"):  # whose other layers have queries, keys and values, too
+            kinds = {layer: "attn_v" if layer in attention_layers else "attn_qkv" for layer in layers}
+            return [f"blk.{layer}.{kind}" for layer, kind in kinds.items()]
+        return [f"blk.{layer}.{matrix}" for layer in attention_layers]

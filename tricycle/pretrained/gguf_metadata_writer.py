@@ -21,7 +21,13 @@ from tricycle.configs.model import ModelConfig
 from tricycle.latent_attention import LatentConfig
 from tricycle.multi_stream.decoder import MultiStreamConfig
 from tricycle.pretrained.config_equivalence import has_bias
-from tricycle.pretrained.config_fields import ConfigFields, field_error, rotary_scaling_fields, size_fields
+from tricycle.pretrained.config_fields import (
+    ConfigFields,
+    activation_name,
+    field_error,
+    rotary_scaling_fields,
+    size_fields,
+)
 from tricycle.pretrained.export import match_family
 from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.families.bert import BERT
@@ -38,14 +44,22 @@ from tricycle.pretrained.families.granite_hybrid import GRANITE_HYBRID
 from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.mamba2 import MAMBA2
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
+from tricycle.pretrained.families.modernbert import MODERNBERT
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
+from tricycle.pretrained.families.qwen3_next import QWEN3_NEXT
 from tricycle.pretrained.families.smollm3 import SMOLLM3
 from tricycle.pretrained.families.stablelm import STABLELM
 from tricycle.pretrained.families.stacks import Stack
 from tricycle.pretrained.families.t5 import T5, T5_GATED
-from tricycle.pretrained.gguf_config import CONFIG_READERS, GEMMA3N_METADATA, GEMMA3N_OWN_KEYS, SIZE_METADATA
+from tricycle.pretrained.gguf_config import (
+    CONFIG_READERS,
+    GEMMA3N_METADATA,
+    GEMMA3N_OWN_KEYS,
+    MODERN_BERT_ACTIVATIONS,
+    SIZE_METADATA,
+)
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo
 from tricycle.pretrained.gguf_model_metadata import (
     WITH_ROPE_DIVISORS,
@@ -257,6 +271,27 @@ def _granite_hybrid(config: Any) -> Metadata:
     return metadata | {"rope.scaling.finetuned": config.positions == "rotary"}
 
 
+def _qwen3next(config: Any) -> Metadata:
+    """Return Phi-3's metadata, sizes of linear attention, interval or list of layers; ValueError without experts."""
+    if not config.n_experts:
+        raise field_error("n_experts", "above 0", 0)
+    layers = sorted({*config.attention_layers})
+    interval = min(layers, default=config.n_layers) + 1
+    metadata = _phi3(config) | {
+        "ssm.conv_kernel": config.conv_width,
+        "ssm.inner_size": config.inner_size,
+        "ssm.state_size": config.linear_key_size,
+        "ssm.time_step_rank": config.n_linear_heads,
+        "ssm.group_count": config.n_linear_key_heads,
+    }
+    if config.shared_size:
+        metadata["expert_shared_feed_forward_length"] = config.shared_size
+    if layers == [*range(interval - 1, config.n_layers, interval)]:
+        return metadata | {"full_attention_interval": interval}
+    is_linear = [layer not in layers for layer in range(config.n_layers)]
+    return metadata | {"attention.recurrent_layers": is_linear}
+
+
 def _gemma2(config: ModelConfig) -> Metadata:
     """Return Llama's metadata, and those of the soft caps and the window that are set."""
     caps = {"attn_logit_softcapping": config.score_cap, "final_logit_softcapping": config.logit_cap}
@@ -332,6 +367,22 @@ def _bert(config: ModelConfig) -> Metadata:
     return {**_layer_norm(config), "attention.causal": False}
 
 
+def _modern_bert(config: EncoderConfig) -> Metadata:
+    """Return BERT's metadata, the activation, RoPE's bases, and any window with the period of layers without it."""
+    full_layers = [layer for layer in range(config.n_layers) if config.window_size(layer) is None]
+    activation = activation_name(config.activation)
+    metadata = _bert(config) | {
+        **({"hidden_activation": activation} if activation in MODERN_BERT_ACTIVATIONS else {}),
+        "rope.scaling.type": "none",
+        "rope.freq_base": config.rotary_base,
+        "rope.freq_base_swa": config.rotary_local_base or config.rotary_base,
+    }
+    if len(full_layers) < config.n_layers:
+        metadata["attention.sliding_window"] = config.window
+        metadata["attention.sliding_window_pattern"] = [*full_layers, config.n_layers, config.n_layers][1]
+    return metadata
+
+
 def _t5(config: EncoderDecoderConfig) -> Metadata:
     """Return T5's metadata; ValueError for tied embeddings and deeper decoders, with which llama.cpp fails.
 
@@ -395,6 +446,7 @@ METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[Any], Metadata]]
     "olmo2": ((OLMO2,), _like_llama),
     "qwen3": ((QWEN3,), _like_llama),
     "qwen3moe": ((QWEN3_MOE,), _like_llama),
+    "qwen3next": ((QWEN3_NEXT,), _qwen3next),
     "olmoe": ((OLMOE,), _like_llama),
     "gpt-oss": ((GPT_OSS,), _gpt_oss),
     "granitemoe": ((GRANITE_MOE,), _granite),
@@ -412,6 +464,7 @@ METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[Any], Metadata]]
     "command-r": ((COHERE,), _command_r),
     "falcon": ((FALCON, FALCON_TWO_NORMS), _phi2),
     "bert": ((BERT,), _bert),
+    "modern-bert": ((MODERNBERT,), _modern_bert),
     "t5": ((T5, T5_GATED), _t5),
     "deepseek2": ((DEEPSEEK_V2, DEEPSEEK_V3), _deepseek2),
 }

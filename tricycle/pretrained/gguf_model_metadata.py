@@ -93,6 +93,14 @@ class ModelMetadata:
         """Return the number of experts of a mixture, or 0 if the key expert_count is missing or 0."""
         return self.positive_int("expert_count") if self.get("expert_count") else 0
 
+    def n_layers(self) -> int:
+        """Return the number of layers; the last blocks of some files, which predict further tokens, do not count."""
+        key, n_blocks = "nextn_predict_layers", self.positive_int("block_count")
+        n_further = self.positive_int(key) if self.get(key) else 0
+        if n_further >= n_blocks:
+            raise self.error(f"expected {self.architecture}.{key} to be below block_count, {n_blocks}, got {n_further}")
+        return n_blocks - n_further
+
     def n_dense_layers(self) -> int:
         """Return the number of first layers of a mixture without experts; 0 if the key is missing."""
         key = "leading_dense_block_count"

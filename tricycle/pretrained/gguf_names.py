@@ -30,9 +30,11 @@ from tricycle.pretrained.families.granite_hybrid import GRANITE_HYBRID
 from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.mamba2 import MAMBA2
 from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
+from tricycle.pretrained.families.modernbert import MODERNBERT
 from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.families.phi3 import PHI3
+from tricycle.pretrained.families.qwen3_next import LINEAR, QWEN3_NEXT
 from tricycle.pretrained.families.smollm3 import SMOLLM3
 from tricycle.pretrained.families.stablelm import STABLELM
 from tricycle.pretrained.families.t5 import T5, T5_GATED
@@ -231,12 +233,23 @@ def _log_rates(values: np.ndarray, heads: AttentionHeads) -> np.ndarray:
     return np.log(-values.astype(np.float64)).astype(np.float32).reshape(-1)
 
 
+def _rates(values: np.ndarray, heads: AttentionHeads) -> np.ndarray:
+    """Return the negative rates (H,) of a decay from their logarithms."""
+    return (-np.exp(values.astype(np.float64))).astype(np.float32)
+
+
 _HEAD_VECTOR = _vector(lambda shape, heads: (*shape, 1))
 _GROUP_GAINS = _vector(lambda shape, heads: (heads.n_groups, shape[0] // heads.n_groups))
+_ROW = WeightTransform(  # a matrix of one row in transformers
+    lambda values, heads: values.reshape(1, -1),
+    lambda values, heads: values.reshape(-1),
+    hf_shape=lambda shape: (1, math.prod(shape)),
+    gguf_shape=lambda shape, heads: shape[1:],
+)
 _DECAY = replace(
     _HEAD_VECTOR,
     to_hf=_log_rates,
-    to_gguf=lambda values, heads: (-np.exp(values.astype(np.float64))).astype(np.float32).reshape(-1, 1),
+    to_gguf=lambda values, heads: _rates(values, heads).reshape(-1, 1),
 )
 
 
@@ -284,6 +297,19 @@ _MAMBA_TRANSFORMS = {
     "blk.N.ssm_d": _HEAD_VECTOR,
     "blk.N.ssm_norm.weight": _GROUP_GAINS,
 }
+_QWEN3_NEXT = {
+    "blocks.N.mlp_norm": "blk.N.post_attention_norm",
+    "blocks.N.attention.input": "blk.N.attn_qkv blk.N.attn_gate",
+    "blocks.N.attention.rates": "blk.N.ssm_ba",
+    "blocks.N.attention.conv_weights": "blk.N.ssm_conv1d.weight",
+    "blocks.N.attention.step_bias": "blk.N.ssm_dt.bias",
+    "blocks.N.attention.log_rates": "blk.N.ssm_a",
+    "blocks.N.attention.output.norm": "blk.N.ssm_norm",
+    "blocks.N.attention.output.projection": "blk.N.ssm_out",
+    "blocks.N.mlp.shared.up": "blk.N.ffn_up_shexp blk.N.ffn_gate_shexp",
+    "blocks.N.mlp.shared.projection": "blk.N.ffn_down_shexp",
+    "blocks.N.mlp.shared_gate": "blk.N.ffn_gate_inp_shexp",
+}
 _GEMMA3N = {
     "blocks.N.attention.query": "blk.N.attn_q",
     "blocks.N.attention.key_value": "blk.N.attn_k blk.N.attn_v",
@@ -305,6 +331,8 @@ _GEMMA3N = {
     "streams.per_layer.norm": "per_layer_proj_norm",
 }
 _BERT = {"blocks.N.attention_norm": "blk.N.attn_output_norm", "blocks.N.mlp_norm": "blk.N.layer_output_norm"}
+# Of ModernBERT, whose family ignores them.
+_UNUSED_HEADS = {"cls": ("head.dense",), "cls.norm": ("head.norm",), "cls.output": ("classifier",)}
 
 
 def _map_tensors(
@@ -337,6 +365,18 @@ def _separate_gates(names: TensorNames) -> dict[str, Any]:
 
 
 _GEMMA_NORMS = {name: _GAIN_PLUS_ONE for name in _NAMES.values() if name.endswith("_norm")}
+_QWEN3_NEXT_TRANSFORMS = _GEMMA_NORMS | {
+    "blk.N.ssm_conv1d.weight": _CHANNEL_KERNELS,
+    "blk.N.ssm_a": WeightTransform(_log_rates, _rates),
+    "blk.N.ffn_gate_inp_shexp": _ROW,
+}
+# Linear attention has all queries, all keys and all values in one matrix, and the gates in another one.
+_QWEN3_NEXT_INPUT = "blocks.N.attention.input"
+_QWEN3_NEXT_CHANGES: dict[str, Any] = {
+    "names": QWEN3_NEXT.names | {_QWEN3_NEXT_INPUT: [f"{LINEAR}.in_proj_qkv", f"{LINEAR}.in_proj_z"]},
+    "layouts": {name: layout for name, layout in QWEN3_NEXT.layouts.items() if name != "in_proj_qkvz"},
+    "part_sizes": {_QWEN3_NEXT_INPUT: lambda config: [2 * config.keys_size + config.inner_size, config.inner_size]},
+}
 _GPT2_MATRICES = (_FUSED, "blk.N.attn_output", "blk.N.ffn_up", "blk.N.ffn_down")
 # Some files have one fused matrix, and some have three.
 _PHI = _map_tensors(PHI).names | {_FUSED: tuple(PHI.names["blocks.N.attention.qkv"])}
@@ -421,6 +461,7 @@ TENSOR_MAPPINGS: dict[str, TensorMapping] = {
     "qwen2": _map_tensors(QWEN2),
     "qwen3": _map_tensors(QWEN3),
     "qwen3moe": _map_tensors(QWEN3_MOE),
+    "qwen3next": _map_tensors(QWEN3_NEXT, _QWEN3_NEXT_TRANSFORMS, _NAMES | _QWEN3_NEXT, _QWEN3_NEXT_CHANGES),
     "olmoe": _map_tensors(OLMOE),
     "gpt-oss": _map_tensors(GPT_OSS, table=_NAMES | _GPT_OSS, changes=_separate_gates(GPT_OSS.names)),
     "olmo2": _map_tensors(OLMO2, table=_NAMES | _OLMO2),
@@ -444,6 +485,7 @@ TENSOR_MAPPINGS: dict[str, TensorMapping] = {
         eight_bit_output=True,
     ),
     "bert": _map_tensors(BERT, table=_NAMES | _BERT),
+    "modern-bert": TensorMapping(_map_tensors(MODERNBERT).names | _UNUSED_HEADS),
     "t5": TensorMapping(
         _map_tensors(T5_GATED, table=_T5).names | {"dec.blk.N.cross_attn_rel_b.weight": (_UNUSED,)},
         aliases={names[0]: T5_GATED.names[name][0] for name, names in T5.names.items() if name.endswith("mlp.up")},

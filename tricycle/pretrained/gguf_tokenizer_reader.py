@@ -16,6 +16,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of t
 # From pre-tokenizers of `tokenizer_json.byte_level_parts` to their names in llama.cpp.
 PRE_TOKENIZERS = {
     "gpt2": ("gpt-2", "gpt2", "phi-2", "olmo", "mpt", "jais", "trillion"),
+    "gpt2-nfc": ("modern-bert",),
     "smollm": ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
     "llama-3": ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "dbrx", "smaug-bpe"),
     "qwen": ("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"),
@@ -23,6 +24,7 @@ PRE_TOKENIZERS = {
 PRE_TOKENIZER_OF_NAME = {name: split for split, names in PRE_TOKENIZERS.items() for name in names}
 # With these, merges are ignored for pieces that are tokens, and texts begin with a special token by default.
 IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral")
+LEFT_STRIPPED = {"modern-bert": "[MASK]"}  # by the name of the pre-tokenizer, the token that removes spaces before it
 SPACE_CHARACTER = "\u2581"  # replaces spaces in tokens
 
 
@@ -52,7 +54,7 @@ class GGUFTokenizer:
             known = ", ".join(PRE_TOKENIZER_OF_NAME)
             raise ValueError(f"expected tokenizer.ggml.pre to be one of {known}, got {self.pre_tokenizer!r}")
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "mask": "mask"}
-        if self.model_type == "bert":
+        if self.model_type in ("bert", "gpt2"):
             names |= {"cls": "cls", "sep": "seperator"}  # llama.cpp's spelling
         self.special: dict[str, str] = {}
         for name, key in names.items():
@@ -180,7 +182,9 @@ class GGUFTokenizer:
         typed = [(i, token) for i, (token, kind) in enumerate(zip(tokens, self.types)) if kind in added_types and token]
         added = [tokenizer_json.added_token(i, token, special=self.types[i] == CONTROL) for i, token in typed]
         named = {*self.special.values()} - {token for _, token in typed}
-        return added + [tokenizer_json.added_token(tokens.index(token), token) for token in named if token in tokens]
+        added += [tokenizer_json.added_token(tokens.index(token), token) for token in named if token in tokens]
+        stripped = LEFT_STRIPPED.get(self.pre_tokenizer)
+        return [token | {"lstrip": token["content"] == stripped} for token in added]
 
     def _post_processor(self) -> dict[str, Any] | None:
         """Return tokenizer.json's post-processor that adds BOS and EOS to texts; None if neither is added."""

@@ -14,6 +14,7 @@ from tricycle.pretrained.gguf_tokenizer_reader import (
     BYTE,
     CONTROL,
     IGNORE_MERGES,
+    LEFT_STRIPPED,
     NORMAL,
     PRE_TOKENIZERS,
     SPACE_CHARACTER,
@@ -52,7 +53,6 @@ def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Metadata:
     if not isinstance(tokeniser, PretrainedTokeniser):
         raise ValueError(f"expected a BPETokeniser or a PretrainedTokeniser, got {type(tokeniser).__name__}")
     document = json.loads(tokeniser.to_tokenizer_json())
-    _check_added_tokens(document)
     if document["model"].get("type") == "WordPiece":
         metadata = _wordpiece(document, tokeniser, n_rows)
     elif document["model"].get("type") == "Unigram":
@@ -60,14 +60,18 @@ def tokenizer_metadata(tokeniser: Any, n_rows: int) -> Metadata:
     else:
         convert = _sentencepiece if document["model"].get("byte_fallback") else _byte_level_bpe
         metadata = _special_tokens(tokeniser) | convert(document, n_rows)
+    _check_added_tokens(document, LEFT_STRIPPED.get(metadata.get("tokenizer.ggml.pre", "")))
     return metadata | _chat_templates(tokeniser.chat_templates)
 
 
-def _check_added_tokens(document: Metadata) -> None:
-    """Raise ValueError for an added token with lstrip, rstrip or single_word, which GGUF cannot represent."""
+def _check_added_tokens(document: Metadata, left_stripped: str | None) -> None:
+    """Raise ValueError for an added token with lstrip, rstrip or single_word, but lstrip alone of `left_stripped`."""
     for token in document.get("added_tokens", []):
-        if any(token.get(name) for name in ("lstrip", "rstrip", "single_word")):
-            raise ValueError(f"expected tokens without lstrip, rstrip and single_word, got {token.get('content')!r}")
+        flags = [name for name in ("lstrip", "rstrip", "single_word") if token.get(name)]
+        if token["content"] == left_stripped and flags != ["lstrip"]:
+            raise ValueError(f"expected {left_stripped} with lstrip, as in llama.cpp, got {flags}")
+        if token["content"] != left_stripped and flags:
+            raise ValueError(f"expected tokens without lstrip, rstrip and single_word, got {token['content']!r}")
 
 
 # -------------------------------------------------------------------- byte-level BPE
@@ -294,8 +298,13 @@ def _merges(document: Metadata) -> list[tuple[str, str]]:
 
 # -------------------------------------------------------------------- special tokens and chat templates
 def _special_tokens(tokeniser: PretrainedTokeniser) -> Metadata:
-    """Return the ids of special tokens, and whether texts get BOS and EOS; ValueError if they get other tokens."""
-    bos, eos = tokeniser.bos, tokeniser.eos
+    """Return the ids of special tokens, and whether texts get BOS and EOS; ValueError if they get other tokens.
+
+    Encoders may have [CLS] and [SEP] in their place.
+    """
+    vocabulary = tokeniser.backend.get_vocab(with_added_tokens=True)
+    ids = {name: vocabulary[text] for name, text in tokeniser.special.items()}
+    bos, eos = ids.get("bos_token", ids.get("cls_token")), ids.get("eos_token", ids.get("sep_token"))
     if bos is None and eos is None:
         why = "because llama.cpp ends every text with a token"
         raise ValueError(f"expected a tokeniser with bos_token or eos_token, such as {END_OF_TEXT}, {why}")
@@ -311,11 +320,9 @@ def _special_tokens(tokeniser: PretrainedTokeniser) -> Metadata:
         "tokenizer.ggml.add_bos_token": adds_bos,
         "tokenizer.ggml.add_eos_token": adds_eos,
     }
-    vocabulary = tokeniser.backend.get_vocab(with_added_tokens=True)
-    for name, key in (("unk_token", "unknown"), ("pad_token", "padding")):
-        if name in tokeniser.special:
-            metadata[f"tokenizer.ggml.{key}_token_id"] = vocabulary[tokeniser.special[name]]
-    return metadata
+    names = {"unk": "unknown", "pad": "padding", "cls": "cls", "sep": "seperator", "mask": "mask"}
+    others = {key: ids[f"{name}_token"] for name, key in names.items() if f"{name}_token" in ids}
+    return metadata | {f"tokenizer.ggml.{key}_token_id": token for key, token in others.items()}
 
 
 def _chat_templates(templates: dict[str, str]) -> Metadata:

@@ -26,6 +26,7 @@ from tricycle.pretrained.gguf_file_types import FILE_TYPES, Mixture
 from tricycle.pretrained.gguf_metadata_writer import architecture_metadata, match_architecture, rope_divisors
 from tricycle.pretrained.gguf_model_metadata import LONGROPE_DIVISORS, ROPE_DIVISORS
 from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, WeightTransform
+from tricycle.pretrained.gguf_tokenizer_reader import LEFT_STRIPPED
 from tricycle.pretrained.gguf_tokenizer_writer import tokenizer_metadata
 from tricycle.pretrained.stored_model import error_prefix
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
@@ -85,23 +86,21 @@ def export_gguf(
     """
     from tqdm import tqdm
 
-    if not isinstance(model, (GPT, TextEncoder, EncoderDecoderTransformer)):
-        kinds = "GPT, TextEncoder or EncoderDecoderTransformer"
-        raise ValueError(f"export_gguf: expected a {kinds}, got {type(model).__name__}")
-    if dtype_name not in FILE_TYPES:
-        raise ValueError(f"export_gguf: expected dtype_name to be one of {', '.join(FILE_TYPES)}, got {dtype_name!r}")
-    if pooling not in POOLING_TYPES:
-        raise ValueError(f"export_gguf: expected pooling to be one of {', '.join(POOLING_TYPES)}, got {pooling!r}")
+    _check_arguments(model, dtype_name, pooling)
     with error_prefix("export_gguf: llama.cpp cannot run this model: "):
         architecture, family, config = match_architecture(model.config)
-        metadata = {"general.name": Path(path).stem, "general.file_type": FILE_TYPES[dtype_name].number}
+        metadata: Metadata = {"general.name": Path(path).stem, "general.file_type": FILE_TYPES[dtype_name].number}
         metadata["general.quantization_version"] = _QUANTIZATION_VERSION
         metadata |= architecture_metadata(architecture, config)
         if tokeniser is not None:
             metadata |= tokenizer_metadata(tokeniser, config.vocab_size)
+    pre_tokenizer = metadata.get("tokenizer.ggml.pre")
+    if pre_tokenizer in LEFT_STRIPPED:  # llama.cpp removes the spaces only in models whose name contains this
+        metadata["general.name"] += f" {pre_tokenizer}"
     if isinstance(model, TextEncoder):
         metadata[f"{architecture}.pooling_type"] = POOLING_TYPES[pooling]
-        metadata["tokenizer.ggml.token_type_count"] = model.config.token_types
+        if model.config.token_types:
+            metadata["tokenizer.ggml.token_type_count"] = model.config.token_types
     shapes, arrays = _split_tensors(architecture, config, *export_tensors(model, family, config))
     mixture = Mixture(dtype_name, config, bool(importance), TENSOR_MAPPINGS[architecture].eight_bit_output)
     sizes = config.n_heads, config.key_heads, config.channels_per_head
@@ -115,6 +114,17 @@ def export_gguf(
     with atomic_write(path) as file:
         write_gguf(file.name, architecture, metadata, [*plan.values(), *divisors], chain(tensors, divisors.items()))
     return architecture
+
+
+def _check_arguments(model: Any, dtype_name: str, pooling: str) -> None:
+    """Raise ValueError for another model than the three classes, or an unknown file type or pooling."""
+    if not isinstance(model, (GPT, TextEncoder, EncoderDecoderTransformer)):
+        kinds = "GPT, TextEncoder or EncoderDecoderTransformer"
+        raise ValueError(f"export_gguf: expected a {kinds}, got {type(model).__name__}")
+    if dtype_name not in FILE_TYPES:
+        raise ValueError(f"export_gguf: expected dtype_name to be one of {', '.join(FILE_TYPES)}, got {dtype_name!r}")
+    if pooling not in POOLING_TYPES:
+        raise ValueError(f"export_gguf: expected pooling to be one of {', '.join(POOLING_TYPES)}, got {pooling!r}")
 
 
 # -------------------------------------------------------------------- tensors

@@ -52,22 +52,23 @@ def bpe_model(vocab: Mapping[str, int], merges: Iterable[tuple[str, str]], **set
 
 
 def byte_level_parts(split: str, add_prefix_space: bool = False) -> JSONObject:
-    """Return normalizer, pre-tokenizer, decoder for a split: "gpt2", "smollm" or of SPLIT_PATTERNS; else KeyError.
+    """Return normalizer, pre-tokenizer, decoder for a split of "gpt2" or others; KeyError if it is unknown.
 
     Args:
-        split: the pre-tokenization pattern: "gpt2", "smollm" (GPT-2's with single digits), or a key of SPLIT_PATTERNS.
+        split: the pre-tokenization pattern: "gpt2", "gpt2-nfc" (after normalization to NFC), "smollm" (GPT-2's with
+            single digits), or a key of SPLIT_PATTERNS.
     """
+    normalizer = {"type": "NFC"} if split in ("qwen", "gpt2-nfc") else None
     byte_level = {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": True}
     decoder = {**byte_level, "add_prefix_space": True}
-    if split == "gpt2":
-        return {"pre_tokenizer": byte_level, "decoder": decoder}
+    if split in ("gpt2", "gpt2-nfc"):
+        return {"normalizer": normalizer, "pre_tokenizer": byte_level, "decoder": decoder}
     if split == "smollm":
         first: JSONObject = {"type": "Digits", "individual_digits": True}
     else:
         first = {"type": "Split", "pattern": {"Regex": SPLIT_PATTERNS[split]}, "behavior": "Isolated", "invert": False}
         byte_level["use_regex"] = False
     pre_tokenizer = {"type": "Sequence", "pretokenizers": [first, byte_level]}
-    normalizer = {"type": "NFC"} if split == "qwen" else None
     return {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": decoder}
 
 

@@ -65,6 +65,8 @@ class Family:
         ignored: a regular expression of names, without the prefix, of tensors that Tricycle does not use.
         layouts: how the checkpoint orders the outputs of a linear layer, by the last component of its name there.
         stacks: tensors with the matrices of all experts.
+        part_sizes: by the name of a Tricycle layer that is several tensors of other than equal sizes, a function of the
+            config that returns the numbers of their outputs.
         fan_in_fan_out: matrices are (in, out), as Tricycle's are (GPT-2's Conv1D).
         new_model: returns a model of a config without random initialization of its weights.
         fallbacks: names of tensors that may be missing, and the names of the tensors that they equal, or "" for zeros.
@@ -82,6 +84,7 @@ class Family:
     ignored: str = "(?!)"
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     stacks: Stacks = field(default_factory=dict)
+    part_sizes: Mapping[str, Callable[[Any], list[int]]] = field(default_factory=dict)
     fan_in_fan_out: bool = False
     new_model: Callable[[Any], Layer] = uninitialized_gpt
     fallbacks: dict[str, str] = field(default_factory=dict)
@@ -124,6 +127,8 @@ class TensorMapping:
         if len(names) == 3 and ".qkv." in name:
             keys = self.config.key_heads * self.config.channels_per_head
             sizes = [parameter.shape[-1] - 2 * keys, keys, keys]  # queries may have gates
+        if template in self.family.part_sizes:
+            sizes = self.family.part_sizes[template](self.config)
         hf_tensors, start = [], 0
         for their_name, size in zip(names, sizes):
             columns, start = slice(start, start + size), start + size
