@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tricycle_accelerators import cpu, spin_threads, threads
-from tricycle_accelerators.spin_threads import LATE_SECONDS, MAX_REST_SECONDS, MIN_REST_SECONDS
+from tricycle_accelerators.spin_threads import LATE_SECONDS, MAX_REST_SECONDS, MIN_REST_SECONDS, MIN_SPENT_SECONDS
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def trust(monkeypatch):
     return spin_threads.spin_policy
 
 
-def test_two_late_products_lengthen_the_pause_of_spin_threads(trust, monkeypatch):
+def test_lost_time_lengthens_the_pause_of_spin_threads(trust, monkeypatch):
     now, rests = 1000.0, []
     monkeypatch.setattr(spin_threads, "perf_counter", lambda: now)
     for _ in range(7):
@@ -36,6 +36,16 @@ def test_rare_late_product_causes_no_pause(trust):
         for _ in range(300):
             trust.record_seconds(LATE_SECONDS / 100, 1000)
         assert trust
+
+
+def test_same_loss_rests_threads_of_short_products_alone(trust):
+    for _ in range(40):  # a large model's token takes 0.1 s, of which 4 ms are lost
+        trust.record(0.1, 0.004)
+        assert trust
+    trust.lost = trust.spent = 0.0
+    trust.record(MIN_SPENT_SECONDS / 4, 0.0)
+    trust.record(0.004, 0.004)
+    assert not trust
 
 
 def test_a_large_matrix_may_take_longer_and_one_thread_starts_no_spin_threads(trust, monkeypatch):

@@ -3,8 +3,8 @@
 The threads of BLAS, of OpenMP and of `compiled/vectors.py` wait for work by spinning, so they begin within a
 microsecond, where those that sleep (`threads.py`) take thirty: in the hundred products of a token that is a third of
 its time. But where the system has put one aside for another program, a product waits for it, for milliseconds. So they
-are used while they keep up; after two late products the calling thread does without them for a while. The bits are the
-same.
+are used while less time is lost in this way than one thread alone would lose; otherwise the calling thread does without
+them for a while. The bits are the same.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ import numpy as np
 
 from tricycle_accelerators import threads
 
-LATE_SECONDS, LATE_BYTES_PER_SECOND = 0.0004, 2e9  # a product of a matrix that takes longer than both together is late
+LATE_SECONDS, LATE_BYTES_PER_SECOND = 0.0004, 2e9  # what a product takes beyond both is lost
 MIN_SHARED_BYTES = 2**17  # bytes of a matrix from which on it takes longer to read than to share
-LATE_DECAY = 0.995  # of late products, with each that is not: one in each token of a small model is too many
+DECAY = 0.995  # of the seconds spent and lost, with each product
+MAX_LOST = 0.2  # of the seconds spent in products; one thread is about as fast, as it is interrupted, too
+MIN_SPENT_SECONDS = 0.01  # the loss is compared with at least this time, so that one late product is not enough
 MIN_REST_SECONDS, MAX_REST_SECONDS = 0.1, 2.0  # seconds
 
 
 class SpinPolicy:
-    """Policy that decides whether spinning threads are used, from how many products were late.
+    """Policy that decides whether spinning threads are used, from the time that products waited for late threads.
 
     Attributes:
-        n_late: of the products lately.
-        rest: seconds for which they will not be used when they are late again.
+        spent, lost: seconds of the latest products, and how many of them were lost by waiting; each product counts less
+            than the next.
+        rest: seconds for which the threads will not be used when too much time is lost again.
         until: when they are used again.
     """
 
     def __init__(self) -> None:
-        self.n_late = 0.0
+        self.spent = self.lost = 0.0
         self.rest = MIN_REST_SECONDS
         self.until = 0.0
 
@@ -46,21 +49,18 @@ class SpinPolicy:
         return perf_counter() >= self.until and threads.n_threads() > 1 and not threads.in_worker()
 
     def record_seconds(self, seconds: float, n_bytes: int) -> None:
-        """Count a product by spinning threads as late or not for `n_bytes` bytes; two late ones rest the threads."""
-        self.record(seconds >= LATE_SECONDS + n_bytes / LATE_BYTES_PER_SECOND)
+        """Record the duration of a product with a matrix of `n_bytes` bytes; what exceeds a limit was lost."""
+        self.record(seconds, max(0.0, seconds - LATE_SECONDS - n_bytes / LATE_BYTES_PER_SECOND))
 
-    def record(self, is_late: bool) -> None:
-        """Count a late product, or let the count decay; at two, rest the threads for 0.1 s, doubling up to 2 s."""
-        if not is_late:
-            self.n_late *= LATE_DECAY
-            if self.n_late < 0.01:
-                self.rest = MIN_REST_SECONDS
-            return
-        self.n_late += 1
-        if self.n_late >= 2:
-            self.n_late = 0.5  # the next late one but one is enough
+    def record(self, seconds: float, lost: float) -> None:
+        """Record a product's seconds and how many were lost; if too many, rest the threads for 0.1 s, doubling to 2."""
+        self.spent, self.lost = DECAY * self.spent + seconds, DECAY * self.lost + lost
+        if self.lost > MAX_LOST * max(self.spent, MIN_SPENT_SECONDS):
+            self.spent = self.lost = 0.0
             self.until = perf_counter() + self.rest
             self.rest = min(2 * self.rest, MAX_REST_SECONDS)
+        elif self.lost < 0.01 * MAX_LOST * MIN_SPENT_SECONDS:
+            self.rest = MIN_REST_SECONDS
 
 
 spin_policy = SpinPolicy()

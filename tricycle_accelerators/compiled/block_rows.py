@@ -89,13 +89,11 @@ def _shuffle(builder: Any, a: Any, b: Any, places: Sequence[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(PAIR, len(places)), list(places)))
 
 
-def _half(builder: Any, address: Any, offset: int) -> Any:
-    """Load a float16 as a <1 x float>, through an integer register, so that it depends on no other vector."""
-    bits = builder.zext(load_unaligned(builder, address, offset, ir.IntType(16)), PAIR)
-    words = builder.insert_element(ir.Constant(ir.VectorType(PAIR, 4), None), bits, PAIR(0))
-    halves = builder.bitcast(words, ir.VectorType(HALF, 8))
-    floats = builder.fpext(_shuffle(builder, halves, halves, range(4)), ir.VectorType(FLOAT, 4))
-    return _shuffle(builder, floats, floats, [0])
+def _half(builder: Any, address: Any, offset: int, number: int = 0) -> Any:
+    """Load four float16, and return one of them as a <1 x float>: this takes fewer instructions than one alone."""
+    halves = load_unaligned(builder, address, offset, ir.VectorType(HALF, 4))
+    floats = builder.fpext(halves, ir.VectorType(FLOAT, 4))
+    return _shuffle(builder, floats, floats, [number])
 
 
 def _spread(builder: Any, vector: Any, count: int) -> Any:
@@ -229,7 +227,7 @@ def _q6_k(builder: Any, address: Any) -> Block:
         builder.sext(load_unaligned(builder, address, 192, ir.VectorType(BYTE, 16)), ir.VectorType(PAIR, 16)),
         ir.VectorType(FLOAT, 16),
     )
-    scales = builder.fmul(scales, _spread(builder, _half(builder, address, 208), 16))
+    scales = builder.fmul(scales, _spread(builder, _half(builder, address, 202, 3), 16))  # the scale is at 208
     parts = []
     for half in range(2):
         lower = [load_unaligned(builder, address, 64 * half + PART * i, BYTES) for i in range(2)]

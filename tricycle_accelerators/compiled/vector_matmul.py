@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import cache, partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from tricycle_accelerators.spin_threads import SpinPolicy
 
 TOO_FEW = -1  # what a job returns if fewer threads took part than were asked for
 LATE_PAUSES = 5_000  # pauses: a thread that is waited for longer was put aside by the system
+PAUSE_SECONDS = 2e-8  # 40 to 140 cycles
 NO_SCALES, NO_SUMS = np.empty(0, np.float32), np.empty(0, np.int32)
 
 
@@ -55,13 +57,14 @@ class SpinTeam:
         """
         if not self.policy or not threads.pool_lock.acquire(blocking=False):
             return job(self.boxes.own, 1)
+        start = perf_counter()
         try:
             waited = job(self.shared, min(threads.n_threads(), self.loops.MOST_PARTS))
             if waited == TOO_FEW:
                 threads.start_serving(self.serve, self.stop)
         finally:
             threads.pool_lock.release()
-        self.policy.record(waited > LATE_PAUSES)
+        self.policy.record(perf_counter() - start, waited * PAUSE_SECONDS if waited > LATE_PAUSES else 0.0)
         return waited
 
     def serve(self, part: int) -> None:
