@@ -23,7 +23,6 @@ from tricycle.sequences.seq2seq import EncoderDecoder, EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.sequences.translators import load_translator
 from tricycle.softmaxes import new_softmax
-from tricycle.state_spaces.mamba import MambaMixer
 from tricycle.tensor import Tensor, no_grad
 from tricycle_lab.hooks import Substitution, add_hook, attention_of, op_with_heads
 from tricycle_lab.lens import TunedLens
@@ -43,7 +42,7 @@ class InspectableModel:
     Attributes:
         kind: "decoder", "encoder" or "encoder-decoder".
         title: the name on the page.
-        attention_layers: the attention layers and Mamba mixers, without recorded values.
+        attention_layers: the attention layers and layers with a state, without recorded values.
         n_heads: the number of heads of each attention layer, by name.
         block_names: the blocks whose outputs are the residual stream.
         ablatable: names of the layers that may be ablated.
@@ -170,10 +169,10 @@ class InspectableModel:
 
 
 def find_attention_layers(model: Any) -> list[AttentionLayer]:
-    """Return an `AttentionLayer` (name, kind, heads) per attention layer or mixer, in order, without values."""
+    """Return an `AttentionLayer` (name, kind, heads) per layer with attention or a state, in order, without values."""
     layers = []
     for name, layer in model.named_layers():
-        if isinstance(layer, MambaMixer):
+        if hasattr(layer, "token_weights"):
             layers.append(AttentionLayer(name, "state", layer.n_heads))
         elif attention_of(layer) is not None and hasattr(layer, "n_heads"):
             kind = "cross" if name.endswith("cross") else "encoder" if name.startswith("encoder.") else "self"
@@ -222,8 +221,10 @@ def record_arguments(layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> N
     layer.compute_maps, layer.args, layer.op = compute_maps, args, op
 
 
-def record_scan(mixer: MambaMixer, layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> None:
+def record_scan(mixer: Any, layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> None:
     """Store in `layer` the scan of a mixer, its arguments, decays, and a function that computes the maps of text 0.
+
+    A mixer is a layer with a state, whose method `token_weights` maps the arguments to factors of each earlier token.
 
     The scores are the factors of each earlier token, and the weights their magnitudes divided by the sum of the row.
     """

@@ -340,12 +340,12 @@ class ModelPanel {
     this.headIndices = []; // pairs of the index of a layer and that of a head
     this.headElements = [];
     attentionLayers.forEach((layer, layerIndex) => {
-      const name = add(this.headBox, "span", shortName(layer.name), { className: "name" });
+      const name = add(this.headBox, "span", layerName(layer), { className: "name" });
       name.style.gridColumn = "1";
       for (let head = 0; head < layer.nHeads; head++) {
         const index = this.headElements.length;
         this.headIndices.push([layerIndex, head]);
-        const button = add(this.headBox, "button", "", { type: "button", "aria-label": shortName(layer.name) + ", head " + head });
+        const button = add(this.headBox, "button", "", { type: "button", "aria-label": layerName(layer) + ", head " + head });
         button.onclick = () => this.selectHead(index);
         this.headElements.push(button);
       }
@@ -374,7 +374,7 @@ class ModelPanel {
       button.textContent = isAblated ? "×" : "";
       button.setAttribute("aria-pressed", isSelected);
       button.tabIndex = isSelected ? 0 : -1;
-      button.title = shortName(layer.name) + ", head " + head + (isAblated ? ", ablated" : "") + (values[i] === null ? "" : ": " + label + " " + formatNumber(values[i]));
+      button.title = layerName(layer) + ", head " + head + (isAblated ? ", ablated" : "") + (values[i] === null ? "" : ": " + label + " " + formatNumber(values[i]));
       button.setAttribute("aria-label", button.title);
     });
   }
@@ -385,7 +385,7 @@ class ModelPanel {
 
   showAblations() {
     const layer = this.attentionLayer, block = layer.name.replace(/\.[^.]+$/, "");
-    this.headSummary.textContent = shortName(layer.name) + ", head " + this.head + " of " + layer.nHeads;
+    this.headSummary.textContent = layerName(layer) + ", head " + this.head + " of " + layer.nHeads;
     this.ablations.replaceChildren();
     if (!data.hasServer) return;
     add(this.ablations, "legend", "Ablate");
@@ -471,7 +471,7 @@ class ModelPanel {
     if (layer.kind !== "encoder") context.strokeRect(0, this.token * scale - 1, scale * m, scale + 2);
     const unassigned = map.unassigned[this.rowIndex];
     const range = isScores ? ", from " + formatNumber(map.minScore) + " to " + formatNumber(map.maxScore) : "";
-    const title = (isScores ? "Scores" : "Weights") + " of " + shortName(layer.name) + ", head " + this.head + range;
+    const title = (isScores ? "Scores" : "Weights") + " of " + layerName(layer) + ", head " + this.head + range;
     const query = "Selected query: entropy " + formatNumber(map.entropy[this.rowIndex]) + " nats" + (Math.abs(unassigned) > 0.005 ? ", " + percent(unassigned) + " of the weight on no key." : ".");
     const kept = map.kept ? " The state before it is multiplied by " + formatNumber(map.kept[this.rowIndex]) + ". Scores: factors of the earlier tokens in the result; weights: shares of their magnitudes." : "";
     this.mapSummary.textContent = title + ": kurtosis " + formatNumber(isScores ? map.scoreKurtosis : map.weightKurtosis) + ". " + query + kept;
@@ -609,6 +609,7 @@ function findCell(canvas, event, n, m) {
 }
 
 const shortName = (name) => name.replace(/blocks\.(\d+)/, (_, i) => "layer " + i).replace(/\./g, " ").replace(/(layer \d+) attention$/, "$1");
+const layerName = ({ name, kind }) => shortName(kind === "state" ? name.replace(/attention$/, "mixer") : name);
 
 // ---------------------------------------------------------------- all models
 const panels = data.models.map((given, index) => new ModelPanel(index, given));

@@ -35,13 +35,13 @@ class AttentionLayer:
 
     Attributes:
         name: the name in `Layer.named_layers`.
-        kind: "self"; "cross"; "encoder", the self-attention of the encoder of an encoder-decoder; or "state", a Mamba
-            mixer, whose scores are the factors by which it adds earlier tokens, and its weights their shares.
+        kind: "self"; "cross"; "encoder", the self-attention of the encoder of an encoder-decoder; or "state", a layer
+            of Mamba or DeltaNet, whose scores are the factors by which it adds earlier tokens, weights their shares.
         n_heads: H.
         compute_maps: a function that returns scores and weights, (H, T, S) each; None before the forward pass.
         op: the attention op.
         args: the arguments of the op: queries (1, T, H, D), keys and values (1, S, K, D), and further ones.
-        decays: of a Mamba mixer, the logarithm of the fraction of its state that it keeps at each token, (H, T).
+        decays: of a layer with a state, the logarithm of the fraction of its state that it keeps at each token, (H, T).
         cached_maps: the result of `maps`, if it was called before.
     """
 
@@ -185,7 +185,7 @@ class Trace:
     def head_statistics(self, start: int, stop: int) -> dict[str, Any]:
         """Return {"layers": [...]} with name, entropy, scoreKurtosis, any halfLife by head, of layers start to stop-1.
 
-        The half-life is that of the state of a Mamba mixer in tokens, at the mean decay of the text.
+        The half-life is that of the state of a layer in tokens, at the mean decay of the text.
         """
         layers = []
         for layer in self.attention_layers[max(0, start) : max(0, stop)]:
