@@ -145,6 +145,42 @@ def test_last_layer_of_the_logit_lens_is_the_prediction() -> None:
         assert ("rank" in predictions["lens"][0]) == (position + 1 < len(trace.ids))
 
 
+def test_routing_matches_the_routers_with_and_without_reuse() -> None:
+    config = replace(CONFIG, n_experts=5, n_active_experts=2, router_bias=True)
+    inspectable = new_inspectable(config)
+    trace = run(inspectable)
+    assert list(trace.routing) == [f"blocks.{i}.mlp" for i in range(3)]
+    with Probe(inspectable.model, "*.router") as probe, no_grad():
+        inspectable.model(np.array([trace.ids]))
+    logits = probe.activations["blocks.1.mlp.router"]
+    scores = np.exp(logits) * (logits >= np.sort(logits)[:, -2:-1])  # of the two selected experts
+    expected = scores / scores.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(trace.routing["blocks.1.mlp"], expected, rtol=1e-3, atol=1e-5)
+    router_map = trace.router_map("blocks.1.mlp")
+    decoded = unpack(router_map["weights"], router_map["shape"]) / 255 * router_map["max"]
+    np.testing.assert_allclose(decoded, expected.T, atol=router_map["max"] / 255)
+    mixture = trace.summary()["mixtures"][1]
+    assert (mixture["name"], mixture["nActive"]) == ("blocks.1.mlp", 2)
+    np.testing.assert_allclose(mixture["load"], (expected > 0).mean(axis=0) / 2, atol=1e-4)
+    json.dumps(collect_static_data(inspectable, trace), allow_nan=False)
+    off = Interventions(ablated_layers=("blocks.1.attention",))
+    for ids, interventions in ((trace.ids, off), ([*trace.ids[:-2], 5], Interventions())):
+        changed, fresh = inspectable.run(ids, interventions, trace), inspectable.run(ids, interventions)
+        assert list(changed.routing) == list(fresh.routing)
+        for name, weights in fresh.routing.items():
+            np.testing.assert_allclose(changed.routing[name], weights, rtol=1e-3, atol=1e-5)
+
+
+def test_weight_on_no_key_is_that_of_the_sink() -> None:
+    inspectable = new_inspectable(KINDS["sink"])
+    for block in inspectable.model.blocks:
+        block.attention.softmax_scales.array[...] = [30.0, -30.0]  # the first head attends to the sink alone
+    for layer in run(inspectable).head_statistics(0, 3)["layers"]:
+        assert layer["unassigned"] == pytest.approx([1, 0], abs=1e-3)
+    layers = run(new_inspectable()).head_statistics(0, 3)["layers"]
+    assert all(layer["unassigned"] == pytest.approx([0, 0], abs=1e-3) for layer in layers)
+
+
 INTERVENTIONS = {
     "none": {},
     "a head of the last layer": {"ablated_heads": (("blocks.2.attention", 1),)},

@@ -177,7 +177,7 @@ def standalone_page(models: Sequence[InspectableModel], text: str) -> str:
     views = [collect_static_data(model, model.run(model.encode_input(text), Interventions())) for model in models]
     command = f"tricycle look {shlex.quote(models[0].title)}"
     data = {"hasServer": False, "text": text, "models": views, "command": command}
-    return render_page("look", " and ".join(model.title for model in models), data)
+    return render_page("look", " and ".join(model.title for model in models), data, scripts=["experts.js"])
 
 
 def present(

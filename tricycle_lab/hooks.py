@@ -85,8 +85,8 @@ def attention_of(layer: Layer) -> Any:
 
 
 def op_with_heads(layer: Layer) -> Any:
-    """Return the op of a layer whose result is (B, T, H, E): attention, or the scan of a layer with state; else None."""
-    return layer.scan if hasattr(layer, "token_weights") else attention_of(layer)
+    """Return the op of a layer whose result is (B, T, H, E): attention, the scan of a state, or None."""
+    return getattr(layer, "scan", None) if hasattr(layer, "token_weights") else attention_of(layer)
 
 
 # -------------------------------------------------------------------- changes

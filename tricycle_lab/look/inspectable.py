@@ -17,6 +17,7 @@ import numpy as np
 from tricycle.attention import KeyValueCache, scores_and_weights
 from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.devices import to_cpu
+from tricycle.kernels.experts import route
 from tricycle.models import GPT
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.seq2seq import EncoderDecoder, EncoderDecoderTransformer, Seq2SeqAttention
@@ -34,6 +35,7 @@ from tricycle_lab.steering import steer
 
 MAX_TOKENS = 1024  # the attention maps of more tokens are too large for the page
 MAX_CACHED_TEXTS = 200_000
+Arrays = dict[str, np.ndarray]
 
 
 class InspectableModel:
@@ -184,13 +186,14 @@ def find_attention_layers(model: Any) -> list[AttentionLayer]:
 
 # -------------------------------------------------------------------- recording
 @contextmanager
-def recording(inspectable: InspectableModel) -> Iterator[tuple[dict[str, AttentionLayer], dict[str, np.ndarray]]]:
-    """Record in a context; yield attention layers and residual stream before and after each block, by name.
+def recording(inspectable: InspectableModel) -> Iterator[tuple[dict[str, AttentionLayer], Arrays, Arrays]]:
+    """Record in a context; yield attention layers, residual stream before and after each block, and router weights.
 
-    The forward pass in the context stores the arguments of attention in the layers.
+    The forward pass in the context stores the arguments of attention in the layers. See `Trace` for the others.
     """
     layers = {one.name: AttentionLayer(one.name, one.kind, one.n_heads) for one in inspectable.attention_layers}
-    stream: dict[str, np.ndarray] = {}
+    stream: Arrays = {}
+    routing: Arrays = {}
     layers_by_name = dict(inspectable.model.named_layers())
 
     def record_stream(name: str, layer: Any, out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -208,7 +211,18 @@ def recording(inspectable: InspectableModel) -> Iterator[tuple[dict[str, Attenti
                 hooks.callback(add_hook(attention, "observers", observer))
         for name in inspectable.block_names:
             hooks.callback(add_hook(layers_by_name[name], "observers", partial(record_stream, name)))
-        yield layers, stream
+        for name, mixture in layers_by_name.items():
+            if hasattr(mixture, "routing"):
+                hooks.callback(add_hook(mixture.router, "observers", partial(record_routing, routing, name, mixture)))
+        yield layers, stream, routing
+
+
+def record_routing(routing: Arrays, name: str, mixture: Any, router: Any, logits: Tensor, x: Tensor) -> None:
+    """Store in `routing` the weights (T, E) of the experts that a router selects by its logits (T, E), else 0."""
+    correction = None if mixture.correction is None else mixture.correction.array
+    weights, _, selected = (to_cpu(array) for array in route(logits.array, mixture.routing, correction))
+    routing[name] = np.zeros(logits.shape, np.float32)
+    np.put_along_axis(routing[name], selected, weights.astype(np.float32), axis=1)
 
 
 def record_arguments(layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> None:
@@ -271,7 +285,7 @@ class InspectableStack(InspectableModel):
         model = self.model
         with ExitStack() as stack:
             stack.enter_context(model.evaluating())
-            layers, stream = stack.enter_context(recording(self))
+            layers, stream, routing = stack.enter_context(recording(self))
             interventions.apply(stack.enter_context(Probe(model, "")))
             if interventions.steering:
                 stack.enter_context(steer(model, self.vectors, interventions.steering))
@@ -279,11 +293,13 @@ class InspectableStack(InspectableModel):
         if earlier is not None and n_blocks:
             stream = {**stream, **dict(list(earlier.stream.items())[: 1 + n_blocks])}
             stream = {name: stream[name] for name in earlier.stream}
+            routing = {**earlier.routing, **routing}
             layers = {
                 name: layer if layer.compute_maps else earlier.attention_layer(name) for name, layer in layers.items()
             }
         elif earlier is not None and n_tokens:
             stream = {name: np.concatenate([earlier.stream[name][:n_tokens], x]) for name, x in stream.items()}
+            routing = {name: np.concatenate([earlier.routing[name][:n_tokens], x]) for name, x in routing.items()}
             for name, layer in layers.items():
                 queries, *others = layer.args  # (1, T, H, D)
                 reused = earlier.attention_layer(name).args[0].array[:, :n_tokens]
@@ -292,7 +308,7 @@ class InspectableStack(InspectableModel):
         unembed = self._unembed if isinstance(model, GPT) else None
         texts = [self.token_text(token) for token in ids]
         trace = Trace(list(ids), texts, None, list(layers.values()), stream, unembed, self.token_text)
-        trace.interventions = interventions
+        trace.interventions, trace.routing = interventions, routing
         if unembed is not None:
             known = None
             if n_tokens and earlier is not None and earlier.predictions is not None:
@@ -431,7 +447,7 @@ class InspectableEncoderDecoder(InspectableModel):
 
         with ExitStack() as stack:
             stack.enter_context(model.evaluating())
-            layers, stream = stack.enter_context(recording(self))
+            layers, stream, _ = stack.enter_context(recording(self))
             if isinstance(model, Seq2SeqAttention):
                 stack.callback(add_hook(model.attention.softmax, "observers", record_row))
                 substitution = substitute_row_softmax(interventions)
