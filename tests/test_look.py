@@ -22,11 +22,17 @@ import numpy as np
 import pytest
 from tables import bad_input
 from test_models import TINY, lively
+from tiny_models import tiny_tokeniser
 
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs.encoder import EncoderConfig
+from tricycle.decoding.encoder_decoder import generate_target
+from tricycle.decoding.penalties import PenalizedSamplingParams
+from tricycle.pretrained.config_fields import ConfigFields
+from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.families.t5 import T5
 from tricycle.sequences.attentions import AdditiveAttention
-from tricycle.sequences.seq2seq import Seq2Seq, Seq2SeqAttention, Transformer
+from tricycle.sequences.seq2seq import EncoderDecoderTransformer, Seq2Seq, Seq2SeqAttention, Transformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
@@ -313,7 +319,7 @@ def encoder_decoders() -> dict[str, Any]:
 
 def new_encoder_decoder(model: Any) -> InspectableEncoderDecoder:
     begin, end = (TOKENISER.special_tokens[name] for name in SPECIAL[1:])
-    return InspectableEncoderDecoder(model, TOKENISER.encode, lambda i: TOKENISER.decode([i]), begin, end)
+    return InspectableEncoderDecoder(model, TOKENISER.encode, lambda i: TOKENISER.decode([i]), begin, [end])
 
 
 def new_transformer() -> InspectableEncoderDecoder:
@@ -349,6 +355,33 @@ def test_encoder_decoder_trace_matches_the_model(kind: str) -> None:
     assert (other.attention_layers[-1].maps()[1].sum(axis=-1) < 0.999).all()
     again = inspectable.run(trace.ids, Interventions())
     np.testing.assert_array_equal(again.predictions.log_probs, trace.predictions.log_probs)
+
+
+def test_pretrained_encoder_decoder_is_traced_from_its_folder(tmp_path: Path) -> None:
+    tokeniser = tiny_tokeniser(None)
+    fields = {"vocab_size": tokeniser.n_vocab, "d_model": 16, "d_kv": 8, "d_ff": 20, "num_layers": 2, "num_heads": 2}
+    config = T5.to_config(ConfigFields({**fields, "decoder_start_token_id": 1, "eos_token_id": 2}))
+    model, generator = EncoderDecoderTransformer(config).eval(), np.random.default_rng(0)
+    for parameter in model.parameters():
+        parameter.array[...] += generator.normal(0, 0.3, parameter.shape)
+    assert export_folder(model, tokeniser, tmp_path / "t5") == "t5"
+    inspectable = look.load_inspectable(look.Arguments(source=str(tmp_path / "t5")), str(tmp_path / "t5"))
+    trace = run(inspectable, "the quick brown")
+    assert "".join(trace.source_texts) == "the quick brown" and trace.texts[0] == "<begin>"
+    sampling = PenalizedSamplingParams(0.0, stop_tokens=[2], n_vocab=tokeniser.n_vocab)
+    expected = list(generate_target(model, inspectable.source_ids, 2 * len(trace.source_ids) + 10, sampling))
+    assert trace.ids == [1, *(token for token in expected if token != 2)] and len(trace.ids) > 3
+    given = run(inspectable, "the quick => fox")
+    assert "".join(given.texts) == "<begin>fox"
+    with model.evaluating():
+        logits = model(np.array([inspectable.source_ids]), np.array([given.ids])).array[0]
+    _, actual = next_token_logs(logits, given.ids)
+    np.testing.assert_allclose(given.predictions.log_probs[:-1], actual, atol=2e-4)
+    json.dumps(collect_static_data(inspectable, given), allow_nan=False)
+    with pytest.raises(ValueError, match="at least one character"):
+        inspectable.encode_input(" => fox")
+    with pytest.raises(ValueError, match="--lens: expected a decoder"):
+        look.load_inspectable(look.Arguments(lens=tmp_path / "lens"), str(tmp_path / "t5"))
 
 
 def test_unsupported_interventions_on_a_recurrent_model_raise() -> None:

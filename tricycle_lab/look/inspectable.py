@@ -378,12 +378,14 @@ class InspectableEncoderDecoder(InspectableModel):
 
     Args:
         model: an `EncoderDecoderTransformer` or a `Seq2SeqAttention`.
-        encode: a function from a text to tokens.
+        encode: a function from a text to tokens, without special tokens.
         token_text: a function from a token to its text.
         begin: the token before each target.
-        end: the token after each target.
+        ends: the tokens that end a target.
         title: the name on the page.
         max_tokens: the maximum length of source and target, each.
+        encode_text: a function from a source or target to tokens with special tokens; by default `encode`.
+        generate: a function from a source (S,) and a maximum length to a target; by default greedy decoding.
     """
 
     kind = "encoder-decoder"
@@ -395,13 +397,16 @@ class InspectableEncoderDecoder(InspectableModel):
         encode: Callable[[str], Any],
         token_text: Callable[[int], str],
         begin: int,
-        end: int,
+        ends: Sequence[int],
         title: str = "translator",
         max_tokens: int = 128,
+        encode_text: Callable[[str], Any] | None = None,
+        generate: Callable[[list[int], int], Sequence[int]] | None = None,
     ) -> None:
         super().__init__(model, None, title, max_tokens)
-        self._encode, self._token_text = encode, token_text
-        self.begin, self.end = begin, end
+        self._encode, self._token_text, self._encode_text = encode, token_text, encode_text or encode
+        self.begin, self.ends = begin, ends
+        self._generate = generate or self._generate_greedily
         self.block_names = [name for name in self.block_names if name.startswith("decoder.")]
 
     def encode(self, text: str) -> list[int]:
@@ -409,27 +414,32 @@ class InspectableEncoderDecoder(InspectableModel):
         return [int(token) for token in self._encode(text.strip())] if text.strip() else []
 
     def token_text(self, token: int) -> str:
-        """Return the text of one token; "<begin>" and "<end>" for the special tokens."""
-        return "<begin>" if token == self.begin else "<end>" if token == self.end else self._token_text(token)
+        """Return the text of one token; "⟨id⟩" if it has none."""
+        return self._token_text(token) or f"⟨{token}⟩"
 
     def encode_input(self, text: str) -> list[int]:
         """Set `source_ids` by "SOURCE => TARGET"; return target tokens, generated without "=>"; or ValueError."""
-        source, arrow, target = text.partition("=>")
-        self.source_ids = self.encode(source)
-        if not self.source_ids:
+        source, arrow, target = (part.strip() for part in text.partition("=>"))
+        if not source:
             raise ValueError("expected a text of at least one character, got none")
+        self.source_ids = [int(token) for token in self._encode_text(source)]
         n_source = len(self.source_ids)
         if n_source > self.max_tokens:
             raise ValueError(f"expected a source of 1 to {self.max_tokens} tokens to inspect, got {n_source}")
         if arrow:
-            target_ids = self.encode(target)
+            target_ids = [int(token) for token in self._encode_text(target)] if target else []
         else:
-            settings = {"begin": self.begin, "end": self.end, "beam_size": 1}
-            settings["max_length"] = min(self.max_tokens - 1, 2 * n_source + 10)
-            (target_ids,) = beam_search(self.model, np.array([self.source_ids]), [n_source], **settings)
+            target_ids = list(self._generate(self.source_ids, max(1, min(self.max_tokens - 1, 2 * n_source + 10))))
+        if target_ids and target_ids[-1] in self.ends:
+            del target_ids[-1]
         ids = [self.begin, *target_ids][: self.max_tokens]
         self.check_ids(ids)
         return ids
+
+    def _generate_greedily(self, source: list[int], max_length: int) -> list[int]:
+        """Return the target of source tokens by greedy decoding, without the token at its end."""
+        settings = {"begin": self.begin, "end": self.ends[0], "max_length": max_length}
+        return beam_search(self.model, np.array([source]), [len(source)], **settings)[0]
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise ValueError unless the target has 1 to `max_tokens` tokens; the values of the ids are not checked."""
@@ -439,7 +449,7 @@ class InspectableEncoderDecoder(InspectableModel):
     def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
         """Run encoder and decoder on `source_ids` and target, return the trace; ValueError for some interventions."""
         model = self.model
-        source, target = np.array([self.source_ids]), np.array([list(ids)])
+        source, target = (model.place(np.array([list(tokens)])) for tokens in (self.source_ids, ids))
         rows: list[tuple[np.ndarray, np.ndarray]] = []  # scores and weights of each step of a recurrent model
 
         def record_row(op: Any, out: Tensor, scores: Tensor) -> None:
@@ -459,6 +469,7 @@ class InspectableEncoderDecoder(InspectableModel):
                 scores, weights = (np.concatenate([row[i] for row in rows])[None] for i in (0, 1))
                 layers["attention"].compute_maps = lambda: (scores, weights)
         texts, source_texts = ([self.token_text(token) for token in tokens] for tokens in (ids, self.source_ids))
+        texts[0] = "<begin>"  # the first token may be padding, or the end of a text
         unembed = partial(unembed_decoder_states, model) if isinstance(model, EncoderDecoderTransformer) else None
         trace = Trace(list(ids), texts, source_texts, list(layers.values()), stream, unembed, self.token_text)
         trace.source_ids = tuple(self.source_ids)
@@ -478,8 +489,8 @@ def load_inspectable_translator(path: Path) -> InspectableEncoderDecoder:
     model, vocabulary, config = load_translator(path)
     token_text = lambda token: vocabulary.texts([token])[0]
     max_tokens = min(MAX_TOKENS, config.context_window)
-    begin, end = vocabulary.begin, vocabulary.end
-    return InspectableEncoderDecoder(model, vocabulary.encode, token_text, begin, end, path.stem, max_tokens)
+    begin, ends = vocabulary.begin, [vocabulary.end]
+    return InspectableEncoderDecoder(model, vocabulary.encode, token_text, begin, ends, path.stem, max_tokens)
 
 
 def substitute_row_softmax(interventions: Interventions) -> Substitution:
