@@ -116,6 +116,10 @@ def test_load_reads_the_tokeniser_and_never_samples_rows_beyond_it(tmp_path: Pat
     assert max(drawn) < tokeniser.n_vocab
     edit(tmp_path / "model" / "tokenizer.json", lambda document: document["model"]["vocab"].update(many=300))
     refuse(tmp_path / "model", "of at most 300 tokens, the model's vocabulary, got 301")
+    (tmp_path / "model" / "tokenizer.json").write_text("[]")
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path / "model")
+    assert str(caught.value).count(str(tmp_path)) == 1  # not once more for the folder
 
 
 def test_load_opens_run_folders_and_checkpoints(tmp_path: Path) -> None:
