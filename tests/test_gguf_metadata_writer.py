@@ -195,7 +195,6 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "granitehybrid: .*some layers with attention",
     ),
     "another width of Granite 4's mixers": ("Granite 4", {"mamba_head_size": 24}, "granitehybrid: .*inner_size.*twice"),
-    "MLPs in attention layers alone": ("Granite 4", {"mamba_mlp": False}, "granitehybrid .*mamba_mlp=False"),
     "no shared MLP": ("Granite 4, experts", {"shared_size": 0}, "granitehybrid: .*expert_shared_feed_forward_length"),
     "no token types": ("BERT", {"token_types": 0}, "bert.*token_types"),
 }
