@@ -194,7 +194,7 @@ REFUSED = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "dense layers": ({"mlp_only_layers": [1]}, "mlp_only_layers"),
     "sparse step": ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
-    "no experts": ({"num_experts": 0}, "num_local_experts"),
+    "no experts": ({"num_experts": 0}, "num_experts"),
     "heads": ({"linear_num_key_heads": 4}, "n_linear_key_heads"),
     "kind of a layer": ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
     "number of layers": ({"layer_types": ["linear_attention"]}, "layer_types"),
