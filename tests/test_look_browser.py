@@ -273,7 +273,8 @@ def test_cross_attention_is_shown_with_source_tokens(browser: Browser, kind: str
         browser.run(f"document.querySelectorAll('.heads button')[{last}].click()")
         source_tokens = "document.querySelectorAll('[aria-label=\"Source tokens\"] > span')"
         browser.until(f"return [...{source_tokens}].some((e) => e.style.background)")
-        labels = "return [...document.querySelectorAll('.frame:has(canvas.map) .BOX span')].map((e) => e.textContent).join(' ')"
+        spans = "document.querySelectorAll('.frame:has(canvas.map) .BOX span')"
+        labels = f"return [...{spans}].map((e) => e.textContent).join(' ')"
         assert browser.run(labels.replace("BOX", "rows")).startswith("<begin> the ␣ d")
         assert browser.run(labels.replace("BOX", "columns")).replace(" ", "") == "thecat"
         assert browser.violations() == []
