@@ -98,13 +98,22 @@ def test_activation_checkpointing_changes_no_bit(precision: str) -> None:
     assert all(np.array_equal(grad, results[1][name]) for name, grad in results[0].items())
 
 
-def test_the_model_viewer_shows_the_layers_with_attention() -> None:
+def test_the_model_viewer_shows_attention_and_states() -> None:
     model = small(**MODELS["mixture"], vocab_size=257)
     inspectable = InspectableStack(model, TOKENISER, "small")
-    assert inspectable.n_heads == {"blocks.1.attention": 4}
+    assert inspectable.n_heads == dict.fromkeys([f"blocks.{i}.attention" for i in range(3)], 4)
     trace = inspectable.run(PROMPT, Interventions())
+    assert [layer.kind for layer in trace.attention_layers] == ["state", "self", "state"]
+    state = trace.attention_layer("blocks.2.attention")
+    v, decays, k, q, strengths = (x.array for x in state.args)
+    expected = model.blocks[2].attention.scan.scan(v, decays, k, q, strengths)[0]
+    factors = np.where(np.tri(len(PROMPT), dtype=bool), state.maps()[0], 0)
+    np.testing.assert_allclose(np.einsum("hts,shp->thp", factors, v[0]), expected[0], rtol=1e-4, atol=1e-5)
+    assert len(trace.head_statistics(0, 1)["layers"][0]["halfLife"]) == 4
     assert trace.attention_layer("blocks.1.attention").maps()[1].shape == (4, 7, 7)
     assert trace.attention_map("blocks.1.attention", 0) and trace.stream_statistics() and trace.logit_lens()
+    ablated = inspectable.run(PROMPT, Interventions(ablated_heads=(("blocks.2.attention", 3),)))
+    assert abs(ablated.stream["blocks.2"] - trace.stream["blocks.2"]).max() > 1e-3
     changed = inspectable.run([*PROMPT[:-1], 5], Interventions(), trace)
     np.testing.assert_allclose(changed.stream["blocks.2"][:6], trace.stream["blocks.2"][:6], rtol=1e-5, atol=1e-5)
 
@@ -185,7 +194,7 @@ REFUSED = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "dense layers": ({"mlp_only_layers": [1]}, "mlp_only_layers"),
     "sparse step": ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
-    "no experts": ({"num_experts": 0}, "num_local_experts"),
+    "no experts": ({"num_experts": 0}, "num_experts"),
     "heads": ({"linear_num_key_heads": 4}, "n_linear_key_heads"),
     "kind of a layer": ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
     "number of layers": ({"layer_types": ["linear_attention"]}, "layer_types"),

@@ -207,7 +207,6 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "granitehybrid: .*some layers with attention",
     ),
     "another width of Granite 4's mixers": ("Granite 4", {"mamba_head_size": 24}, "granitehybrid: .*inner_size.*twice"),
-    "MLPs in attention layers alone": ("Granite 4", {"mamba_mlp": False}, "granitehybrid .*mamba_mlp=False"),
     "no shared MLP": ("Granite 4, experts", {"shared_size": 0}, "granitehybrid: .*expert_shared_feed_forward_length"),
     "biases of Qwen3-Next": ("Qwen3-Next", {"qkv_bias": True}, "qwen3next .*qkv_bias=True"),
     "weights of its experts": ("Qwen3-Next", {"normalize_experts": False}, "qwen3next .*normalize_experts=False"),

@@ -22,11 +22,17 @@ import numpy as np
 import pytest
 from tables import bad_input
 from test_models import TINY, lively
+from tiny_models import tiny_tokeniser
 
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs.encoder import EncoderConfig
+from tricycle.decoding.encoder_decoder import generate_target
+from tricycle.decoding.penalties import PenalizedSamplingParams
+from tricycle.pretrained.config_fields import ConfigFields
+from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.families.t5 import T5
 from tricycle.sequences.attentions import AdditiveAttention
-from tricycle.sequences.seq2seq import Seq2Seq, Seq2SeqAttention, Transformer
+from tricycle.sequences.seq2seq import EncoderDecoderTransformer, Seq2Seq, Seq2SeqAttention, Transformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
@@ -143,6 +149,42 @@ def test_last_layer_of_the_logit_lens_is_the_prediction() -> None:
         assert len(probs) == 10 and probs == sorted(probs, reverse=True)
         assert [layer["top"][0]["id"] for layer in predictions["lens"]] == [row[position] for row in lens["tokens"]]
         assert ("rank" in predictions["lens"][0]) == (position + 1 < len(trace.ids))
+
+
+def test_routing_matches_the_routers_with_and_without_reuse() -> None:
+    config = replace(CONFIG, n_experts=5, n_active_experts=2, router_bias=True)
+    inspectable = new_inspectable(config)
+    trace = run(inspectable)
+    assert list(trace.routing) == [f"blocks.{i}.mlp" for i in range(3)]
+    with Probe(inspectable.model, "*.router") as probe, no_grad():
+        inspectable.model(np.array([trace.ids]))
+    logits = probe.activations["blocks.1.mlp.router"]
+    scores = np.exp(logits) * (logits >= np.sort(logits)[:, -2:-1])  # of the two selected experts
+    expected = scores / scores.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(trace.routing["blocks.1.mlp"], expected, rtol=1e-3, atol=1e-5)
+    router_map = trace.router_map("blocks.1.mlp")
+    decoded = unpack(router_map["weights"], router_map["shape"]) / 255 * router_map["max"]
+    np.testing.assert_allclose(decoded, expected.T, atol=router_map["max"] / 255)
+    mixture = trace.summary()["mixtures"][1]
+    assert (mixture["name"], mixture["nActive"]) == ("blocks.1.mlp", 2)
+    np.testing.assert_allclose(mixture["load"], (expected > 0).mean(axis=0) / 2, atol=1e-4)
+    json.dumps(collect_static_data(inspectable, trace), allow_nan=False)
+    off = Interventions(ablated_layers=("blocks.1.attention",))
+    for ids, interventions in ((trace.ids, off), ([*trace.ids[:-2], 5], Interventions())):
+        changed, fresh = inspectable.run(ids, interventions, trace), inspectable.run(ids, interventions)
+        assert list(changed.routing) == list(fresh.routing)
+        for name, weights in fresh.routing.items():
+            np.testing.assert_allclose(changed.routing[name], weights, rtol=1e-3, atol=1e-5)
+
+
+def test_weight_on_no_key_is_that_of_the_sink() -> None:
+    inspectable = new_inspectable(KINDS["sink"])
+    for block in inspectable.model.blocks:
+        block.attention.softmax_scales.array[...] = [30.0, -30.0]  # the first head attends to the sink alone
+    for layer in run(inspectable).head_statistics(0, 3)["layers"]:
+        assert layer["unassigned"] == pytest.approx([1, 0], abs=1e-3)
+    layers = run(new_inspectable()).head_statistics(0, 3)["layers"]
+    assert all(layer["unassigned"] == pytest.approx([0, 0], abs=1e-3) for layer in layers)
 
 
 INTERVENTIONS = {
@@ -277,7 +319,7 @@ def encoder_decoders() -> dict[str, Any]:
 
 def new_encoder_decoder(model: Any) -> InspectableEncoderDecoder:
     begin, end = (TOKENISER.special_tokens[name] for name in SPECIAL[1:])
-    return InspectableEncoderDecoder(model, TOKENISER.encode, lambda i: TOKENISER.decode([i]), begin, end)
+    return InspectableEncoderDecoder(model, TOKENISER.encode, lambda i: TOKENISER.decode([i]), begin, [end])
 
 
 def new_transformer() -> InspectableEncoderDecoder:
@@ -313,6 +355,33 @@ def test_encoder_decoder_trace_matches_the_model(kind: str) -> None:
     assert (other.attention_layers[-1].maps()[1].sum(axis=-1) < 0.999).all()
     again = inspectable.run(trace.ids, Interventions())
     np.testing.assert_array_equal(again.predictions.log_probs, trace.predictions.log_probs)
+
+
+def test_pretrained_encoder_decoder_is_traced_from_its_folder(tmp_path: Path) -> None:
+    tokeniser = tiny_tokeniser(None)
+    fields = {"vocab_size": tokeniser.n_vocab, "d_model": 16, "d_kv": 8, "d_ff": 20, "num_layers": 2, "num_heads": 2}
+    config = T5.to_config(ConfigFields({**fields, "decoder_start_token_id": 1, "eos_token_id": 2}))
+    model, generator = EncoderDecoderTransformer(config).eval(), np.random.default_rng(0)
+    for parameter in model.parameters():
+        parameter.array[...] += generator.normal(0, 0.3, parameter.shape)
+    assert export_folder(model, tokeniser, tmp_path / "t5") == "t5"
+    inspectable = look.load_inspectable(look.Arguments(source=str(tmp_path / "t5")), str(tmp_path / "t5"))
+    trace = run(inspectable, "the quick brown")
+    assert "".join(trace.source_texts) == "the quick brown" and trace.texts[0] == "<begin>"
+    sampling = PenalizedSamplingParams(0.0, stop_tokens=[2], n_vocab=tokeniser.n_vocab)
+    expected = list(generate_target(model, inspectable.source_ids, 2 * len(trace.source_ids) + 10, sampling))
+    assert trace.ids == [1, *(token for token in expected if token != 2)] and len(trace.ids) > 3
+    given = run(inspectable, "the quick => fox")
+    assert "".join(given.texts) == "<begin>fox"
+    with model.evaluating():
+        logits = model(np.array([inspectable.source_ids]), np.array([given.ids])).array[0]
+    _, actual = next_token_logs(logits, given.ids)
+    np.testing.assert_allclose(given.predictions.log_probs[:-1], actual, atol=2e-4)
+    json.dumps(collect_static_data(inspectable, given), allow_nan=False)
+    with pytest.raises(ValueError, match="at least one character"):
+        inspectable.encode_input(" => fox")
+    with pytest.raises(ValueError, match="--lens: expected a decoder"):
+        look.load_inspectable(look.Arguments(lens=tmp_path / "lens"), str(tmp_path / "t5"))
 
 
 def test_unsupported_interventions_on_a_recurrent_model_raise() -> None:

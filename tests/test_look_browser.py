@@ -53,7 +53,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     inspectable = new_inspectable()
     model = collect_static_data(inspectable, inspectable.run(inspectable.encode_input(TEXT), Interventions()))
     data = {"hasServer": False, "text": TEXT, "models": [model], "command": "tricycle look"}
-    write_page(path, render_page("look", "tiny", data))
+    write_page(path, render_page("look", "tiny", data, scripts=["experts.js"]))
     return path.as_uri()
 
 
@@ -98,7 +98,7 @@ def test_standalone_file_shows_predictions_lens_and_maps(browser: Browser, file:
     show_all = "b.textContent === 'Show all positions' && b.click()"
     browser.run(f"document.querySelectorAll('button').forEach((b) => {show_all})")
     browser.until("return document.querySelectorAll('[aria-label=\"Logit lens of all tokens\"] tbody tr').length === 4")
-    browser.find("summary").click()
+    browser.find("[aria-label='Residual stream'] summary").click()
     assert "kurtosis" in browser.find("details table").text
     for coloring in ("attention", "norm", "surprisal"):
         browser.run("const s = document.querySelector('.model select'); s.value = arguments[0]; s.onchange()", coloring)
@@ -273,12 +273,31 @@ def test_cross_attention_is_shown_with_source_tokens(browser: Browser, kind: str
         browser.run(f"document.querySelectorAll('.heads button')[{last}].click()")
         source_tokens = "document.querySelectorAll('[aria-label=\"Source tokens\"] > span')"
         browser.until(f"return [...{source_tokens}].some((e) => e.style.background)")
-        labels = "return [...document.querySelectorAll('.frame .BOX span')].map((e) => e.textContent).join(' ')"
+        spans = "document.querySelectorAll('.frame:has(canvas.map) .BOX span')"
+        labels = f"return [...{spans}].map((e) => e.textContent).join(' ')"
         assert browser.run(labels.replace("BOX", "rows")).startswith("<begin> the ␣ d")
         assert browser.run(labels.replace("BOX", "columns")).replace(" ", "") == "thecat"
         assert browser.violations() == []
         assert browser.errors() == []
         browser.screenshot(f"alignment, {kind}")
+
+
+@each_display
+def test_mixtures_and_sinks_are_shown(browser: Browser, display: str) -> None:
+    config = replace(CONFIG, n_experts=5, n_active_experts=2, softmax="sink")
+    with serving(ViewerService([new_inspectable(config)], TEXT)) as server:
+        browser.open(server.address, *DISPLAYS[display])
+        rows = "document.querySelectorAll('[aria-label=\"Experts with the highest loads\"] tbody tr')"
+        browser.until(f"return {rows}.length === 5")
+        browser.run("const s = document.querySelector('[aria-label=Experts] select'); s.value = 2; s.onchange()")
+        label = "return document.querySelector('[aria-label=Experts] canvas.map').getAttribute('aria-label')"
+        browser.until(f"return (() => {{ {label} }})().includes('layer 2 mlp: 5 experts')")
+        browser.run("document.querySelector('[aria-label=Experts] details').open = true")
+        browser.until("return document.querySelector('[aria-label=Experts] details p').textContent.startsWith('Rows')")
+        browser.until("return !document.querySelector('option[value=unassigned]').hidden")
+        assert "no key" in browser.find("[aria-label='Keys with the highest attention weights']").text
+        assert browser.fits() and browser.violations() == [] and browser.errors() == []
+        browser.screenshot(f"mixture, {display}", 2600)
 
 
 def test_hybrids_show_maps_of_mixers_and_half_lives(browser: Browser) -> None:

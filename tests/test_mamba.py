@@ -14,6 +14,7 @@ from test_look import TEXT, TOKENISER, assert_close_traces
 from transformers_families import difference, hf_llama_fields
 
 from tricycle.configs.mamba import MambaConfig
+from tricycle.configs.presets import HybridConfig
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
@@ -252,9 +253,26 @@ def test_hybrids_of_other_blocks_have_no_family(tmp_path: Path) -> None:
     plain |= {"head_size": 0, "mamba_head_size": 12}
     assert export_folder(small(**plain), None, tmp_path / "granite") == "granitemoehybrid"
     changes: dict[str, Any]
-    for changes in ({"mamba_mlp": False}, {"score_cap": 3.0}, {"n_experts": 4}):
+    for changes in ({"score_cap": 3.0}, {"n_experts": 4}):
         with pytest.raises(ValueError, match="no family" if "n_experts" in changes else next(iter(changes))):
             export_folder(small(**plain | changes), None, tmp_path / "other")
+
+
+def test_preset_is_exported_with_mlps_of_zero(tmp_path: Path) -> None:
+    """Granite 4 has an MLP in each layer; those of Mamba layers are written with weights of 0."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = replace(HybridConfig(), vocab_size=61, n_layers=3, attention_layers=(1,), hidden_size=40)
+    assert config.n_heads * config.channels_per_head != config.embedding_dim
+    model, generator = GPT(config).eval(), np.random.default_rng(4)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.array[...] = generator.normal(0, parameter.shape[0] ** -0.5, parameter.shape)
+    assert export_folder(model, None, tmp_path / "granite") == "granitemoehybrid"
+    expected = model(TOKENS).array
+    np.testing.assert_array_equal(load(tmp_path / "granite").model(TOKENS).array, expected)
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "granite").eval()
+    with torch.no_grad():
+        assert difference(expected, hf_model(torch.from_numpy(TOKENS)).logits.numpy()) < 3e-6
 
 
 def test_unequal_configs_of_hybrids_differ() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,10 +22,11 @@ from tricycle.models import GPT
 from tricycle.pretrained import hub, load
 from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.families import ALL_FAMILIES
+from tricycle.pretrained.families import ALL_FAMILIES, read_config
 from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.safetensors_weights import read_tensors, write_tensors
+from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.sampling import SamplingParams
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
@@ -113,6 +116,10 @@ def test_load_reads_the_tokeniser_and_never_samples_rows_beyond_it(tmp_path: Pat
     assert max(drawn) < tokeniser.n_vocab
     edit(tmp_path / "model" / "tokenizer.json", lambda document: document["model"]["vocab"].update(many=300))
     refuse(tmp_path / "model", "of at most 300 tokens, the model's vocabulary, got 301")
+    (tmp_path / "model" / "tokenizer.json").write_text("[]")
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path / "model")
+    assert str(caught.value).count(str(tmp_path)) == 1  # not once more for the folder
 
 
 def test_load_opens_run_folders_and_checkpoints(tmp_path: Path) -> None:
@@ -320,6 +327,54 @@ def test_each_family_refuses_unsupported_fields(family: Family) -> None:
     for name, value, message in cases:
         with pytest.raises(ValueError, match=message):
             family.to_config(ConfigFields({name: value}))
+
+
+INVALID = [0, -1, "x", float("nan"), float("inf"), 10**12, 10**400, True, None, 1.5, [1, "a"], {"a": 1}]
+# Fields whose size changes neither the number of weights nor the memory of a short text.
+UNBOUNDED = """
+attention_factor attention_multiplier attn_logit_softcapping beta_fast embedding_multiplier factor
+final_logit_softcapping first_k_dense_replace global_rope_theta layer_norm_eps layer_norm_epsilon local_attention
+local_rope_theta logit_scale logits_scaling max_position_embeddings n_positions norm_eps
+original_max_position_embeddings query_pre_attn_scalar relative_attention_max_distance residual_multiplier rms_norm_eps
+rope_local_base_freq rope_theta rotary_emb_base routed_scaling_factor router_aux_loss_coef sliding_window
+""".split()
+
+
+def field_paths(fields: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each field of an object, and of the objects in it."""
+    for name, value in fields.items():
+        yield (name,)
+        yield from ((name, *path) for path in field_paths(value if isinstance(value, dict) else {}))
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES, ids=lambda family: family.model_types[0])
+def test_each_family_refuses_invalid_fields(family: Family) -> None:
+    """Each field with each value of INVALID is read, or refused by an error that says what was expected."""
+    given = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)  # few, for the sake of speed
+    given |= {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    written = family.to_fields(family.to_config(ConfigFields(given)))
+    text = json.dumps({"model_type": family.model_types[0], **written})
+    # read_config compares the sizes of the config with these, before any weight is allocated
+    tensors = dict.fromkeys(map(str, range(700)), StoredTensor((2**31,), "F32", Mock()))
+    config = read_config(family, StoredModel(Path(), json.loads(text), tensors))
+    for *parents, name in field_paths(written):
+        for value in INVALID:
+            fields = json.loads(text)
+            functools.reduce(dict.__getitem__, parents, fields)[name] = value
+            try:
+                changed = read_config(family, StoredModel(Path(), fields, tensors))
+            except ValueError as error:
+                assert re.fullmatch(".*expected .+ to be .+|.*asks for at least .+", str(error)), (name, value, error)
+            else:
+                assert value != 10**12 or name in UNBOUNDED or changed == config, name
+
+
+def test_yarn_with_a_base_of_1_is_refused(tmp_path: Path) -> None:
+    a_folder(tmp_path / "model", LLAMA)
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}
+    edit(tmp_path / "model" / "config.json", lambda fields: fields.update(rope_scaling=yarn))
+    with pytest.raises(ValueError, match=r"rope_theta.* to differ from 1 with yarn"):
+        load(tmp_path / "model")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, "\xff\xfe", '{"a": 1}{'])

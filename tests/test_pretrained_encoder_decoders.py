@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import build_model
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
+from tricycle.system.files import read_json_object
 from tricycle.tensor import no_grad
 from tricycle_cli import generate as generate_program
 
@@ -146,6 +148,22 @@ def test_a_model_is_exported_and_read_again(pair: tuple[EncoderDecoderTransforme
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
     expected = hf_logits(hf_model, SOURCE, TARGET, LENGTHS).detach().numpy()
     assert difference(hf_logits(theirs, SOURCE, TARGET, LENGTHS).detach().numpy(), expected) < AGREED
+
+
+@pytest.mark.parametrize("name", ["T5 1.1", "BART"])
+def test_a_model_of_tricycle_with_equal_stacks_is_exported(name: str, tmp_path: Path) -> None:
+    """Its config has no number of decoder blocks; a T5 has no context window."""
+    new_hf_model(name).save_pretrained(tmp_path)
+    read = load(tmp_path).model.config
+    config = replace(read, n_decoder_layers=0, context_window=read.context_window if name == "BART" else 48)
+    model, generator = EncoderDecoderTransformer(config).eval(), np.random.default_rng(0)
+    for parameter in model.parameters():
+        parameter.array[...] += generator.normal(0, 0.1, parameter.shape)
+    assert export_folder(model, None, tmp_path / "exported") == read_json_object(tmp_path / "config.json")["model_type"]
+    logits, again = model(SOURCE, TARGET, LENGTHS).array, load(tmp_path / "exported").model
+    assert difference(again(SOURCE, TARGET, LENGTHS).array, logits) < 1e-6  # sums in another order of memory
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
+    assert difference(logits, hf_logits(theirs, SOURCE, TARGET, LENGTHS).detach().numpy()) < AGREED
 
 
 ADAPTED = {"T5": ("q", "v", "wi"), "T5 1.1": ("all-linear",), "BART": ("q_proj", "fc1"), "Marian": ("all-linear",)}
@@ -300,6 +318,9 @@ def test_unsupported_fields_are_refused(model_type: str, fields: dict[str, Any],
     ("fields", "name"),
     [
         ({"num_beams": 0}, "num_beams"),
+        ({"num_beams": 10**12}, "num_beams to be from 1 to 1024"),
+        ({"suppress_tokens": 7}, "suppress_tokens to be a list of ids of tokens, got 7"),
+        ({"suppress_tokens": [-5]}, "suppress_tokens to be ids of tokens"),
         ({"bad_words_ids": [[1, 2]]}, "bad_words_ids"),
         ({"min_length": "a"}, "min_length"),
     ],

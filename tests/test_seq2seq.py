@@ -137,6 +137,12 @@ def test_positions_are_added_from_an_offset_on(learned: bool) -> None:
     np.testing.assert_allclose(layer(x, offset=5).array - 1, np.stack([table[5:8]] * 2), rtol=1e-5, atol=1e-6)
 
 
+def test_sinusoids_of_a_huge_context_window_need_little_memory() -> None:
+    x = to_tensor(np.zeros((1, 5, 6)))
+    expected = SinusoidalPositions(64, 6)(x, offset=3).array
+    np.testing.assert_array_equal(SinusoidalPositions(10**12, 6)(x, offset=3).array, expected)
+
+
 # -------------------------------------------------------------------- search
 @each_model
 def test_greedy_search_takes_the_most_probable_token(make: Callable, pair: tuple) -> None:

@@ -676,6 +676,10 @@ def test_expanding_normalizers_are_rejected(part, pattern, new):
 
 
 # -------------------------------------------------------------------- damaged files
+# The library would write an entry for each smaller id, in more than 4 GB.
+HUGE_ID = json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "b": 2**31 - 1}, "merges": []}})
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -683,10 +687,12 @@ def test_expanding_normalizers_are_rejected(part, pattern, new):
         ("tokenizer.json", "[]", "tokenizer.json: .*JSON object.*list"),
         ("tokenizer.json", "{}", "tokenizer.json: expected a tokenizer.json"),
         ("tokenizer.json", json.dumps({"model": {"type": "BPE", "vocab": {"a": -1}}}), "expected a tokenizer.json: "),
+        ("tokenizer.json", HUGE_ID, "tokenizer.json: expected ids of tokens below 16,777,216, got 2,147,483,647"),
         ("tokenizer.json", "[" * 10**5, "tokenizer.json: .*JSON.*too deeply"),
         ("tokenizer.json", b"\xff\xfe", "tokenizer.json: .*JSON.*'utf-8' codec"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: .*JSON"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 1}}', "added_tokens_decoder.*texts"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "tokenizer_config.json: expected chat_template.* got 5"),
     ],
 )
 def test_damaged_files_are_rejected(name, content, message, tmp_path):

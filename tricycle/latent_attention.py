@@ -135,10 +135,14 @@ class LatentConfig(ModelConfig):
 
     @property
     def min_layer_weights(self) -> int:
-        """A lower bound of the number of weights of a layer: its attention, and an MLP or one expert."""
+        """A lower bound of the mean number of weights of a layer: its attention, and an MLP or experts."""
         width, heads = self.embedding_dim, self.n_heads * (self.head_size + self.value_size)
-        attention = width * (self.latent_size + self.n_heads * self.value_size) + self.latent_size * heads
-        return attention + (3 if self.is_gated else 2) * width * min(self.mlp_width, self.expert_size)
+        queries = self.n_heads * self.channels_per_head
+        attention = width * (self.latent_size + self.rotary_size + self.n_heads * self.value_size)
+        attention += self.latent_size * heads + (self.query_rank * (width + queries) or width * queries)
+        hidden = (self.n_layers - self.n_mixture_layers) * self.mlp_width
+        hidden += self.n_mixture_layers * (self.n_experts + self.n_shared_experts) * self.expert_size
+        return attention + (3 if self.is_gated else 2) * width * hidden // self.n_layers
 
     def new_block(self, layer: int, **options: Any) -> TransformerBlock:
         """Make the block of a layer: latent attention, and an MLP, or after the dense layers a mixture of experts."""

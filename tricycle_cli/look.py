@@ -17,17 +17,26 @@ from typing import Annotated, Any
 
 import tyro
 
+from tricycle.decoding.encoder_decoder import TargetSettings, generate_target
 from tricycle.models import GPT
+from tricycle.pretrained import Pretrained
 from tricycle.pretrained.gguf_control_vectors import read_control_vectors
+from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.sequences.translators import find_translators
 from tricycle_cli import compare
 from tricycle_cli.flags import parse
-from tricycle_cli.models import ModelFlags, load_file, load_model
+from tricycle_cli.models import ModelFlags, default_sampling, load_file, load_model, stop_tokens
 from tricycle_lab.attribution import check_decoder
 from tricycle_lab.lens import TunedLens
 from tricycle_lab.linear_probe import new_classifier, read_labeled_texts
-from tricycle_lab.look.inspectable import InspectableModel, InspectableStack, load_inspectable_translator
+from tricycle_lab.look.inspectable import (
+    MAX_TOKENS,
+    InspectableEncoderDecoder,
+    InspectableModel,
+    InspectableStack,
+    load_inspectable_translator,
+)
 from tricycle_lab.look.interventions import Interventions
 from tricycle_lab.look.page import collect_static_data, render_page, write_page
 from tricycle_lab.look.server import LookServer, StaticPage, ViewerService
@@ -117,7 +126,7 @@ def show(
 
 
 def load_inspectable(arguments: Arguments, source: str, is_second: bool = False) -> InspectableModel:
-    """Load a decoder (without --adapter and other files if `is_second`), text encoder or translator, else ValueError.
+    """Load a model of text (without --adapter and other files if `is_second`); ValueError for another one.
 
     Args:
         arguments: the flags for loading.
@@ -129,25 +138,61 @@ def load_inspectable(arguments: Arguments, source: str, is_second: bool = False)
     if translators:
         return load_translator(translators, source, arguments)
     loaded: Any = load_file(source, arguments.model.weights, arguments.model.device)
-    if isinstance(loaded.model, GPT):
+    kinds = GPT, EncoderDecoderTransformer
+    if isinstance(loaded.model, kinds):
         flags = replace(arguments.model, adapter=None) if is_second else arguments.model
-        load_model(source, None if is_second else arguments.tokeniser, loaded=loaded, **vars(flags))
+        load_model(source, None if is_second else arguments.tokeniser, loaded=loaded, kinds=kinds, **vars(flags))
     elif not isinstance(loaded.model, TextEncoder):
         raise ValueError(f"{source}: expected a model of text, got a {type(loaded.model).__name__}")
     if loaded.tokeniser is None:
         raise ValueError(f"{source}: expected a model with a tokenizer, got none: give one with --tokeniser")
-    inspectable = InspectableStack(loaded.model, loaded.tokeniser, Path(source).name or source)
+    title = Path(source).name or source
+    if not is_second:
+        _check_files(loaded.model, arguments)
+    if isinstance(loaded.model, EncoderDecoderTransformer):
+        return _inspect_encoder_decoder(loaded, title)
+    inspectable = InspectableStack(loaded.model, loaded.tokeniser, title)
     if not is_second:
         _attach_files(inspectable, arguments)
     return inspectable
 
 
-def _attach_files(inspectable: InspectableStack, arguments: Arguments) -> None:
-    """Set what --steer, --lens, --autoencoder and --labels name; ValueError if one does not fit."""
-    model: Any = inspectable.model
+def _inspect_encoder_decoder(loaded: Pretrained, title: str) -> InspectableEncoderDecoder:
+    """Return an inspectable encoder-decoder that generates as `tricycle generate`, but greedily."""
+    model, tokeniser = loaded.model, loaded.tokeniser
+    stored, sampling = loaded.source, replace(default_sampling(loaded), temperature=0.0)
+    settings = TargetSettings() if stored is None else TargetSettings.from_fields(stored.generation, stored.fields)
+    settings = replace(settings, num_beams=1)
+    context = [int(token) for token in tokeniser.encode_plain("a")][-1:]
+
+    def token_text(token: int) -> str:
+        if token >= tokeniser.n_vocab:
+            return ""
+        return str(tokeniser.stream(context).push([token])) or str(tokeniser.decode([token]))
+
+    return InspectableEncoderDecoder(
+        model,
+        tokeniser.encode_plain,
+        token_text,
+        model.config.start_token,
+        stop_tokens(loaded),
+        title,
+        min(MAX_TOKENS, model.config.context_window),
+        tokeniser.encode,
+        lambda source, length: list(generate_target(model, source, length, sampling, settings)),
+    )
+
+
+def _check_files(model: Any, arguments: Arguments) -> None:
+    """Raise a ValueError if a flag names a file that only decoders can use, and the model is another one."""
     for name in ("steer", "lens", "autoencoder", "labels"):
         if getattr(arguments, name) is not None:
             check_decoder(f"--{name}", model)
+
+
+def _attach_files(inspectable: InspectableStack, arguments: Arguments) -> None:
+    """Set what --steer, --lens, --autoencoder and --labels name; ValueError if one does not fit."""
+    model: Any = inspectable.model
     if arguments.steer is not None:
         width = model.config.embedding_dim
         inspectable.vectors = read_control_vectors(arguments.steer, len(model.blocks), width)
@@ -177,7 +222,7 @@ def standalone_page(models: Sequence[InspectableModel], text: str) -> str:
     views = [collect_static_data(model, model.run(model.encode_input(text), Interventions())) for model in models]
     command = f"tricycle look {shlex.quote(models[0].title)}"
     data = {"hasServer": False, "text": text, "models": views, "command": command}
-    return render_page("look", " and ".join(model.title for model in models), data)
+    return render_page("look", " and ".join(model.title for model in models), data, scripts=["experts.js"])
 
 
 def present(

@@ -14,7 +14,7 @@ from tricycle.devices import Array
 from tricycle.extra_ops import where
 from tricycle.functions import RowSoftmax
 from tricycle.layers import Layer
-from tricycle.state_spaces.mamba import MambaBlock, MambaMixer
+from tricycle.state_spaces.mamba import MambaBlock
 from tricycle.tensor import Tensor
 
 RemoveHook = Callable[[], None]
@@ -85,8 +85,8 @@ def attention_of(layer: Layer) -> Any:
 
 
 def op_with_heads(layer: Layer) -> Any:
-    """Return the op of a layer whose result is (B, T, H, E): attention, or the scan of a Mamba mixer; else None."""
-    return layer.scan if isinstance(layer, MambaMixer) else attention_of(layer)
+    """Return the op of a layer whose result is (B, T, H, E): attention, the scan of a state, or None."""
+    return getattr(layer, "scan", None) if hasattr(layer, "token_weights") else attention_of(layer)
 
 
 # -------------------------------------------------------------------- changes

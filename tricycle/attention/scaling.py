@@ -60,7 +60,9 @@ class RotaryScaling:
 
 
 def new_scaling(config: Any) -> RotaryScaling:
-    """Make the RoPE scaling of a `ModelConfig`."""
+    """Make the RoPE scaling of a `ModelConfig`; ValueError for yarn with a base of 1, of which all pairs are equal."""
+    if config.rotary_scaling == "yarn" and config.rotary_base == 1:
+        raise ValueError("RotaryScaling: expected rotary_base (rope_theta) to differ from 1 with yarn, got 1")
     bounds = config.rotary_low_frequency, config.rotary_high_frequency, config.rotary_original_window
     more = config.rotary_rounded, config.rotary_attention_factor
     return RotaryScaling(config.rotary_scaling, config.rotary_factor, *bounds, *more)

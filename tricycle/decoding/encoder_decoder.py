@@ -63,8 +63,10 @@ class ConditionedDecoder(Layer):
         return self.model.logits(x)
 
 
+MAX_BEAMS = 1024  # the memory of a beam search grows with them
 TARGET_RULES: list[Rule] = [
-    ("num_beams", lambda n: n >= 1, "1 or more"),
+    ("num_beams", lambda n: 1 <= n <= MAX_BEAMS, f"from 1 to {MAX_BEAMS}"),
+    ("suppress_tokens", lambda tokens: all(token >= 0 for token in tokens), "ids of tokens"),
     ("first_token last_token", lambda token: token >= -1, "the id of a token, or -1"),
     ("min_length max_length no_repeat_ngram_size", lambda n: n >= 0, "0 or more"),
 ]
@@ -113,8 +115,10 @@ class TargetSettings(ValidatedConfig):
         excluded = stated.get("bad_words_ids") or []
         if not isinstance(excluded, list) or any(not isinstance(ids, list) or len(ids) != 1 for ids in excluded):
             raise ValueError(f"expected bad_words_ids to be lists of one token each, got {excluded!r:.60}")
-        suppressed = [*(stated.get("suppress_tokens") or []), *(ids[0] for ids in excluded)]
-        return cls(**values, suppress_tokens=tuple(suppressed))
+        suppressed = stated.get("suppress_tokens") or []
+        if not isinstance(suppressed, list):
+            raise ValueError(f"expected suppress_tokens to be a list of ids of tokens, got {suppressed!r:.60}")
+        return cls(**values, suppress_tokens=(*suppressed, *(ids[0] for ids in excluded)))
 
     def sampling(self, params: PenalizedSamplingParams, n_tokens: int) -> PenalizedSamplingParams:
         """Return a copy of sampling parameters with these suppressed tokens, constraint and (if unset) n-gram size."""

@@ -111,7 +111,7 @@ class MultiStreamConfig(ModelConfig):
     @property
     def sources(self) -> list[int | None]:
         """The layers, in order, whose keys and values are shared by later ones."""
-        shared = range(self.n_layers - self.n_shared_layers, self.n_layers)
+        shared = range(max(0, self.n_layers - self.n_shared_layers), self.n_layers)
         layers = {self.window_size(layer): layer for layer in shared}  # one for each window, at most two
         return sorted({self.source(layer) for layer in layers.values()}, key=lambda i: -1 if i is None else i)
 

@@ -37,6 +37,8 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
     if isinstance(config, MambaConfig):
         sizes = {"n_mamba_heads": config.mamba_heads, "mamba_head_size": config.channels_per_mamba_head}
         values |= {**sizes, "attention_layers": tuple(sorted(set(config.attention_layers)))}
+    if "n_decoder_layers" in values:  # of an encoder-decoder
+        values["n_decoder_layers"] = values["n_decoder_layers"] or config.n_layers
     full_layers = tuple(layer for layer in range(config.n_layers) if config.window_size(layer) is None)
     local_base = config.rotary_local_base
     if not local_base and config.rotary_scaling == "none":
@@ -48,6 +50,7 @@ def effective_fields(config: ModelConfig) -> dict[str, Any]:
     unused = {
         "window full_layers rotary_local_base": len(full_layers) == config.n_layers,
         "position_offset": config.positions != "learned",
+        "context_window": bool(values.get("relative_buckets")),  # these have no table of positions
         "rotary_base rotary_local_base rotary_fraction rotary_scaling unrotated_layers": not is_rotary,
         "rotary_factor": scaling in ("none", "longrope"),
         "rotary_attention_factor": scaling == "none",

@@ -191,7 +191,7 @@ def read_rotary_section(
         raise field_error(f"{section_name}.partial_rotary_factor", "at most 1", rotary["rotary_fraction"])
     if rope_type == "default":
         return rotary
-    if rope_type not in SCALING_READERS:
+    if not isinstance(rope_type, str) or rope_type not in SCALING_READERS:
         raise field_error(f"{section_name}.rope_type", f"one of default, {', '.join(SCALING_READERS)}", rope_type)
     return rotary | {"rotary_scaling": rope_type} | SCALING_READERS[rope_type](fields, f"{section_name}.")
 

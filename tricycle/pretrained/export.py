@@ -49,8 +49,8 @@ from tricycle.system.files import atomic_write
 from tricycle.tokeniser import BPETokeniser
 
 TENSOR_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# A family may require these although the model lacks them: they are written as biases of 0 and gains of 1.
-NEUTRAL_FIELDS = ("bias", "qkv_bias", "output_bias", "mlp_bias", "head_bias", "conv_bias", "qk_norm_gain")
+# A family may require these although the model lacks them: they are written as biases and MLPs of 0 and gains of 1.
+NEUTRAL_FIELDS = ("bias", "qkv_bias", "output_bias", "mlp_bias", "head_bias", "conv_bias", "qk_norm_gain", "mamba_mlp")
 UNRELATED = 7  # with as many unsupported fields, a family is farther than one that rejects a value
 # Constructors of models whose configs are not a GPT's.
 MODELS: dict[type, Any] = {

@@ -241,7 +241,7 @@ def _granite(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     fields = _like_llama(metadata, divisors, metadata.architecture, is_mixture)
     fields |= _expert_fields(metadata) if is_mixture else {}
     biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
-    factors = _granite_factors(metadata, fields.pop("head_dim"))
+    factors = _granite_factors(metadata, fields["head_dim"])
     return fields | {"hidden_act": "silu"} | factors | {name: metadata.has_tensor(key) for name, key in biases.items()}
 
 
@@ -302,7 +302,7 @@ def _granite_hybrid(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fie
         "proj_bias": False,
     }
     return fields | {
-        **_granite_factors(metadata, fields.pop("head_dim")),
+        **_granite_factors(metadata, fields["head_dim"]),
         **{f"mamba_{name}": value for name, value in mixers.items()},
         "hidden_act": "silu",
         "attention_bias": any(metadata.has_tensor(f"blk.{layer}.attn_q.bias") for layer in layers),

@@ -92,7 +92,8 @@ def _pre_tokenizer_name(document: Metadata) -> str:
     for name, split in _PRE_TOKENIZERS.items():
         if _steps_before_merging(document) == _steps_before_merging(byte_level_parts(split)):
             return name
-    raise ValueError(f"expected one of the pre-tokenizers {', '.join(_PRE_TOKENIZERS)}, which llama.cpp supports")
+    names = ", ".join(_PRE_TOKENIZERS)
+    raise ValueError(f"expected one of the pre-tokenizers {names}, as by `tricycle train --tokeniser portable`")
 
 
 def _steps_before_merging(document: Metadata) -> list[tuple[str, Any]]:

@@ -58,11 +58,12 @@ class StoredModel:
 
 @contextmanager
 def error_prefix(prefix: str) -> Iterator[None]:
-    """Re-raise ValueErrors of this block with a prefix, such as a file path, unless the message begins with it."""
+    """Re-raise ValueErrors of this block with a prefix, such as "PATH: ", unless the message begins with PATH."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{prefix}{str(error).removeprefix(prefix)}") from None
+        has_path = str(error).startswith(prefix.removesuffix(": "))
+        raise ValueError(f"{prefix * (not has_path)}{error}") from None
 
 
 def find_mapping(array: np.ndarray) -> mmap.mmap | None:

@@ -31,6 +31,7 @@ SPECIAL_TOKEN_FIELDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 MAX_FILE_BYTES = 2**26  # the largest vocabularies take half of it
 MAX_GROWTH = 1000  # factor by which normalization or decoding may lengthen a text; those of T5 and XLM-R reach hundreds
 NORMALIZATION_GROWTH = 18  # the largest factor for one character under NFKD
+MAX_IDS = 2**24  # above the highest id
 JSON_LIMITS = (MAX_FILE_BYTES, 2_200_000)  # bytes and values; the largest tokenizer.json have 1,900,000 values
 # Unicode's private-use characters. Two that do not occur in a conversation mark names of special tokens in it.
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
@@ -425,6 +426,9 @@ def load_backend(document: str) -> Any:
             raise ValueError(
                 f"expected a {name} that makes texts at most {MAX_GROWTH:,} times longer, got {times:.3g} times"
             )
+    highest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+    if highest >= MAX_IDS:  # the library writes an entry for each smaller id, and aborts the process without memory
+        raise ValueError(f"expected ids of tokens below {MAX_IDS:,}, got {highest:,}")
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -464,9 +468,10 @@ def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser
         if (folder / "tokenizer.model").is_file():
             hint = "; tokenizer.model is not supported: save a tokenizer.json with AutoTokenizer of transformers"
         raise FileNotFoundError(f"{folder}: expected a tokenizer: tokenizer.json, or vocab.json and merges.txt{hint}")
+    with error_prefix(f"{folder / 'tokenizer_config.json'}: "):
+        templates = _read_chat_templates(folder, config)
     with error_prefix(f"{path}: "):
-        text = _add_configured_tokens(document, special, config)
-        return PretrainedTokeniser(text, special, _read_chat_templates(folder, config))
+        return PretrainedTokeniser(_add_configured_tokens(document, special, config), special, templates)
 
 
 def _add_configured_tokens(document: dict[str, Any], special: dict[str, str], config: dict[str, Any]) -> str:

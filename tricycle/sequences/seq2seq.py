@@ -246,7 +246,9 @@ class SinusoidalPositions(Layer):
 
     def position_vectors(self, x: Tensor, positions: np.ndarray) -> Tensor:
         """Return the encodings (T, C) of positions (T,), on the device of x."""
-        table = sinusoids(self.context_window, self.size, self.order)[positions]
+        # A table of a power of two of rows: a file may state a context window of any size.
+        n_places = min(self.context_window, 1 << int(positions.max(initial=0)).bit_length())
+        table = sinusoids(n_places, self.size, self.order)[positions]
         return Tensor(x.xp.asarray(table, x.dtype), requires_grad=False)
 
 

@@ -23,6 +23,7 @@ from tricycle.blocks import MLPBlock, MultiHeadSelfAttention, TransformerBlock
 from tricycle.configs.model import ModelConfig, Norm
 from tricycle.configs.presets import GPTConfig
 from tricycle.configs.validated import OneOf
+from tricycle.devices import Array, array_module
 from tricycle.experts import MixtureOfExperts
 from tricycle.extra_ops import split_sizes
 from tricycle.initialisers import Initialiser, xavier
@@ -160,7 +161,7 @@ class GatedDeltaNet(Layer):
         steps = np.exp(generator.uniform(low, high, n_heads))
         self.step_bias = Parameter(np.log(np.expm1(steps)).astype(np.float32), "bias")  # softplus gives the step size
         self.log_rates = Parameter(np.log(np.arange(1, n_heads + 1, dtype=np.float32)), "scale")
-        self.rule = GatedDeltaRule(config.chunk_size)
+        self.scan, self.n_heads = GatedDeltaRule(config.chunk_size), n_heads
         self.key_norm = RMSNorm(config.linear_key_size, 1e-6 / config.linear_key_size, gain=False)
         self.output = GatedOutput(config, initialiser, generator)
 
@@ -187,15 +188,25 @@ class GatedDeltaNet(Layer):
             cache.length += rows.shape[1]
         return y if x.ndim == 3 else reshape(y, x.shape)
 
+    def token_weights(self, v: Array, decays: Array, k: Array, q: Array, strengths: Array) -> Array:
+        """Return the matrix (B, H, T, T) by which the rule, of these arguments, adds the values of tokens to results.
+
+        The result is linear in the values, so that of the values of an identity matrix is the matrix.
+        """
+        xp, (n_items, n_tokens, n_heads) = array_module(v), v.shape[:3]
+        one_hot = xp.broadcast_to(xp.eye(n_tokens, dtype=v.dtype)[:, None], (n_items, n_tokens, n_heads, n_tokens))
+        weights: Array = self.scan.scan(one_hot, decays, k, q, strengths)[0].swapaxes(1, 2)
+        return weights
+
     def _apply_rule(self, v: Tensor, k: Tensor, q: Tensor, rates: Tensor, cache: KeyValueCache | None) -> Tensor:
         """Return the rule's result (B, T, H, P); `rates` (B, T, 2 H) give strengths, decays; update the cache."""
         strengths, steps = split_sizes(rates, (v.shape[2], v.shape[2]))
         steps = extra_ops.softplus(steps + self.step_bias)
         decays, strengths = extra_ops.negative(steps * extra_ops.exp(self.log_rates)), sigmoid(strengths)
         if cache is None:
-            return self.rule(v, decays, k, q, strengths)
+            return self.scan(v, decays, k, q, strengths)
         state, arrays = cache.last.get("state"), (v.array, decays.array, k.array, q.array, strengths.array)
-        out, cache.last["state"] = self.rule.scan(*arrays, state)
+        out, cache.last["state"] = self.scan.scan(*arrays, state)
         return Tensor(out, False)
 
 

@@ -17,13 +17,13 @@ import numpy as np
 from tricycle.attention import KeyValueCache, scores_and_weights
 from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.devices import to_cpu
+from tricycle.kernels.experts import route
 from tricycle.models import GPT
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.seq2seq import EncoderDecoder, EncoderDecoderTransformer, Seq2SeqAttention
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.sequences.translators import load_translator
 from tricycle.softmaxes import new_softmax
-from tricycle.state_spaces.mamba import MambaMixer
 from tricycle.tensor import Tensor, no_grad
 from tricycle_lab.hooks import Substitution, add_hook, attention_of, op_with_heads
 from tricycle_lab.lens import TunedLens
@@ -35,6 +35,7 @@ from tricycle_lab.steering import steer
 
 MAX_TOKENS = 1024  # the attention maps of more tokens are too large for the page
 MAX_CACHED_TEXTS = 200_000
+Arrays = dict[str, np.ndarray]
 
 
 class InspectableModel:
@@ -43,7 +44,7 @@ class InspectableModel:
     Attributes:
         kind: "decoder", "encoder" or "encoder-decoder".
         title: the name on the page.
-        attention_layers: the attention layers and Mamba mixers, without recorded values.
+        attention_layers: the attention layers and layers with a state, without recorded values.
         n_heads: the number of heads of each attention layer, by name.
         block_names: the blocks whose outputs are the residual stream.
         ablatable: names of the layers that may be ablated.
@@ -170,10 +171,10 @@ class InspectableModel:
 
 
 def find_attention_layers(model: Any) -> list[AttentionLayer]:
-    """Return an `AttentionLayer` (name, kind, heads) per attention layer or mixer, in order, without values."""
+    """Return an `AttentionLayer` (name, kind, heads) per layer with attention or a state, in order, without values."""
     layers = []
     for name, layer in model.named_layers():
-        if isinstance(layer, MambaMixer):
+        if hasattr(layer, "token_weights"):
             layers.append(AttentionLayer(name, "state", layer.n_heads))
         elif attention_of(layer) is not None and hasattr(layer, "n_heads"):
             kind = "cross" if name.endswith("cross") else "encoder" if name.startswith("encoder.") else "self"
@@ -185,13 +186,14 @@ def find_attention_layers(model: Any) -> list[AttentionLayer]:
 
 # -------------------------------------------------------------------- recording
 @contextmanager
-def recording(inspectable: InspectableModel) -> Iterator[tuple[dict[str, AttentionLayer], dict[str, np.ndarray]]]:
-    """Record in a context; yield attention layers and residual stream before and after each block, by name.
+def recording(inspectable: InspectableModel) -> Iterator[tuple[dict[str, AttentionLayer], Arrays, Arrays]]:
+    """Record in a context; yield attention layers, residual stream before and after each block, and router weights.
 
-    The forward pass in the context stores the arguments of attention in the layers.
+    The forward pass in the context stores the arguments of attention in the layers. See `Trace` for the others.
     """
     layers = {one.name: AttentionLayer(one.name, one.kind, one.n_heads) for one in inspectable.attention_layers}
-    stream: dict[str, np.ndarray] = {}
+    stream: Arrays = {}
+    routing: Arrays = {}
     layers_by_name = dict(inspectable.model.named_layers())
 
     def record_stream(name: str, layer: Any, out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -209,7 +211,18 @@ def recording(inspectable: InspectableModel) -> Iterator[tuple[dict[str, Attenti
                 hooks.callback(add_hook(attention, "observers", observer))
         for name in inspectable.block_names:
             hooks.callback(add_hook(layers_by_name[name], "observers", partial(record_stream, name)))
-        yield layers, stream
+        for name, mixture in layers_by_name.items():
+            if hasattr(mixture, "routing"):
+                hooks.callback(add_hook(mixture.router, "observers", partial(record_routing, routing, name, mixture)))
+        yield layers, stream, routing
+
+
+def record_routing(routing: Arrays, name: str, mixture: Any, router: Any, logits: Tensor, x: Tensor) -> None:
+    """Store in `routing` the weights (T, E) of the experts that a router selects by its logits (T, E), else 0."""
+    correction = None if mixture.correction is None else mixture.correction.array
+    weights, _, selected = (to_cpu(array) for array in route(logits.array, mixture.routing, correction))
+    routing[name] = np.zeros(logits.shape, np.float32)
+    np.put_along_axis(routing[name], selected, weights.astype(np.float32), axis=1)
 
 
 def record_arguments(layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> None:
@@ -222,8 +235,10 @@ def record_arguments(layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> N
     layer.compute_maps, layer.args, layer.op = compute_maps, args, op
 
 
-def record_scan(mixer: MambaMixer, layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> None:
+def record_scan(mixer: Any, layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> None:
     """Store in `layer` the scan of a mixer, its arguments, decays, and a function that computes the maps of text 0.
+
+    A mixer is a layer with a state, whose method `token_weights` maps the arguments to factors of each earlier token.
 
     The scores are the factors of each earlier token, and the weights their magnitudes divided by the sum of the row.
     """
@@ -270,7 +285,7 @@ class InspectableStack(InspectableModel):
         model = self.model
         with ExitStack() as stack:
             stack.enter_context(model.evaluating())
-            layers, stream = stack.enter_context(recording(self))
+            layers, stream, routing = stack.enter_context(recording(self))
             interventions.apply(stack.enter_context(Probe(model, "")))
             if interventions.steering:
                 stack.enter_context(steer(model, self.vectors, interventions.steering))
@@ -278,11 +293,13 @@ class InspectableStack(InspectableModel):
         if earlier is not None and n_blocks:
             stream = {**stream, **dict(list(earlier.stream.items())[: 1 + n_blocks])}
             stream = {name: stream[name] for name in earlier.stream}
+            routing = {**earlier.routing, **routing}
             layers = {
                 name: layer if layer.compute_maps else earlier.attention_layer(name) for name, layer in layers.items()
             }
         elif earlier is not None and n_tokens:
             stream = {name: np.concatenate([earlier.stream[name][:n_tokens], x]) for name, x in stream.items()}
+            routing = {name: np.concatenate([earlier.routing[name][:n_tokens], x]) for name, x in routing.items()}
             for name, layer in layers.items():
                 queries, *others = layer.args  # (1, T, H, D)
                 reused = earlier.attention_layer(name).args[0].array[:, :n_tokens]
@@ -291,7 +308,7 @@ class InspectableStack(InspectableModel):
         unembed = self._unembed if isinstance(model, GPT) else None
         texts = [self.token_text(token) for token in ids]
         trace = Trace(list(ids), texts, None, list(layers.values()), stream, unembed, self.token_text)
-        trace.interventions = interventions
+        trace.interventions, trace.routing = interventions, routing
         if unembed is not None:
             known = None
             if n_tokens and earlier is not None and earlier.predictions is not None:
@@ -361,12 +378,14 @@ class InspectableEncoderDecoder(InspectableModel):
 
     Args:
         model: an `EncoderDecoderTransformer` or a `Seq2SeqAttention`.
-        encode: a function from a text to tokens.
+        encode: a function from a text to tokens, without special tokens.
         token_text: a function from a token to its text.
         begin: the token before each target.
-        end: the token after each target.
+        ends: the tokens that end a target.
         title: the name on the page.
         max_tokens: the maximum length of source and target, each.
+        encode_text: a function from a source or target to tokens with special tokens; by default `encode`.
+        generate: a function from a source (S,) and a maximum length to a target; by default greedy decoding.
     """
 
     kind = "encoder-decoder"
@@ -378,13 +397,16 @@ class InspectableEncoderDecoder(InspectableModel):
         encode: Callable[[str], Any],
         token_text: Callable[[int], str],
         begin: int,
-        end: int,
+        ends: Sequence[int],
         title: str = "translator",
         max_tokens: int = 128,
+        encode_text: Callable[[str], Any] | None = None,
+        generate: Callable[[list[int], int], Sequence[int]] | None = None,
     ) -> None:
         super().__init__(model, None, title, max_tokens)
-        self._encode, self._token_text = encode, token_text
-        self.begin, self.end = begin, end
+        self._encode, self._token_text, self._encode_text = encode, token_text, encode_text or encode
+        self.begin, self.ends = begin, ends
+        self._generate = generate or self._generate_greedily
         self.block_names = [name for name in self.block_names if name.startswith("decoder.")]
 
     def encode(self, text: str) -> list[int]:
@@ -392,27 +414,32 @@ class InspectableEncoderDecoder(InspectableModel):
         return [int(token) for token in self._encode(text.strip())] if text.strip() else []
 
     def token_text(self, token: int) -> str:
-        """Return the text of one token; "<begin>" and "<end>" for the special tokens."""
-        return "<begin>" if token == self.begin else "<end>" if token == self.end else self._token_text(token)
+        """Return the text of one token; "⟨id⟩" if it has none."""
+        return self._token_text(token) or f"⟨{token}⟩"
 
     def encode_input(self, text: str) -> list[int]:
         """Set `source_ids` by "SOURCE => TARGET"; return target tokens, generated without "=>"; or ValueError."""
-        source, arrow, target = text.partition("=>")
-        self.source_ids = self.encode(source)
-        if not self.source_ids:
+        source, arrow, target = (part.strip() for part in text.partition("=>"))
+        if not source:
             raise ValueError("expected a text of at least one character, got none")
+        self.source_ids = [int(token) for token in self._encode_text(source)]
         n_source = len(self.source_ids)
         if n_source > self.max_tokens:
             raise ValueError(f"expected a source of 1 to {self.max_tokens} tokens to inspect, got {n_source}")
         if arrow:
-            target_ids = self.encode(target)
+            target_ids = [int(token) for token in self._encode_text(target)] if target else []
         else:
-            settings = {"begin": self.begin, "end": self.end, "beam_size": 1}
-            settings["max_length"] = min(self.max_tokens - 1, 2 * n_source + 10)
-            (target_ids,) = beam_search(self.model, np.array([self.source_ids]), [n_source], **settings)
+            target_ids = list(self._generate(self.source_ids, max(1, min(self.max_tokens - 1, 2 * n_source + 10))))
+        if target_ids and target_ids[-1] in self.ends:
+            del target_ids[-1]
         ids = [self.begin, *target_ids][: self.max_tokens]
         self.check_ids(ids)
         return ids
+
+    def _generate_greedily(self, source: list[int], max_length: int) -> list[int]:
+        """Return the target of source tokens by greedy decoding, without the token at its end."""
+        settings = {"begin": self.begin, "end": self.ends[0], "max_length": max_length}
+        return beam_search(self.model, np.array([source]), [len(source)], **settings)[0]
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise ValueError unless the target has 1 to `max_tokens` tokens; the values of the ids are not checked."""
@@ -422,7 +449,7 @@ class InspectableEncoderDecoder(InspectableModel):
     def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
         """Run encoder and decoder on `source_ids` and target, return the trace; ValueError for some interventions."""
         model = self.model
-        source, target = np.array([self.source_ids]), np.array([list(ids)])
+        source, target = (model.place(np.array([list(tokens)])) for tokens in (self.source_ids, ids))
         rows: list[tuple[np.ndarray, np.ndarray]] = []  # scores and weights of each step of a recurrent model
 
         def record_row(op: Any, out: Tensor, scores: Tensor) -> None:
@@ -430,7 +457,7 @@ class InspectableEncoderDecoder(InspectableModel):
 
         with ExitStack() as stack:
             stack.enter_context(model.evaluating())
-            layers, stream = stack.enter_context(recording(self))
+            layers, stream, _ = stack.enter_context(recording(self))
             if isinstance(model, Seq2SeqAttention):
                 stack.callback(add_hook(model.attention.softmax, "observers", record_row))
                 substitution = substitute_row_softmax(interventions)
@@ -442,6 +469,7 @@ class InspectableEncoderDecoder(InspectableModel):
                 scores, weights = (np.concatenate([row[i] for row in rows])[None] for i in (0, 1))
                 layers["attention"].compute_maps = lambda: (scores, weights)
         texts, source_texts = ([self.token_text(token) for token in tokens] for tokens in (ids, self.source_ids))
+        texts[0] = "<begin>"  # the first token may be padding, or the end of a text
         unembed = partial(unembed_decoder_states, model) if isinstance(model, EncoderDecoderTransformer) else None
         trace = Trace(list(ids), texts, source_texts, list(layers.values()), stream, unembed, self.token_text)
         trace.source_ids = tuple(self.source_ids)
@@ -461,8 +489,8 @@ def load_inspectable_translator(path: Path) -> InspectableEncoderDecoder:
     model, vocabulary, config = load_translator(path)
     token_text = lambda token: vocabulary.texts([token])[0]
     max_tokens = min(MAX_TOKENS, config.context_window)
-    begin, end = vocabulary.begin, vocabulary.end
-    return InspectableEncoderDecoder(model, vocabulary.encode, token_text, begin, end, path.stem, max_tokens)
+    begin, ends = vocabulary.begin, [vocabulary.end]
+    return InspectableEncoderDecoder(model, vocabulary.encode, token_text, begin, ends, path.stem, max_tokens)
 
 
 def substitute_row_softmax(interventions: Interventions) -> Substitution:

@@ -79,6 +79,7 @@ class ModelPanel {
     else this.showTokens();
     if (this.headElements) this.colorHeads();
     else this.showHeads();
+    this.experts.show(trace);
   }
 
   /** Load slow statistics after a pause and two layers at a time, so that the next run does not wait for them. */
@@ -104,6 +105,7 @@ class ModelPanel {
   async get(name, fields = {}) {
     if (data.hasServer) return request(name, { model: this.index, trace: this.trace.trace, ...fields });
     if (name === "attention_map") return this.given.attentionMaps[fields.layer][fields.head];
+    if (name === "router_map") return this.given.routerMaps[fields.name];
     if (name === "head_statistics") return { layers: this.given.headStatistics.slice(fields.start, fields.stop) };
     if (name === "top_predictions") return this.given.topPredictions[fields.position];
     return name === "logit_lens" ? this.given.logitLens : this.given.streamStatistics;
@@ -146,6 +148,7 @@ class ModelPanel {
     this.buildHeads(part("Layers and heads"));
     this.buildMap(part("Attention map"));
     this.buildLens(part("Logit lens"));
+    this.experts = new ExpertView(this, part("Experts", "wide"));
     this.buildStream(part("Residual stream", "wide"));
     if (this.given.measures?.length) this.measureView = new MeasureView(this, part("Measures", "wide"));
   }
@@ -196,6 +199,7 @@ class ModelPanel {
     this.statisticBox = add(label, "select");
     for (const [value, text] of [["entropy", "attention entropy"], ["scoreKurtosis", "score kurtosis"]]) add(this.statisticBox, "option", text, { value });
     this.halfLifeOption = add(this.statisticBox, "option", "half-life of the state in tokens", { value: "halfLife" });
+    this.unassignedOption = add(this.statisticBox, "option", "attention weight on no key", { value: "unassigned", hidden: true });
     this.statisticBox.onchange = () => this.colorHeads();
     this.headBox = add(part, "div", "", { className: "heads", role: "group", "aria-label": "Heads, one row per layer" });
     addArrowKeys(this.headBox, () => this.headElements, () => this.trace.attentionLayers[0].nHeads, (i) => this.selectHead(i));
@@ -213,10 +217,9 @@ class ModelPanel {
       label.append(" " + text);
       radio.onchange = () => ((this.mapKind = value), this.showMap());
     }
-    const frame = add(part, "div", "", { className: "frame" });
-    this.keyLabels = add(frame, "div", "", { className: "columns", "aria-hidden": "true" });
-    this.queryLabels = add(frame, "div", "", { className: "rows", "aria-hidden": "true" });
-    this.canvas = add(frame, "canvas", "", { className: "map", role: "img", "aria-label": "Attention map" });
+    const frame = addFrame(part, "Attention map");
+    Object.assign(this, { keyLabels: frame.columns, queryLabels: frame.rows, canvas: frame.canvas });
+    this.canvas.className = "map";
     this.canvas.onclick = (event) => this.selectToken(this.findCell(event)[0]);
     this.canvas.onpointermove = (event) => this.describeCell(...this.findCell(event));
     this.mapSummary = add(part, "p", "", { className: "quiet" });
@@ -233,8 +236,9 @@ class ModelPanel {
   }
 
   buildStream(part) {
-    this.normsCanvas = add(part, "canvas", "", { className: "norms", role: "img", "aria-label": "Norms of the residual stream" });
-    add(part, "p", "Norm of the residual stream for each token (columns) after each layer (rows), on a log scale.", { className: "quiet" });
+    this.norms = addFrame(part, "Norms of the residual stream");
+    this.norms.canvas.className = "norms";
+    this.normsCaption = add(part, "p", "", { className: "quiet" });
     const details = add(part, "details");
     add(details, "summary", "Kurtosis and outliers per layer");
     this.outliersTable = add(this.addRegion(details, "Kurtosis and outliers"), "table");
@@ -262,6 +266,7 @@ class ModelPanel {
     this.token = i;
     this.markToken();
     this.drawMap();
+    this.experts.draw();
     await this.showSelectedToken();
   }
 
@@ -340,12 +345,12 @@ class ModelPanel {
     this.headIndices = []; // pairs of the index of a layer and that of a head
     this.headElements = [];
     attentionLayers.forEach((layer, layerIndex) => {
-      const name = add(this.headBox, "span", shortName(layer.name), { className: "name" });
+      const name = add(this.headBox, "span", layerName(layer), { className: "name" });
       name.style.gridColumn = "1";
       for (let head = 0; head < layer.nHeads; head++) {
         const index = this.headElements.length;
         this.headIndices.push([layerIndex, head]);
-        const button = add(this.headBox, "button", "", { type: "button", "aria-label": shortName(layer.name) + ", head " + head });
+        const button = add(this.headBox, "button", "", { type: "button", "aria-label": layerName(layer) + ", head " + head });
         button.onclick = () => this.selectHead(index);
         this.headElements.push(button);
       }
@@ -362,8 +367,9 @@ class ModelPanel {
   }
 
   colorHeads() {
+    if ([...this.headStatistics.values()].some(({ unassigned }) => unassigned.some((weight) => weight > 0.005))) this.unassignedOption.hidden = false;
     const statistic = this.statisticBox.value, label = this.statisticBox.selectedOptions[0].textContent;
-    const scaled = (value) => (statistic === "entropy" ? value : Math.log1p(Math.max(0, value)));
+    const scaled = (value) => (["entropy", "unassigned"].includes(statistic) ? value : Math.log1p(Math.max(0, value)));
     const values = this.headIndices.map(([layer, head]) => this.headStatistics.get(this.trace.attentionLayers[layer].name)?.[statistic]?.[head] ?? null);
     const max = Math.max(...values.filter((value) => value !== null).map(scaled), 1e-9);
     this.headElements.forEach((button, i) => {
@@ -374,7 +380,7 @@ class ModelPanel {
       button.textContent = isAblated ? "×" : "";
       button.setAttribute("aria-pressed", isSelected);
       button.tabIndex = isSelected ? 0 : -1;
-      button.title = shortName(layer.name) + ", head " + head + (isAblated ? ", ablated" : "") + (values[i] === null ? "" : ": " + label + " " + formatNumber(values[i]));
+      button.title = layerName(layer) + ", head " + head + (isAblated ? ", ablated" : "") + (values[i] === null ? "" : ": " + label + " " + formatNumber(values[i]));
       button.setAttribute("aria-label", button.title);
     });
   }
@@ -385,7 +391,7 @@ class ModelPanel {
 
   showAblations() {
     const layer = this.attentionLayer, block = layer.name.replace(/\.[^.]+$/, "");
-    this.headSummary.textContent = shortName(layer.name) + ", head " + this.head + " of " + layer.nHeads;
+    this.headSummary.textContent = layerName(layer) + ", head " + this.head + " of " + layer.nHeads;
     this.ablations.replaceChildren();
     if (!data.hasServer) return;
     add(this.ablations, "legend", "Ablate");
@@ -471,7 +477,7 @@ class ModelPanel {
     if (layer.kind !== "encoder") context.strokeRect(0, this.token * scale - 1, scale * m, scale + 2);
     const unassigned = map.unassigned[this.rowIndex];
     const range = isScores ? ", from " + formatNumber(map.minScore) + " to " + formatNumber(map.maxScore) : "";
-    const title = (isScores ? "Scores" : "Weights") + " of " + shortName(layer.name) + ", head " + this.head + range;
+    const title = (isScores ? "Scores" : "Weights") + " of " + layerName(layer) + ", head " + this.head + range;
     const query = "Selected query: entropy " + formatNumber(map.entropy[this.rowIndex]) + " nats" + (Math.abs(unassigned) > 0.005 ? ", " + percent(unassigned) + " of the weight on no key." : ".");
     const kept = map.kept ? " The state before it is multiplied by " + formatNumber(map.kept[this.rowIndex]) + ". Scores: factors of the earlier tokens in the result; weights: shares of their magnitudes." : "";
     this.mapSummary.textContent = title + ": kurtosis " + formatNumber(isScores ? map.scoreKurtosis : map.weightKurtosis) + ". " + query + kept;
@@ -496,6 +502,10 @@ class ModelPanel {
       add(row, "td", i, { className: "n" });
       add(row, "td", ((weights[i] / 255) ** 2).toFixed(3), { className: "n" });
       add(row, "td", scores[i] ? formatNumber(minScore + ((scores[i] - 1) / 254) * (maxScore - minScore)) : "–", { className: "n" });
+    }
+    if (map.unassigned[this.rowIndex] > 0.005) {
+      const row = add(body, "tr");
+      for (const text of ["no key", "–", map.unassigned[this.rowIndex].toFixed(2), "–"]) add(row, "td", text, { className: text === "no key" ? "quiet" : "n" });
     }
   }
 
@@ -563,13 +573,16 @@ class ModelPanel {
   // ---------------------------------------------------------------- residual stream
   showStream() {
     const statistics = this.streamStatistics, n = this.trace.tokens.length;
-    this.normsCanvas.hidden = statistics.length === 0;
-    if (!statistics.length) return;
+    const { canvas, rows, columns } = this.norms;
+    canvas.hidden = statistics.length === 0;
+    if (!statistics.length) return void (this.normsCaption.textContent = "This model has no residual stream.");
     const logs = statistics.flatMap(({ norms }) => norms.map((norm) => Math.log((norm ?? 0) + 1e-9)));
     const min = Math.min(...logs), span = Math.max(...logs) - min || 1;
-    paint(this.normsCanvas, Uint8Array.from(logs, (log) => (255 * (log - min)) / span), statistics.length, n, colors, 4);
+    paint(canvas, Uint8Array.from(logs, (log) => (255 * (log - min)) / span), statistics.length, n, colors, 4);
     const norm = (log) => formatNumber(Math.exp(log));
-    this.normsCanvas.setAttribute("aria-label", "Norms of the residual stream after " + statistics.length + " layers for " + n + " tokens, from " + norm(min) + " to " + norm(min + span) + "; the table below lists the outliers.");
+    labelCanvas(canvas, [[rows, statistics.map(({ name }) => shortName(name)), statistics.length], [columns, this.trace.tokens, n]]);
+    this.normsCaption.textContent = "Norm of the residual stream for each token (columns) after each layer (rows), on a log scale from " + norm(min) + " to " + norm(min + span) + ".";
+    canvas.setAttribute("aria-label", "Norms of the residual stream after " + statistics.length + " layers for " + n + " tokens, from " + norm(min) + " to " + norm(min + span) + "; the table below lists the outliers.");
     addHeader(this.outliersTable, [["layer"], ["kurtosis", "n"], ["outliers: channel, token, value, ratio to the median channel"]]);
     const body = add(this.outliersTable, "tbody");
     for (const { name, kurtosis, outliers } of statistics) {
@@ -588,6 +601,14 @@ class ModelPanel {
 function writeTokens(box, texts, role) {
   box.replaceChildren();
   return texts.map((text) => addToken(box, text, role));
+}
+
+/** Add a frame with a canvas, and boxes for the labels of its rows and columns. */
+function addFrame(parent, label) {
+  const frame = add(parent, "div", "", { className: "frame" });
+  const columns = add(frame, "div", "", { className: "columns", "aria-hidden": "true" });
+  const rows = add(frame, "div", "", { className: "rows", "aria-hidden": "true" });
+  return { rows, columns, canvas: add(frame, "canvas", "", { role: "img", "aria-label": label }) };
 }
 
 /** Show labels at the left and at the top of a canvas if there is room, from [box, texts, count] of rows and of columns. */
@@ -609,6 +630,7 @@ function findCell(canvas, event, n, m) {
 }
 
 const shortName = (name) => name.replace(/blocks\.(\d+)/, (_, i) => "layer " + i).replace(/\./g, " ").replace(/(layer \d+) attention$/, "$1");
+const layerName = ({ name, kind }) => shortName(kind === "state" ? name.replace(/attention$/, "mixer") : name);
 
 // ---------------------------------------------------------------- all models
 const panels = data.models.map((given, index) => new ModelPanel(index, given));
@@ -664,7 +686,7 @@ async function start() {
   matchMedia("(prefers-color-scheme: dark)").onchange = () => {
     colors = palette();
     if (data.hasServer) signedColors = palette(["--less", "--low", "--accent"]);
-    for (const panel of panels) panel.trace && (panel.drawMap(), panel.streamStatistics && panel.showStream(), panel.measureView?.redraw());
+    for (const panel of panels) panel.trace && (panel.drawMap(), panel.experts.draw(), panel.experts.drawLoads(), panel.streamStatistics && panel.showStream(), panel.measureView?.redraw());
   };
   await (data.hasServer ? runText() : showStaticData());
   document.body.dataset.ready = Math.round(performance.now()); // ms since the navigation started

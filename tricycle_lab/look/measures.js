@@ -70,10 +70,7 @@ class MeasureView {
     if (!view) {
       const box = add(this.box, "section", "", { className: "grid", "aria-label": this.panel.uniqueLabel(table.title) });
       add(box, "h3", table.title);
-      const frame = add(box, "div", "", { className: "frame" });
-      const columns = add(frame, "div", "", { className: "columns", "aria-hidden": "true" });
-      const rows = add(frame, "div", "", { className: "rows", "aria-hidden": "true" });
-      view = { rows, columns, canvas: add(frame, "canvas", "", { role: "img" }), cell: add(box, "p", "", { className: "quiet" }) };
+      view = { ...addFrame(box, ""), cell: add(box, "p", "", { className: "quiet" }) };
       const details = add(box, "details");
       add(details, "summary", "Strongest values");
       view.strongest = add(this.panel.addRegion(details, "Strongest values of " + table.title), "table");

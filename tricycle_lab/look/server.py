@@ -45,6 +45,7 @@ Fields = dict[str, Any]
 # Requests for a part of a trace: the name is that of a method of `Trace`, the fields are its arguments.
 TRACE_REQUESTS: dict[str, dict[str, type]] = {
     "attention_map": {"layer": str, "head": int},
+    "router_map": {"name": str},
     "head_statistics": {"start": int, "stop": int},
     "stream_statistics": {},
     "top_predictions": {"position": int},
@@ -77,7 +78,7 @@ class ViewerService:
         models = [{"info": model.describe(), "measures": describe_measures(model)} for model in self.models]
         title = " and ".join(model.title for model in self.models)
         data = {"hasServer": True, "text": self.text, "models": models, "softmaxes": list(SOFTMAXES)}
-        return render_page("look", title, data, has_server=True, scripts=["measures.js"])
+        return render_page("look", title, data, has_server=True, scripts=["experts.js", "measures.js"])
 
     def prepare(self) -> None:
         """Run each model on the text, so that the page's first request finds a trace; ignore invalid texts."""

@@ -35,13 +35,13 @@ class AttentionLayer:
 
     Attributes:
         name: the name in `Layer.named_layers`.
-        kind: "self"; "cross"; "encoder", the self-attention of the encoder of an encoder-decoder; or "state", a Mamba
-            mixer, whose scores are the factors by which it adds earlier tokens, and its weights their shares.
+        kind: "self"; "cross"; "encoder", the self-attention of the encoder of an encoder-decoder; or "state", a layer
+            of Mamba or DeltaNet, whose scores are the factors by which it adds earlier tokens, weights their shares.
         n_heads: H.
         compute_maps: a function that returns scores and weights, (H, T, S) each; None before the forward pass.
         op: the attention op.
         args: the arguments of the op: queries (1, T, H, D), keys and values (1, S, K, D), and further ones.
-        decays: of a Mamba mixer, the logarithm of the fraction of its state that it keeps at each token, (H, T).
+        decays: of a layer with a state, the logarithm of the fraction of its state that it keeps at each token, (H, T).
         cached_maps: the result of `maps`, if it was called before.
     """
 
@@ -99,6 +99,7 @@ class Trace:
         source_ids: the source tokens of an encoder-decoder.
         logits: (T, V), for a model without residual stream only.
         interventions: the interventions during the forward pass.
+        routing: the router weights (T, E) of each mixture of experts, 0 for experts that a token does not select.
     """
 
     ids: list[int]
@@ -112,6 +113,7 @@ class Trace:
     source_ids: tuple[int, ...] = ()
     logits: np.ndarray | None = None
     interventions: Interventions = field(default_factory=Interventions)
+    routing: dict[str, np.ndarray] = field(default_factory=dict)
 
     def attention_layer(self, name: str) -> AttentionLayer:
         """Return the attention layer with this name; raise ValueError if there is none."""
@@ -122,7 +124,7 @@ class Trace:
 
     # ---------------------------------------------------------------- JSON for the page
     def summary(self) -> dict[str, Any]:
-        """Return JSON data: ids, tokens, attentionLayers, streamNames; sourceTokens and predictions may be None."""
+        """Return JSON data: ids, tokens, attentionLayers, mixtures, streamNames; sourceTokens, predictions or None."""
         summary: dict[str, Any] = {
             "ids": self.ids,
             "tokens": self.texts,
@@ -130,6 +132,7 @@ class Trace:
             "attentionLayers": [
                 {"name": layer.name, "kind": layer.kind, "nHeads": layer.n_heads} for layer in self.attention_layers
             ],
+            "mixtures": [_summarize_routing(name, weights) for name, weights in self.routing.items()],
             "streamNames": list(self.stream),
             "predictions": None,
         }
@@ -182,10 +185,27 @@ class Trace:
             "kept": None if layer.decays is None else _round_decimals(np.exp(layer.decays[head])),
         }
 
-    def head_statistics(self, start: int, stop: int) -> dict[str, Any]:
-        """Return {"layers": [...]} with name, entropy, scoreKurtosis, any halfLife by head, of layers start to stop-1.
+    def router_map(self, name: str, deflate: bool = False) -> dict[str, Any]:
+        """Return a mixture's router weights as JSON data: shape [E, T], base64 bytes 255 w / max, max; or ValueError.
 
-        The half-life is that of the state of a Mamba mixer in tokens, at the mean decay of the text.
+        Args:
+            name: the name of the mixture. deflate: as in `attention_map`.
+
+        Raises:
+            ValueError: no such mixture.
+        """
+        if name not in self.routing:
+            raise ValueError(f"expected one of {', '.join(self.routing) or 'no mixtures'}, got {name!r}"[:300])
+        weights = np.nan_to_num(self.routing[name]).T
+        largest = max(float(weights.max()), 1e-30)
+        levels = np.maximum(np.rint(255 * weights / largest), weights > 0).astype(np.uint8)
+        data = {"shape": list(weights.shape), "deflated": deflate, "max": round_significant(largest)}
+        return {**data, "weights": _encode_base64(levels, deflate)}
+
+    def head_statistics(self, start: int, stop: int) -> dict[str, Any]:
+        """Return {"layers": [...]}: name, and entropy, scoreKurtosis, unassigned, any halfLife of these heads.
+
+        The half-life is that of the state of a layer in tokens, at the mean decay of the text.
         """
         layers = []
         for layer in self.attention_layers[max(0, start) : max(0, stop)]:
@@ -195,6 +215,8 @@ class Trace:
             kurtosis = [round_significant(_kurtosis(row[mask])) for row, mask in zip(scores, visible)]
             mean = entropy(np.nan_to_num(weights)).mean(axis=-1)
             statistics = {"name": layer.name, "entropy": _round_decimals(mean, 3), "scoreKurtosis": kurtosis}
+            unassigned = np.zeros(len(weights)) if layer.decays is not None else 1 - weights.sum(-1).mean(-1)
+            statistics["unassigned"] = _round_decimals(unassigned, 3)
             if layer.decays is not None:
                 rates = -layer.decays.mean(axis=-1, dtype=np.float64)
                 statistics["halfLife"] = [round_significant(math.log(2) / rate if rate else math.inf) for rate in rates]
@@ -310,6 +332,13 @@ def _summarize_rows(logits: np.ndarray, next_tokens: np.ndarray) -> list[np.ndar
 def _kurtosis(values: np.ndarray) -> float:
     """Return the excess kurtosis, or NaN of no values."""
     return excess_kurtosis(values) if values.size else math.nan
+
+
+def _summarize_routing(name: str, weights: np.ndarray) -> dict[str, Any]:
+    """Return the name, nActive experts of a token, and the load of each: its fraction of all selections (T, E)."""
+    counts = np.count_nonzero(weights, axis=0)
+    n_selected = max(1, int(counts.sum()))
+    return {"name": name, "nActive": -(-n_selected // len(weights)), "load": _round_decimals(counts / n_selected)}
 
 
 def _stream_statistics(name: str, x: np.ndarray) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from tricycle.pretrained.families.family import Family, TensorNames, gate_first
 from tricycle.pretrained.families.llama import (
     LLAMA_NAMES,
     PREFIXES,
-    check_heads_divide_width,
     common_config,
     common_fields,
 )
@@ -35,7 +34,6 @@ def common_granite(fields: ConfigFields) -> dict[str, Any]:
     bias = fields.boolean("attention_bias", False)
     return {
         **common_config(fields),
-        "head_size": 0,  # always the width divided by the number of heads
         "embedding_scale": fields.positive_float("embedding_multiplier", 1.0),
         "residual_scale": fields.positive_float("residual_multiplier", 1.0),
         "score_scale": fields.positive_float("attention_multiplier", 1.0),
@@ -56,8 +54,7 @@ def from_granite_moe(fields: ConfigFields) -> ModelConfig:
 
 
 def common_granite_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the config.json fields that both families share; ValueError if heads do not divide the width."""
-    check_heads_divide_width(config)
+    """Return the config.json fields that both families share, with head_dim if it is not width / heads."""
     fields = {
         **common_fields(config),
         "embedding_multiplier": config.embedding_scale,
@@ -66,7 +63,8 @@ def common_granite_fields(config: ModelConfig) -> dict[str, Any]:
         "logits_scaling": 1 / config.logit_scale,
         "attention_bias": has_bias(config, "qkv") or has_bias(config, "output"),
     }
-    del fields["head_dim"]
+    if config.n_heads * config.channels_per_head == config.embedding_dim:
+        del fields["head_dim"]
     return fields
 
 

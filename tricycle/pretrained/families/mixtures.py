@@ -61,8 +61,9 @@ def expert_config(fields: ConfigFields, n_experts: int, n_active: int, router_lo
     """
     fields.require("router_jitter_noise", 0.0)
     name = "router_aux_loss_coef"
+    number = "num_local_experts" if "num_local_experts" in fields or "num_experts" not in fields else "num_experts"
     return {
-        "n_experts": fields.positive_int("num_local_experts", fields.get("num_experts", n_experts)),
+        "n_experts": fields.positive_int(number, n_experts),
         "n_active_experts": fields.positive_int("num_experts_per_tok", n_active),
         "router_loss": 0.0 if fields.get(name) == 0 else fields.positive_float(name, router_loss),
     }
