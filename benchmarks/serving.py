@@ -322,6 +322,12 @@ def resident_megabytes(pid: int) -> float:
     return 0.0
 
 
+def sample_memory(pid: int, done: threading.Event, samples: list[float]) -> None:
+    """Append the memory of a process in MB to `samples`, 50 times a second until `done` is set."""
+    while not done.wait(0.02):
+        samples.append(resident_megabytes(pid))
+
+
 def run_load_test(generator: LoadGenerator, options: argparse.Namespace, pid: int | None) -> list[RequestResult]:
     """Send the requests, and print the table, times until the first text, memory and errors; return the results.
 
@@ -333,16 +339,21 @@ def run_load_test(generator: LoadGenerator, options: argparse.Namespace, pid: in
         kinds = [kind for kind in kinds if kind.endswith("streaming")]
     n_first = len(kinds) // 10
     first = send_requests(generator, kinds[:n_first], options.clients)
-    before = 0.0 if pid is None else resident_megabytes(pid)
+    samples: list[float] = []
+    done = threading.Event()
+    if pid is not None:
+        threading.Thread(target=sample_memory, args=(pid, done, samples), daemon=True).start()
     start = time.monotonic()
     results = send_requests(generator, kinds[n_first:], options.clients, options.seconds)
     seconds = time.monotonic() - start
+    done.set()
     print(result_table(results, seconds))
     median, late = first_text_times(results)
     print(f"until the first text: {median:.2f} s median, {late:.2f} s for 95%")
-    if before and pid is not None:
-        after = resident_megabytes(pid)
-        print(f"memory of the server: {before:.0f} MB after {n_first} requests, {after:.0f} MB at the end")
+    thirds = [samples[i * len(samples) // 3 : (i + 1) * len(samples) // 3] for i in range(3)]
+    if all(map(any, thirds)):
+        largest = ", ".join(f"{max(third):.0f}" for third in thirds)
+        print(f"memory of the server, at most, in each third of the time: {largest} MB")
     results += first
     for result in results:
         if not result.correct:

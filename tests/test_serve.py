@@ -1093,7 +1093,7 @@ def test_benchmark_program(folder, monkeypatch, capsys):
         monkeypatch.setenv(name, environment()[name])
     assert benchmark.main() == 0
     out = capsys.readouterr().out
-    assert "| all | 18 | 18 |" in out and "memory of the server: " in out
+    assert "| all | 18 | 18 |" in out and "memory of the server, at most" in out
     with run_server(folder) as server:
         monkeypatch.setattr(sys, "argv", [*sys.argv, "--port", str(server.port)])
         assert benchmark.main() == 0
