@@ -23,6 +23,7 @@ from tricycle_accelerators.compiled import (
     attention,
     elementwise,
     experts,
+    jit,
     loader,
     losses,
     normalisation,
@@ -656,6 +657,15 @@ def test_loops_compiled_for_older_processors_pass_their_tests(cpu, features, lan
         [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, timeout=600
     )
     assert run.stdout.rstrip().endswith(f"\n{lanes} 0"), run.stdout
+
+
+@pytest.mark.parametrize(("cpu", "found"), [("neoverse-n1", True), ("generic", None)])
+def test_dot_products_of_arm_are_found_by_linux(cpu, found, monkeypatch):
+    monkeypatch.setattr(jit, "vendor_and_features", lambda: ("", frozenset({"asimd", "asimddp"})))
+    monkeypatch.setattr(jit.binding, "get_host_cpu_features", lambda: {"neon": True})
+    monkeypatch.setattr(jit.binding, "get_host_cpu_name", lambda: cpu)
+    monkeypatch.setattr(numba.config, "CPU_NAME", None)
+    assert jit._features().get("dotprod") is found
 
 
 def test_unloadable_numba_libraries_raise_with_advice(monkeypatch):

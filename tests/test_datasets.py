@@ -354,6 +354,8 @@ def library(tmp_path, monkeypatch) -> Path:
         write(root / name, b"never = 'read'\n")
     write(root / "json" / "decoder.py", b"import re\n")
     write(root / "json" / "test.py", b"a file of this name is read\n")
+    if sys.platform != "win32":  # where links need a permission
+        (root / "sitecustomize.py").symlink_to(root / "missing.py")
     get_path = sysconfig.get_path
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(root) if name == "stdlib" else get_path(name))
     return root

@@ -21,6 +21,7 @@ from tricycle.models import GPT
 from tricycle.weights import quantize, set_memory_order
 from tricycle_accelerators import compiled, threads
 from tricycle_accelerators.compiled import attention, sublayers
+from tricycle_accelerators.compiled.loader import load_loops
 
 SIZES = {"vocab_size": 97, "embedding_dim": 64, "n_heads": 4, "n_layers": 2, "context_window": 64}
 LLAMA = {"activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bias": False}
@@ -199,6 +200,8 @@ def linear(kind: str, n_in: int, n_out: int, bias: bool = True, seed: int = 0) -
     weights = normal(n_in, n_out, seed=seed) / np.float32(n_in**0.5)
     matrix = np.asfortranarray(weights)
     if kind in ("Q4_K", "Q8_0"):
+        if not load_loops("block_rows").HAS_BLOCKS:
+            pytest.skip("needs AVX2 or ARM's dot products")
         matrix = BlockMatrix((block_rows(kind, n_out, n_in, seed),), True)
     elif kind != "float32":
         matrix = QuantizedMatrix.quantize(weights, kind, transposed=True)

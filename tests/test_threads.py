@@ -260,14 +260,15 @@ check()
 """,
     # The interrupt comes after their work, for it goes on in arrays that the caller may free.
     "for workers": """
-done = []
+done, begun = [], threading.Event()
 def work(item):
     if threading.current_thread() is not threading.main_thread():
+        begun.set()
         time.sleep(1)
         done.append(item)
     else:
-        time.sleep(0.1)
-threading.Thread(target=interrupt).start()
+        begun.wait(60)
+        threading.Thread(target=interrupt).start()
 try:
     threads.parallel_for(work, range(2))
 except KeyboardInterrupt:

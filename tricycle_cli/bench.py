@@ -27,6 +27,7 @@ from tricycle.softmaxes import SOFTMAXES
 from tricycle.tokeniser import BPETokeniser
 from tricycle.training import supervised_loss, train_on_batch
 from tricycle_cli.flags import parse
+from tricycle_datasets.python_code import source_files
 from tricycle_lab.look.graph_functions import load_module
 from tricycle_lab.look.page import render_page, write_page
 
@@ -139,8 +140,8 @@ def check_softmax(path: Path, softmax: Any) -> None:
 
 def load_tokens() -> tuple[np.ndarray, np.ndarray]:
     """Return int64 ids of training and held-out texts of Python's library by a BPE trained here; ValueError if few."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    texts = [path.read_bytes() for path in files]
+    root = Path(sysconfig.get_path("stdlib"))
+    texts = [(root / name).read_bytes() for name in source_files(root) if "/" not in name]
     held_out = b"".join(texts[::10])[: N_BYTES // 10]
     text = b"".join(part for i, part in enumerate(texts) if i % 10)[:N_BYTES]
     if len(held_out) < 2000 or len(text) < 10_000:

@@ -29,17 +29,25 @@ class PythonCode(Corpus):
 
     def __init__(self, vocab_size: int | None = None, tokeniser: Tokeniser | None = None, **options: Any) -> None:
         root = Path(sysconfig.get_path("stdlib"))
-        names = []
-        for folder, subfolders, files in os.walk(root):
-            subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]  # `os.walk` skips them too
-            names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+        names = source_files(root)
         if not names:
             raise ValueError(f"PythonCode: expected the standard library's .py files under {root}, got none")
 
         def documents() -> Iterator[Document]:
-            for name in sorted(names):
+            for name in names:
                 with add_path_to_errors(root / name):
                     text = (root / name).read_bytes()
                 yield text, is_held_out(name)
 
         super().__init__("python_code", documents, vocab_size, tokeniser, **options)
+
+
+def source_files(root: Path) -> list[str]:
+    """Return the sorted paths, relative to `root`, of the .py files outside SKIPPED_FOLDERS."""
+    names = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]  # `os.walk` skips them too
+        paths = [Path(folder, name) for name in files if name.endswith(".py")]
+        # Debian's sitecustomize.py is a link to /etc, which some containers delete.
+        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
+    return sorted(names)

@@ -8,7 +8,7 @@ import numpy as np
 from tricycle.evaluation import HeldOut
 from tricycle_datasets.corpus import Corpus
 from tricycle_datasets.download import fetch
-from tricycle_datasets.python_code import SKIPPED_FOLDERS
+from tricycle_datasets.python_code import source_files
 from tricycle_datasets.shakespeare import SHA256, URL
 
 
@@ -25,8 +25,7 @@ def python_root() -> Path:
 
 def python_files() -> list[str]:
     """Return the sorted paths, relative to `python_root`, of all files of `PythonCode`, held-out ones too."""
-    paths = [path.relative_to(python_root()) for path in python_root().rglob("*.py")]
-    return sorted(path.as_posix() for path in paths if not SKIPPED_FOLDERS & set(path.parts[:-1]))
+    return source_files(python_root())
 
 
 def plays() -> bytes:

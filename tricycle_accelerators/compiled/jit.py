@@ -18,6 +18,7 @@ from llvmlite import binding, ir
 from numba import types
 
 from tricycle_accelerators import split_precision
+from tricycle_accelerators.processor import vendor_and_features
 
 intrinsic: Any = numba.extending.intrinsic  # whose own type says nothing of the argument that it leaves out
 ANY_ORDER = {"nsz", "arcp", "contract", "reassoc"}  # of LLVM's flags
@@ -34,9 +35,13 @@ def _features() -> dict[str, bool]:
         words = (config.CPU_FEATURES or "").split(",")
         return {word[1:]: word[0] == "+" for word in words if word}
     try:
-        return dict(binding.get_host_cpu_features())
+        features = dict(binding.get_host_cpu_features())
     except RuntimeError:  # LLVM does not know how to ask this system
         return {}
+    # LLVM 20 does not read Linux's asimddp, but emits these instructions for the processors that it knows by name.
+    if "asimddp" in vendor_and_features()[1] and binding.get_host_cpu_name() != "generic":
+        features["dotprod"] = True
+    return features
 
 
 FEATURES = _features()
