@@ -28,8 +28,9 @@ on_unix = pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="Windows h
 
 @pytest.fixture
 def arena(monkeypatch):
-    """One of this test alone."""
+    """One of this test alone, of small ranges: all tests together stay below a limit of 2 GB of addresses."""
     monkeypatch.setattr(buffers, "_arena", buffers._Arena())
+    monkeypatch.setattr(buffers, "RANGE_BYTES", 2**26)
     return buffers._arena
 
 
@@ -104,6 +105,7 @@ def test_unused_addresses_are_taken_last(arena, monkeypatch):
 def test_limit_on_addresses_makes_ranges_smaller(arena, monkeypatch):
     import resource
 
+    monkeypatch.setattr(buffers, "RANGE_BYTES", 2**30)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**31, 2**31))
     held = some(2)
     assert arena.ranges[0].bytes.size == 2**28 and held.size
@@ -116,7 +118,7 @@ def test_arrays_never_overlap(arena, monkeypatch, n_bytes):
     monkeypatch.setattr(buffers, "RANGE_BYTES", n_bytes)
     rng = np.random.default_rng(0)
     held: list[tuple[np.ndarray, float]] = []
-    for number in range(600):
+    for number in range(100):
         if held and rng.random() < 0.5:
             array, was = held.pop(rng.integers(len(held)))
             assert (array == was).all()

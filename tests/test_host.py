@@ -54,7 +54,8 @@ def test_threads_reserve_few_addresses_under_a_limit():
     added = """
 import resource
 from tricycle_accelerators import host, threads
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 host.tune_host()
 threads.n_threads = lambda: 7
 def addresses():

@@ -47,6 +47,7 @@ def system(tmp_path, monkeypatch):
     monkeypatch.setattr(cgroups, "_CGROUPS", tmp_path / "groups")
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:  4000 kB\n")
     (tmp_path / "groups" / "a" / "b").mkdir(parents=True)
+    monkeypatch.setattr(memory, "_free_address_space", lambda: None)  # the tests may run under `ulimit -v`
     return tmp_path
 
 

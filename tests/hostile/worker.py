@@ -152,7 +152,9 @@ def _run_child(action: Callable[[], object], folder: Path, network: bool, handle
             setattr(sys, stream, os.fdopen(number, mode, encoding="utf-8", closefd=False))
         os.chdir(folder)
         for resource_kind, most in ((resource.RLIMIT_AS, MAX_ADDRESS_SPACE), (resource.RLIMIT_FSIZE, MAX_FILE_BYTES)):
-            resource.setrlimit(resource_kind, (most, most))
+            hard = resource.getrlimit(resource_kind)[1]  # which may be lower, under `ulimit -v`
+            limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(resource_kind, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         escapes: list[str] = []
         before = _reset_memory_peak()
