@@ -57,11 +57,13 @@ def test_product_matches_float64_within_the_rounding_of_x(name, n_values, n_rows
 
 
 @each_format
-def test_integers_of_x_are_multiplied_exactly(name):
+@pytest.mark.parametrize("n_blocks", [1, 2, 5])
+def test_integers_of_x_are_multiplied_exactly(name, n_blocks):
     """With 127 in each block of 32 the scale of x is 1, so nothing is rounded but the sums."""
-    x = np.random.default_rng(0).integers(-127, 128, (2, 512)).astype(np.float32)
+    n_values = n_blocks * BLOCK_FORMATS[name].n_values
+    x = np.random.default_rng(0).integers(-127, 128, (2, n_values)).astype(np.float32)
     x[:, ::32] = 127
-    matrix = matrix_of(name, 512, 30)
+    matrix = matrix_of(name, n_values, 30)
     assert relative_error(quantized_matmul(x, matrix), x, matrix) < 2e-6
 
 

@@ -49,20 +49,25 @@ class Block(NamedTuple):
     minima: Any = None
 
 
+Reader = Callable[[Any, Any], Block]  # called with a builder and the address of a block
+
+
 class BlockFormat(NamedTuple):
     """How to read a block: its numbers of values and bytes, the constant to subtract, and the function that emits it.
 
     `read(builder, address)` emits the code that reads a block. The integers of a `signed` format are int8. A part has
-    one scale or (`n_scales`) two, each for an equal share of its values.
+    one scale or (`n_scales`) two, each for an equal share of its values. `read_pair` reads two blocks of 32 as two
+    parts, the first half of both blocks and the second, with the scale of each block.
     """
 
     n_values: int
     n_bytes: int
     offset: int
-    read: Callable[[Any, Any], Block]
+    read: Reader
     signed: bool = False
     has_minima: bool = False
     n_scales: int = 1
+    read_pair: Reader | None = None
 
 
 # -------------------------------------------------------------------- pieces of code
@@ -133,6 +138,15 @@ def _q8_0(builder: Any, address: Any) -> Block:
 def _q4_0(builder: Any, address: Any) -> Block:
     """Emit code that reads a Q4_0 block: a part of 32 integers from 0 to 15 (8 not subtracted), and its scale."""
     return Block([_nibbles(builder, address, 2)], _half(builder, address, 0))
+
+
+def _q4_0_pair(builder: Any, address: Any) -> Block:
+    """Emit code that reads two Q4_0 blocks as the lower 4 bits of all bytes, the upper ones, and both scales."""
+    first, second = (load_unaligned(builder, address, offset, ir.VectorType(BYTE, 16)) for offset in (2, 20))
+    packed = _shuffle(builder, first, second, range(PART))
+    parts = [builder.and_(packed, _constant(BYTES, 15)), builder.lshr(packed, _constant(BYTES, 4))]
+    first, second = (_half(builder, address, offset) for offset in (0, 18))
+    return Block(parts, _shuffle(builder, first, second, range(2)))
 
 
 def _q4_1(builder: Any, address: Any) -> Block:
@@ -242,7 +256,7 @@ def _q6_k(builder: Any, address: Any) -> Block:
 
 FORMATS = {
     "Q8_0": BlockFormat(32, 34, 128 if HAS_VNNI else 0, _q8_0, signed=not HAS_VNNI),
-    "Q4_0": BlockFormat(32, 18, 8, _q4_0),
+    "Q4_0": BlockFormat(32, 18, 8, _q4_0, read_pair=_q4_0_pair),
     "Q4_1": BlockFormat(32, 20, 0, _q4_1, has_minima=True),
     "Q5_0": BlockFormat(32, 22, 16, _q5_0),
     "Q5_1": BlockFormat(32, 24, 0, _q5_1, has_minima=True),
@@ -309,15 +323,29 @@ def _emit_quantize(builder: Any, arguments: Sequence[Any]) -> Any:
 
 def _emit_dot(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> Any:
     """Emit the dot products of a quantized vector and ROWS rows of blocks; see `dot_blocks` for the arguments."""
+    by_block = partial(_emit_dot_by_block, builder, form, arguments)
+    if form.read_pair is None:
+        return by_block()
+    by_pair = partial(_emit_dot_by_pair, builder, form, form.read_pair, arguments)
+    return build_switch(builder, builder.and_(arguments[4], INDEX(1)), [by_pair, by_block])  # by whether it is odd
+
+
+def _prefetch_ahead(builder: Any, rows: Sequence[Any], step: Any, n_bytes: int) -> None:
+    """Emit prefetches of the blocks after those of a step, of `n_bytes` bytes in each row."""
+    ahead = builder.add(rows[-1], builder.mul(step, INDEX(ROWS * n_bytes)))
+    for line in range(0, ROWS * n_bytes, 64):
+        prefetch(builder, builder.add(ahead, INDEX(AHEAD + line)))
+
+
+def _emit_dot_by_block(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> Any:
+    """Emit `_emit_dot` for any number of blocks, one after the other."""
     x, starts, scales, sums, n_blocks, *rows = arguments
     n_parts = form.n_values // PART
     by_part = ir.VectorType(FLOAT, n_parts)
 
     def add_block(step: Any, totals: list[Any]) -> list[Any]:
         at = lambda array, size: builder.add(array, builder.mul(step, INDEX(n_parts * size)))
-        ahead = builder.add(rows[-1], builder.mul(step, INDEX(ROWS * form.n_bytes)))
-        for line in range(0, ROWS * form.n_bytes, 64):
-            prefetch(builder, builder.add(ahead, INDEX(AHEAD + line)))
+        _prefetch_ahead(builder, rows, step, form.n_bytes)
         x_scales, x_sums = (load_unaligned(builder, at(array, 4), 0, by_part) for array in (scales, sums))
         blocks = [form.read(builder, builder.add(row, builder.mul(step, INDEX(form.n_bytes)))) for row in rows]
         factors = [builder.fmul(each.scales, _spread(builder, x_scales, each.scales.type.count)) for each in blocks]
@@ -327,9 +355,9 @@ def _emit_dot(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> Any:
             numbers = load_unaligned(builder, at(x, PART), PART * part, BYTES)
             for row, block in enumerate(blocks):
                 products = add_products_of_four(builder, start, block.parts[part], numbers, form.signed)
-                factor = _of_part(builder, factors[row], part, n_parts, 8)
-                product = builder.fmul(builder.sitofp(products, FLOATS), factor, flags=CONTRACT)
-                totals[row] = builder.fadd(totals[row], product, flags=CONTRACT)
+                totals[row] = _add_scaled(
+                    builder, totals[row], products, _of_part(builder, factors[row], part, n_parts, 8)
+                )
         for row, block in enumerate(blocks):
             if block.minima is not None:
                 product = builder.fmul(block.minima, x_sums, flags=CONTRACT)
@@ -340,6 +368,43 @@ def _emit_dot(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> Any:
     sums_by_row = [_sum(builder, total) for total in build_loop(builder, n_blocks, initial, add_block)]
     totals = [builder.fadd(*pair) for pair in zip(sums_by_row[:ROWS], sums_by_row[ROWS:])]
     return cgutils.pack_array(builder, totals)
+
+
+def _emit_dot_by_pair(builder: Any, form: BlockFormat, read_pair: Reader, arguments: Sequence[Any]) -> Any:
+    """Emit `_emit_dot` for an even number of blocks, by pairs; a register of sums then has four of each block."""
+    x, starts, scales, _, n_blocks, *rows = arguments
+    words, numbers_of_two = ir.VectorType(PAIR, 16), ir.VectorType(BYTE, 2 * PART)
+
+    def add_pair(step: Any, totals: list[Any]) -> list[Any]:
+        at = lambda array, size: builder.add(array, builder.mul(step, INDEX(2 * size)))
+        _prefetch_ahead(builder, rows, step, 2 * form.n_bytes)
+        x_scales = load_unaligned(builder, at(scales, 4), 0, ir.VectorType(FLOAT, 2))
+        start = builder.add(*_halves_of_two(builder, load_unaligned(builder, at(starts, PART), 0, words)))
+        numbers = _halves_of_two(builder, load_unaligned(builder, at(x, PART), 0, numbers_of_two))
+        new = []
+        for row, total in zip(rows, totals):
+            pair = read_pair(builder, at(row, form.n_bytes))
+            products = start
+            for part, half in zip(pair.parts, numbers):
+                products = add_products_of_four(builder, products, part, half, form.signed)
+            new.append(_add_scaled(builder, total, products, _spread(builder, builder.fmul(pair.scales, x_scales), 8)))
+        return new
+
+    n_pairs = builder.lshr(n_blocks, INDEX(1))
+    totals = build_loop(builder, n_pairs, [_constant(FLOATS, 0.0)] * ROWS, add_pair)
+    return cgutils.pack_array(builder, [_sum(builder, total) for total in totals])
+
+
+def _halves_of_two(builder: Any, vector: Any) -> list[Any]:
+    """Emit two vectors: of each half of `vector`, its first half, and of each half its second half."""
+    n = vector.type.count // 4
+    return [_shuffle(builder, vector, vector, [*range(i, i + n), *range(i + 2 * n, i + 3 * n)]) for i in (0, n)]
+
+
+def _add_scaled(builder: Any, total: Any, products: Any, factor: Any) -> Any:
+    """Emit total + products * factor, of <8 x float>, of int32 products."""
+    scaled = builder.fmul(builder.sitofp(products, FLOATS), factor, flags=CONTRACT)
+    return builder.fadd(total, scaled, flags=CONTRACT)
 
 
 def _of_part(builder: Any, scales: Any, part: int, n_parts: int, count: int) -> Any:
