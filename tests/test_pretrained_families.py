@@ -429,7 +429,8 @@ def test_files_of_16_bits(name: str, dtype: str, tmp_path: Path) -> None:
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert_equal_logits(tmp_path, hf_model)
     stored = load(tmp_path, weights="stored").model
-    assert difference(stored(TOKENS).array, hf_logits(hf_model, TOKENS)) < AGREED
+    agreed = 2e-5 if dtype == "bfloat16" else AGREED  # bfloat16 products use the first 16 bits of each number of x
+    assert difference(stored(TOKENS).array, hf_logits(hf_model, TOKENS)) < agreed
     for parameter_name, parameter in stored.named_parameters():
         is_matrix = parameter.ndim == 2 and "position" not in parameter_name
         assert parameter.dtype == (dtype if is_matrix else "float32"), parameter_name
