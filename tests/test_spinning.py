@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tricycle_accelerators import cpu, spin_threads, threads
-from tricycle_accelerators.spin_threads import LATE_SECONDS, MAX_REST_SECONDS, MIN_REST_SECONDS, MIN_SPENT_SECONDS
+from tricycle_accelerators.spin_threads import LATE_SECONDS, MAX_REST_SECONDS, MIN_REST_SECONDS
 
 
 @pytest.fixture
@@ -43,7 +43,8 @@ def test_same_loss_rests_threads_of_short_products_alone(trust):
         trust.record(0.1, 0.004)
         assert trust
     trust.lost = trust.spent = 0.0
-    trust.record(MIN_SPENT_SECONDS / 4, 0.0)
+    trust.record(0.004, 0.004)
+    assert trust
     trust.record(0.004, 0.004)
     assert not trust
 

@@ -1,6 +1,6 @@
 """Spinning threads for short products: a policy of when to use them, and a product in BLAS's own threads.
 
-The threads of BLAS, of OpenMP and of `compiled/vectors.py` wait for work by spinning, so they begin within a
+The threads of BLAS, of OpenMP and of `compiled/vector_loops.py` wait for work by spinning, so they begin within a
 microsecond, where those that sleep (`threads.py`) take thirty: in the hundred products of a token that is a third of
 its time. But where the system has put one aside for another program, a product waits for it, for milliseconds. So they
 are used while less time is lost in this way than one thread alone would lose; otherwise the calling thread does without
@@ -24,8 +24,8 @@ from tricycle_accelerators import threads
 LATE_SECONDS, LATE_BYTES_PER_SECOND = 0.0004, 2e9  # what a product takes beyond both is lost
 MIN_SHARED_BYTES = 2**17  # bytes of a matrix from which on it takes longer to read than to share
 DECAY = 0.995  # of the seconds spent and lost, with each product
-MAX_LOST = 0.2  # of the seconds spent in products; one thread is about as fast, as it is interrupted, too
-MIN_SPENT_SECONDS = 0.01  # the loss is compared with at least this time, so that one late product is not enough
+MAX_LOST = 0.2  # of the seconds spent in products: with more, one thread was about as fast
+MIN_SPENT_SECONDS = 0.03  # the loss is compared with at least this time, so that one wait of 4 ms is not enough
 MIN_REST_SECONDS, MAX_REST_SECONDS = 0.1, 2.0  # seconds
 
 
