@@ -10,7 +10,6 @@ machine affects least.
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from tricycle.experts import MixtureOfExperts
 from tricycle.layers import Layer
 from tricycle.tensor import to_tensor
 from tricycle.weights import set_memory_order
+from tricycle_accelerators import threads
 
 FIELDS: dict[str, Any] = {"n_heads": 1, "gated": True, "activation": "swish", "bias": False}
 Step = Callable[[], np.ndarray]  # returns the output
@@ -61,7 +61,7 @@ def transformers_step(mixture: MixtureOfExperts, inputs: np.ndarray, trains: boo
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(threads.n_threads())
     experts: list[Any] = mixture.experts
     hidden, width = experts[0].projection.weights.shape
     sizes = {"num_local_experts": len(experts), "num_experts_per_tok": mixture.routing.n_active}
@@ -132,7 +132,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="interleaved rounds")
     parser.add_argument("--peer", choices=["transformers", "none"], default="transformers", help="library to compare")
     arguments = parser.parse_args()
-    print(f"{date.today()}, {platform.processor() or platform.machine()}, minima of {arguments.rounds} rounds")
+    processor = platform.processor() or platform.machine()
+    print(f"{date.today()}, {processor}, {threads.n_threads()} threads, minima of {arguments.rounds} rounds")
     print(f"width {arguments.width}, {arguments.active} of {arguments.experts} experts of {arguments.hidden} channels")
     for title, n_tokens, trains, repetitions in (
         (f"training, {arguments.tokens} tokens", arguments.tokens, True, 2),

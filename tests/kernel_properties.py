@@ -83,6 +83,10 @@ def _route(draw: Draw) -> tuple[Any, ...]:
     return draw(LENGTHS), n_experts, draw(BOOLEANS), n_active, draw(BOOLEANS), draw(BOOLEANS)
 
 
+def _groups(draw: Draw) -> tuple[Any, ...]:
+    return draw(st.lists(LENGTHS, min_size=1, max_size=3)), draw(POSITIVE_LENGTHS), draw(LENGTHS)
+
+
 def _recurrence(draw: Draw, name: str) -> tuple[Any, ...]:
     sizes = draw(st.integers(0, 4)), draw(st.integers(0, 34)), draw(FEW), draw(BOOLEANS), draw(BOOLEANS)
     return *N_GATES_AND_SAVED[name], *sizes, *([draw(BOOLEANS)] if name == "rnn" else [])
@@ -120,6 +124,9 @@ SIZES: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     "quantized_matmul": _quantized_matmul,
     "route": _route,
     "mix_swiglu_experts": lambda draw: shape_of(draw, FEW, POSITIVE_LENGTHS, POSITIVE_LENGTHS, FEW),
+    **dict.fromkeys(("grouped_matmul", "grouped_weight_gradients"), _groups),
+    "sum_by_token": lambda draw: (*shape_of(draw, LENGTHS, FEW, LENGTHS), draw(BOOLEANS)),
+    "sum_by_token_backward": lambda draw: shape_of(draw, LENGTHS, FEW, LENGTHS),
     "orthogonalize": lambda draw: (shape_of(draw, st.integers(0, 5), POSITIVE_LENGTHS, POSITIVE_LENGTHS),),
     **{name: partial(_recurrence, name=name) for name in N_GATES_AND_SAVED},
     **{f"{name}_backward": partial(_recurrence_backward, name=name) for name in N_GATES_AND_SAVED},

@@ -488,29 +488,49 @@ def test_one_token_equals_its_row_in_a_batch(dtype, options, fields):
                     np.testing.assert_allclose(y.array.reshape(-1), row, rtol=1e-5, atol=1e-6)
 
 
-def test_one_kernel_computes_plain_experts_alone():
-    """An expert that is another layer, or that has a hook, an adapter, a bias or quantized weights, is called."""
-    layer = set_memory_order(MixtureOfExperts(replace(CONFIG, bias=False), generator=0), "F")
+def test_plain_experts_alone_are_computed_together():
+    """An expert that is another layer, or that has a hook, an adapter or quantized weights, is called."""
+    layer = MixtureOfExperts(replace(CONFIG, bias=False), generator=0)
     first, second = layer.experts[:2]
-    matrices = experts.swiglu_matrices([first, second], np.ndarray)
-    assert [id(x) for x in matrices] == [id(y.weights.array) for e in (first, second) for y in (e.up, e.projection)]
+    assert experts.are_plain_mlps([first, second], np.ndarray)
     for place in (first, first.up, first.activation, first.projection, first.dropout):
         vars(place)["forward"] = place.forward
-        assert experts.swiglu_matrices([second, first], np.ndarray) is None
+        assert not experts.are_plain_mlps([second, first], np.ndarray)
         del vars(place)["forward"]
-    assert experts.swiglu_matrices([first], np.ndarray) is not None
     low_rank = SimpleNamespace(forward=None)
     for expert, name, value in (
         (first, "up", AdaptedDense(first.up, low_rank)),
         (first, "activation", ACTIVATIONS["clamped_swiglu"]()),
-        (first.projection, "bias", to_tensor(np.zeros(12))),
+        (first, "activation", lambda x: x),
         (first.up.weights, "array", QuantizedMatrix.quantize(first.up.weights.array, "float16", True)),
     ):
         before = getattr(expert, name)
         setattr(expert, name, value)
-        assert experts.swiglu_matrices([first], np.ndarray) is None
+        assert not experts.are_plain_mlps([second, first], np.ndarray)
         setattr(expert, name, before)
-    assert experts.swiglu_matrices([lambda x: x], np.ndarray) is None
+    assert experts.are_plain_mlps([second, first], np.ndarray)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("fields", [{"bias": True, "activation": "gelu", "gated": False}, {"activation": "swish"}])
+def test_experts_together_equal_one_after_the_other(fields, order):
+    layer = set_memory_order(new_mixture(np.float64, **{"n_experts": 5, "gated": True} | fields), order)
+    for parameter in layer.parameters():
+        parameter.array += 0.1 * (parameter.ndim == 1)
+    x = to_tensor(RNG.normal(size=(7, 6)), dtype=np.float64, requires_grad=True)
+    found = []
+    for together in (True, False):
+        if not together:
+            for expert in layer.experts:
+                expert.forward = expert.forward  # a hook
+        y = layer(x)
+        (y * y).sum().backward()
+        found.append([y.array, x.grad.array, *gradients(layer).values()])
+        assert all(p.grad.array.flags.f_contiguous == p.array.flags.f_contiguous for p in layer.parameters())
+        x.zero_grad()
+        layer.zero_grad()
+    for one, other in zip(*found):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
 def test_hook_of_an_expert_is_called_in_evaluation():

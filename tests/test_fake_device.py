@@ -240,7 +240,7 @@ def test_activations_and_gradients_have_16_bits(device, changes, precision, monk
 
 ALONE = set(
     """matmul matmul_operand matmul_operand_and_sums to_compute_dtype orthogonalize adamw embedding_backward
-    route sum_rows""".split()
+    route sum_rows grouped_matmul grouped_weight_gradients""".split()
 )
 SIXTEEN = [
     pytest.param(name, size, id=f"{name}-{size}")
@@ -257,6 +257,7 @@ def test_reference_kernels_compute_16_bit_inputs_in_float32(name, size, precisio
     exact = test_kernels.draw(name, size, np.float64)
     # the first n arguments have 16 bits; statistics, gains, weights of rows and angles have 32
     held = {"layer_norm": 1, "layer_norm_backward": 2, "cross_entropy": 1, "apply_rope": 1}
+    held |= {"sum_by_token": 1, "sum_by_token_backward": 2}
     small = [
         a.astype(dtype if i < held.get(name, 99) else np.float32)
         if isinstance(a, np.ndarray) and a.dtype.kind == "f"
@@ -268,7 +269,9 @@ def test_reference_kernels_compute_16_bit_inputs_in_float32(name, size, precisio
     expected, actual = test_kernels.outputs(name, plain, rounded), test_kernels.outputs(name, plain, small)
     for i, (result, reference) in enumerate(zip(actual, expected, strict=True)):
         # logs and sums, losses, and gradients of parameters
-        wide = i > 0 and name.startswith(("layer_norm", "attention")) and name not in test_kernels.IN_PLACE
+        wide = (
+            i > 0 and name.startswith(("layer_norm", "attention", "sum_by_token")) and name not in test_kernels.IN_PLACE
+        )
         sums = {"attention_scores", "sum_squares"}
         wide = wide or name in sums or (name == "cross_entropy" and i == 0)
         assert result.dtype == (np.float32 if wide else dtype), (name, i)

@@ -86,6 +86,27 @@ def _mix_experts(rng, n, n_channels, size, n_active):
     return [rng.standard_normal(shape) for shape in shapes]
 
 
+def _grouped(rng, counts, n_channels, size):
+    matrices = [rng.standard_normal((n_channels, size)) for _ in counts]
+    return rng.standard_normal((sum(counts), n_channels)), counts, *matrices
+
+
+def _grouped_gradients(rng, counts, *sizes):
+    x, grad = (rng.standard_normal((sum(counts), size)) for size in sizes)
+    return x, counts, grad
+
+
+def _sum_by_token(rng, n_tokens, n_active, n_channels, weighted):
+    n_rows = n_tokens * n_active
+    places = rng.permutation(n_rows).reshape(n_tokens, n_active)
+    return rng.standard_normal((n_rows, n_channels)), places, rng.random((n_tokens, n_active)) if weighted else None
+
+
+def _sum_by_token_backward(rng, n_tokens, n_active, n_channels):
+    arguments = _sum_by_token(rng, n_tokens, n_active, n_channels, True)
+    return rng.standard_normal((n_tokens, n_channels)), *arguments
+
+
 def _rotate(rng, items, tokens, heads, size):
     angles = rng.standard_normal((tokens, size // 2))
     return rng.standard_normal((items, tokens, heads, size)), np.cos(angles), np.sin(angles)
@@ -117,6 +138,8 @@ def _recurrence_backward(rng, forward, n_gates, n_states, n_kept, n_grads, *size
 ROWS = [(1,), (7,), (3, 5), (1, 1), (2, 3, 7), (0, 4), (131, 1031)]
 SMALL_PRODUCTS = [(1, 1, 1), (3, 5, 2), (0, 3, 2), (3, 0, 2), (3, 2, 0)]
 LARGE_PRODUCTS = [(1031, 70, 67), (2, 300, 500), (7, 600, 700), (67, 70, 1031), (2100, 3, 70), (70, 4000, 70)]
+GROUPS = [([1], 1, 1), ([0, 3], 5, 2), ([200, 0, 31, 500], 40, 64), ([700, 90], 96, 160)]
+TOKENS = [(1, 1, 1), (5, 2, 3), (0, 2, 3), (300, 3, 130)]
 TWO_FLAGS = [*itertools.product((False, True), (False, True))]
 ANY = [(), *ROWS, (2, 0, 3), (65_537,), (140_000,)]
 # steps, items, hidden size; 2 and 32 items and 480 terms of a sum are where the CPU's version turns
@@ -176,6 +199,10 @@ CASES = {
         ],
     ),
     "mix_swiglu_experts": (_mix_experts, [(1, 1, 1, 1), (1, 48, 33, 3), (3, 5, 4, 2), (0, 3, 2, 1)]),
+    "grouped_matmul": (_grouped, GROUPS),
+    "grouped_weight_gradients": (_grouped_gradients, GROUPS),
+    "sum_by_token": (_sum_by_token, [(*sizes, weighted) for sizes in TOKENS for weighted in (False, True)]),
+    "sum_by_token_backward": (_sum_by_token_backward, TOKENS),
     "sum_rows": (_rows, [((1, 1),), ((7, 3),), ((0, 4),), ((1031, 131),), ((3, 70_001),)]),
     "layer_norm": (_layer_norm, [*itertools.product(ROWS, (True, False), (True, False))]),
     "layer_norm_backward": (_layer_norm_backward, [*itertools.product(ROWS, (True, False))]),
@@ -217,7 +244,9 @@ IN_PLACE = {
     **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
 }
 ON_HOSTS = {"quantized_matmul"}
-ELSEWHERE = {"quantized_matmul", "relu_squared", "route", "mix_swiglu_experts"}  # not in `tricycle.kernels`
+MIXTURES = {"grouped_matmul", "grouped_weight_gradients", "mix_swiglu_experts", "route"}
+MIXTURES |= {"sum_by_token", "sum_by_token_backward"}
+ELSEWHERE = {"quantized_matmul", "relu_squared", *MIXTURES}  # not in `tricycle.kernels`
 # helpers, and what draws
 NOT_OPS = {"run_independent", "run_over_batch", "prepare_matrix", "run_batch_parallel", "dropout_mask"}
 

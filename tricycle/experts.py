@@ -20,7 +20,7 @@ Shapes: N tokens, C channels, E experts, K experts per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -38,9 +38,17 @@ from tricycle.functions import Sigmoid, Softmax, linear
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels.dispatch import upcast
 from tricycle.kernels.experts import Routing as Routing
-from tricycle.kernels.experts import mix_swiglu_experts, route
+from tricycle.kernels.experts import (
+    group_slices,
+    grouped_matmul,
+    grouped_weight_gradients,
+    mix_swiglu_experts,
+    route,
+    sum_by_token,
+    sum_by_token_backward,
+)
 from tricycle.layers import MIXTURES, Dense, Dropout, Generator, Layer, new_generator
-from tricycle.ops import as_floating, as_tensor, check_last_axis, reshape
+from tricycle.ops import Op, as_floating, as_tensor, check_last_axis, reshape
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record
 
@@ -150,48 +158,30 @@ def _select_experts(node: Tensor, variables: Any) -> Tensor:
 
 
 class Assignment:
-    """The order of the N x K pairs of token and expert by expert, and the way back.
+    """The order of the N x K pairs of token and expert by expert, then by token, and the way back.
 
     Attributes:
-        order: the number of each pair, token x K + k, sorted by expert, then by token.
-        tokens: the token of each pair in this order.
-        inverse: the place of each pair in this order.
+        tokens: the token of each pair in this order, (N K,).
+        places: the place of each pair in this order, (N, K).
         counts: the number of pairs of each expert, in host memory.
     """
 
     def __init__(self, selected: Array, n_experts: int) -> None:
         """Sort the pairs of token and expert of `selected` (N, K) by expert, and count the pairs of each expert."""
         xp, pairs = array_module(selected), selected.reshape(-1)
-        self.n_active = selected.shape[1]
-        self.order = xp.argsort(pairs, kind="stable")
-        self.tokens = self.order // self.n_active
-        self.inverse = xp.empty_like(self.order)
-        self.inverse[self.order] = xp.arange(len(pairs))
+        order = xp.argsort(pairs, kind="stable")
+        self.tokens = order // selected.shape[1]
+        self.places = xp.empty_like(order)
+        self.places[order] = xp.arange(len(pairs))
+        self.places = self.places.reshape(selected.shape)
         self.counts: list[int] = to_cpu(xp.bincount(pairs, minlength=n_experts)).tolist()
-
-    def sum_by_token(self, rows: Array, weights: Array | None = None) -> Array:
-        """Return the sums (N, C) of each token's rows (N K, C) in expert order, times weights (N, K), in float32 or 64.
-
-        One expert after the other: all rows at once would be written to memory, and read again, before they are added.
-        """
-        total: Any = None
-        by_choice = self.inverse.reshape(-1, self.n_active).T
-        for k in range(self.n_active):
-            places = by_choice[k]
-            part = upcast(rows[places])
-            part = part if weights is None else part * weights[:, k, None]
-            if total is None:
-                total = part
-            else:
-                total += part
-        return total
 
 
 def gather_rows(x: Tensor, assignment: Assignment) -> Tensor:
     """Return a row of x (N, C) for each pair of token and expert, in expert order (N K, C)."""
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[OwnedGradient]:
-        return (OwnedGradient(assignment.sum_by_token(grad)),)  # in a fixed order, so deterministic
+        return (OwnedGradient(sum_by_token(grad, assignment.places)),)  # in a fixed order, so deterministic
 
     return record(x.array[assignment.tokens], (x,), backward, "gather_rows")
 
@@ -204,45 +194,79 @@ def _gather_rows(node: Tensor, variables: Any) -> Tensor:
 
 def combine_rows(rows: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
     """Return the sum (N, C) of rows (N K, C) in expert order over the experts of each token, times weights (N, K)."""
-    array, factors = rows.array, weights.array
-    y = assignment.sum_by_token(array, factors).astype(array.dtype, copy=False)
+    array, factors, places = rows.array, weights.array, assignment.places
 
-    def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array | None]:
-        grad = upcast(grad)[assignment.tokens]
-        to_weights = None
-        if needs_grad[1]:
-            dots = rows.xp.einsum("nc,nc->n", grad, upcast(array))
-            to_weights = dots[assignment.inverse].reshape(factors.shape)
-        return grad * factors.reshape(-1, 1)[assignment.order] if needs_grad[0] else None, to_weights
+    def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array, Array]:
+        return sum_by_token_backward(grad, array, places, factors)
 
-    return record(y, (rows, weights), backward, "combine_rows")
+    return record(sum_by_token(array, places, factors), (rows, weights), backward, "combine_rows")
 
 
 @unfused("tricycle.experts.combine_rows")
 def _combine_rows(node: Tensor, variables: Any) -> Tensor:
     """Recompute each token's weighted sum of its experts' rows by operations on Tensors."""
-    (rows, weights), assignment = node.args, variables.assignment
-    by_token = rows[assignment.inverse].reshape(len(weights), assignment.n_active, rows.shape[-1])
-    return (by_token * weights.reshape(*weights.shape, 1)).sum(axis=1)
+    (rows, weights), places = node.args, variables.places
+    return (rows[places] * weights.reshape(*weights.shape, 1)).sum(axis=1)
+
+
+def grouped_linear(x: Tensor, layers: Sequence[Dense], counts: Sequence[int]) -> Tensor:
+    """Apply Dense layers of one shape to x (M, from_size), each to the next of its `counts` rows; return (M, to_size).
+
+    The products are in float32. With many small groups, that is faster than to call one layer after the other.
+    """
+    weights, parts = [layer.weights for layer in layers], group_slices(counts)
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    array, matrices = as_floating(x.array), [matrix.array for matrix in weights]
+    y = grouped_matmul(array, counts, *matrices)
+    for part, bias in zip(parts, biases):
+        y[part] += bias.array
+
+    def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | OwnedGradient | None]:
+        dx = grouped_matmul(grad, counts, *(matrix.T for matrix in matrices)) if needs_grad[0] else None
+        dweights: list[Any] = [None] * len(weights)
+        if any(needs_grad[1 : 1 + len(weights)]):
+            in_c_order = matrices[0].flags.c_contiguous  # each gradient gets the memory order of its matrix
+            left, right = (array, grad) if in_c_order else (grad, array)
+            products = grouped_weight_gradients(left, counts, right)
+            by_layer = [products[e] for e in range(len(weights))]
+            dweights = [OwnedGradient(product if in_c_order else product.T) for product in by_layer]
+        return [dx, *dweights, *(kernels.sum_rows(grad[part]) for part, _ in zip(parts, biases))]
+
+    return record(y, (x, *weights, *biases), backward, "grouped_linear")
+
+
+@unfused("tricycle.experts.grouped_linear")
+def _grouped_linear(node: Tensor, variables: Any) -> Tensor:
+    """Recompute the results of the layers, one after the other, by operations on Tensors."""
+    x, *parameters = node.args
+    n_layers = len(variables.weights)
+    inputs = split_sizes(x, variables.counts, axis=0)
+    results = [part @ matrix for part, matrix in zip(inputs, parameters[:n_layers])]
+    biases = parameters[n_layers:]
+    return concatenate([y + bias for y, bias in zip(results, biases)] if biases else results)
 
 
 # -------------------------------------------------------------------- layers
-def swiglu_matrices(experts: list[Any], kind: type) -> list[Array] | None:
-    """Return the arrays U and D of each of the MLPs that compute swiglu(x U) D in evaluation; else None.
+def are_plain_mlps(experts: Sequence[Any], kind: type) -> bool:
+    """Return whether all experts compute activation(x U + b) D + c with equal activations and arrays of type `kind`.
 
-    An MLP with biases, a hook, an adapter, or matrices that are not of the array type `kind` computes something else.
+    An MLP with a hook, an adapter, quantized matrices or a layer of another class computes something else.
     """
-    matrices = []
+    activation = experts[0].activation
+    kind_of_activation, options = type(activation), vars(activation)
+    if not isinstance(activation, Op) or "forward" in options:
+        return False
     for expert in experts:
-        if not _is_plain(expert, MLPBlock):
-            return None
-        up, down = expert.up, expert.projection
-        if not (_is_plain(up, Dense) and _is_plain(down, Dense) and up.bias is None and down.bias is None):
-            return None
-        if not (_is_plain(expert.activation, SwiGLU) and _is_plain(expert.dropout, Dropout)):
-            return None
-        matrices += [up.weights.array, down.weights.array]
-    return matrices if all(type(matrix) is kind for matrix in matrices) else None
+        if not (_is_plain(expert, MLPBlock) and _is_plain(expert.dropout, Dropout)):
+            return False
+        up, down, other = expert.up, expert.projection, expert.activation
+        if not (_is_plain(up, Dense) and _is_plain(down, Dense)):
+            return False
+        if type(up.weights.array) is not kind or type(down.weights.array) is not kind:
+            return False
+        if type(other) is not kind_of_activation or vars(other) != options:
+            return False
+    return True
 
 
 def _is_plain(layer: Any, kind: type) -> bool:
@@ -330,9 +354,15 @@ class MixtureOfExperts(Layer):
         running = [(e, n) for e, n in zip(self.experts, assignment.counts) if n or builds_graph] or [
             (self.experts[0], 0)
         ]
-        parts = split_sizes(gather_rows(rows, assignment), [n for _, n in running], axis=0)
-        outputs = concatenate([expert(part) for (expert, _), part in zip(running, parts)])
+        outputs = self._run_experts(gather_rows(rows, assignment), *zip(*running))
         return combine_rows(outputs, weights, assignment)
+
+    def _run_experts(self, rows: Tensor, experts: Sequence[MLPBlock], counts: Sequence[int]) -> Tensor:
+        """Apply each expert to the next of its `counts` rows (M, C); in float32, all experts by one op per layer."""
+        if self.precision == "float32" and are_plain_mlps(experts, type(rows.array)):
+            hidden = experts[0].activation(grouped_linear(rows, [expert.up for expert in experts], counts))
+            return grouped_linear(hidden, [expert.projection for expert in experts], counts)
+        return concatenate([expert(part) for expert, part in zip(experts, split_sizes(rows, counts, axis=0))])
 
     def _mix_one(self, row: Array) -> Array:
         """Return the same as `_mix` for one row (1, C) in evaluation: nothing is sorted, and few kernels are called."""
@@ -344,9 +374,10 @@ class MixtureOfExperts(Layer):
             logits = router(Tensor(row, False)).array
         weights, _, selected = route(logits, self.routing, None if self.correction is None else self.correction.array)
         experts = [self.experts[e] for e in to_cpu(selected)[0].tolist()]
-        matrices = swiglu_matrices(experts, type(row))  # in evaluation, few rows are multiplied in float32
-        if matrices is not None:
-            return mix_swiglu_experts(row, weights, *matrices)
+        if are_plain_mlps(experts, type(row)) and type(experts[0].activation) is SwiGLU:
+            layers = [layer for expert in experts for layer in (expert.up, expert.projection)]
+            if all(layer.bias is None for layer in layers):  # in evaluation, few rows are multiplied in float32
+                return mix_swiglu_experts(row, weights, *(layer.weights.array for layer in layers))
         results = array_module(row).concatenate([expert(Tensor(row, False)).array for expert in experts])
         return (weights @ upcast(results)).astype(results.dtype, copy=False)
 

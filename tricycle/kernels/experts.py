@@ -1,15 +1,17 @@
-"""Kernels of mixtures of experts: the selection of experts, and the weighted sum of their results.
+"""Kernels of mixtures of experts: the selection of experts, their products, and the weighted sum of their results.
 
-Shapes: N tokens, C channels, E experts, K experts per token, H hidden channels of an expert.
+Shapes: N tokens, C channels, E experts, K experts per token, H hidden channels of an expert; M rows, sorted by expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from tricycle import kernels
 from tricycle.devices import Array, array_module
-from tricycle.kernels.dispatch import upcasting_kernel
+from tricycle.kernels.dispatch import kernel, upcasting_kernel
 
 
 class Routing(NamedTuple):
@@ -45,7 +47,7 @@ class Routing(NamedTuple):
         return xp.argsort(-scores, axis=-1, kind="stable")[:, : self.n_active]
 
 
-@upcasting_kernel(0)
+@upcasting_kernel(1)
 def route(logits: Array, routing: Routing, correction: Array | None = None) -> tuple[Array, Array, Array]:
     """Return the weights (N, K), scores (N, E), and indices (N, K) of the selected experts, from logits (N, E).
 
@@ -71,3 +73,45 @@ def mix_swiglu_experts(x: Array, weights: Array, *matrices: Array) -> Array:
     for k, (up, down) in enumerate(zip(matrices[::2], matrices[1::2])):
         total += weights[:, k, None] * kernels.matmul(kernels.swiglu(kernels.matmul(x, up)), down)
     return total
+
+
+# -------------------------------------------------------------------- rows sorted by expert
+def group_slices(counts: Sequence[int]) -> list[slice]:
+    """Return the slices of consecutive groups with `counts` rows each."""
+    return [slice(*ends) for ends in pairwise(accumulate(counts, initial=0))]
+
+
+@kernel
+def grouped_matmul(a: Array, counts: Sequence[int], *matrices: Array) -> Array:
+    """Return (M, C_out): each of E groups of `counts` rows of a (M, C_in) times its matrix, (C_in, C_out)."""
+    parts = [kernels.matmul(a[part], matrix) for part, matrix in zip(group_slices(counts), matrices)]
+    return array_module(a).concatenate(parts)
+
+
+@kernel
+def grouped_weight_gradients(a: Array, counts: Sequence[int], grad: Array) -> Array:
+    """Return (E, C_in, C_out), the gradients of the matrices of `grouped_matmul`, from `grad` (M, C_out)."""
+    return array_module(a).stack([kernels.matmul(a[part].T, grad[part]) for part in group_slices(counts)])
+
+
+@upcasting_kernel(1)
+def sum_by_token(rows: Array, places: Array, weights: Array | None = None) -> Array:
+    """Return the sums (N, C) over K of each token's rows at `places` (N, K) in rows (M, C), times weights (N, K)."""
+    total: Any = 0
+    for k in range(places.shape[1]):  # all rows at once would be written to memory, and read again
+        part = rows[places[:, k]]
+        total += part if weights is None else part * weights[:, k, None]
+    return total
+
+
+@upcasting_kernel(1)
+def sum_by_token_backward(grad: Array, rows: Array, places: Array, weights: Array) -> tuple[Array, Array]:
+    """Return the gradients (M, C) and (N, K) of rows and weights of `sum_by_token`, from `grad` (N, C).
+
+    Each row is in `places` once.
+    """
+    to_rows, to_weights = array_module(rows).empty_like(rows), array_module(rows).empty_like(weights)
+    for k in range(places.shape[1]):
+        to_weights[:, k] = (grad * rows[places[:, k]]).sum(axis=-1)
+        to_rows[places[:, k]] = grad * weights[:, k, None]
+    return to_rows, to_weights

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tricycle import kernels
+from tricycle.kernels import experts as mixtures
 from tricycle.kernels import recurrent
-from tricycle.kernels.experts import mix_swiglu_experts, route
 from tricycle.kernels.quantized import quantized_matmul
 from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle.kernels.quantized_heads import quantized_attention
@@ -68,8 +68,9 @@ def needs_compilation() -> bool:
 
 def register(array: type) -> None:
     """Register the Numba implementations of attention, matmul, norms, RNNs and other kernels for an array type."""
-    k, r = kernels, recurrent
+    k, r, m = kernels, recurrent, mixtures
     activated = (k.gelu, k.gelu_with_derivative, k.gelu_backward, k.swiglu, k.swiglu_backward)
+    by_expert = (m.grouped_matmul, m.grouped_weight_gradients, m.sum_by_token, m.sum_by_token_backward)
     layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)
     register_kernels(
         array,
@@ -81,7 +82,7 @@ def register(array: type) -> None:
         (elementwise, (*activated, k.softmax, k.sum_rows, k.sum_squares, k.apply_rope)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (recurrence, (r.prepare_matrix, r.run_batch_parallel, r.project, *layers)),
-        (experts, [mix_swiglu_experts, route]),
+        (experts, (m.route, m.mix_swiglu_experts, *by_expert)),
         (sublayers, [mlp_sublayer, attention_sublayer]),
         (losses, [k.cross_entropy]),
         (tables, [k.embedding_backward]),

@@ -1,4 +1,4 @@
-"""Loops of mixtures of experts for few tokens. The import compiles or loads them."""
+"""Loops of mixtures of experts. The import compiles or loads them."""
 
 from __future__ import annotations
 
@@ -80,3 +80,36 @@ def add_swiglu_expert(
     for j in range(len(down)):
         y[0, j] += weight * product[0, j]
     return min(waited_up, waited_down) if min(waited_up, waited_down) < 0 else max(waited_up, waited_down)
+
+
+@compile_loop("void(f4[:, ::1], i8[:, ::1], f4[:, ::1], f4[:, ::1])")
+def sum_by_token(rows: np.ndarray, places: np.ndarray, weights: np.ndarray, sums: np.ndarray) -> None:
+    """Write the sums (N, C) over K of rows (M, C) at `places` (N, K), times weights (N, K)."""
+    for i in range(len(sums)):
+        total = sums[i]
+        total[:] = ZERO
+        for k in range(places.shape[1]):
+            row, weight = rows[places[i, k]], weights[i, k]
+            for j in range(len(total)):
+                total[j] += weight * row[j]
+
+
+@compile_loop("void(f4[:, ::1], f4[:, ::1], i8[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+def sum_by_token_backward(
+    grad: np.ndarray,
+    rows: np.ndarray,
+    places: np.ndarray,
+    weights: np.ndarray,
+    to_rows: np.ndarray,
+    to_weights: np.ndarray,
+) -> None:
+    """Write the gradients of rows (M, C) and weights (N, K) of `sum_by_token`, from `grad` (N, C)."""
+    for i in range(len(grad)):
+        slope = grad[i]
+        for k in range(places.shape[1]):
+            row, to_row, weight = rows[places[i, k]], to_rows[places[i, k]], weights[i, k]
+            total = ZERO
+            for j in range(len(slope)):
+                total += slope[j] * row[j]
+                to_row[j] = weight * slope[j]
+            to_weights[i, k] = total

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import buffers, matmul_plan, threads
+from tricycle_accelerators import blas, buffers, matmul_plan, threads
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.providers import decline_when
 
@@ -77,6 +77,21 @@ def matmul(
     return product
 
 
+def multiply_in_this_thread(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """Write a float32 product a @ b into `out`, by tiles if they are faster, else by BLAS, whose threads are held."""
+    loops = _loops()
+    left = "rows" if a.strides[1] == a.itemsize else "columns"
+    if (
+        loops is None
+        or matmul_plan.tiled_decline_reason((*a.shape, b.shape[1]), left) is not None
+        or matmul_plan.tile_shape_decline_reason(b.shape[1], loops.LANES) is not None
+        or not _is_float32(a, b, out)
+    ):
+        blas.multiply(a, b, out)
+    else:
+        loops.multiply_large(a, b, np.empty(0, np.float32), out)
+
+
 def _is_float32(*arrays: np.ndarray | None) -> bool:
     """Return whether all arrays that are given are float32, aligned and writable."""
     return all(array is None or (array.dtype == np.float32 and array.flags.behaved) for array in arrays)
@@ -93,13 +108,13 @@ def _parts(shape: tuple[int, int], most: int, row_step: int, panel: int) -> list
     else:
         across = math.gcd(n_threads, n_panels)
         down = n_threads // across
-    rows = _even(shape[0], row_step, max(down, -(-shape[0] // most)))
-    columns = _even(shape[1], panel, across)
+    rows = even_slices(shape[0], row_step, max(down, -(-shape[0] // most)))
+    columns = even_slices(shape[1], panel, across)
     columns.sort(key=lambda some: some.start - some.stop)
     return [(some, others) for others in columns for some in rows]
 
 
-def _even(size: int, step: int, n_parts: int) -> list[slice]:
+def even_slices(size: int, step: int, n_parts: int) -> list[slice]:
     """Divide `size` into about `n_parts` equal slices of whole steps; fewer if there are fewer steps."""
     n_steps = -(-size // step)
     n_parts = min(n_parts, n_steps)
