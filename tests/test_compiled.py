@@ -18,13 +18,12 @@ from tricycle import kernels
 from tricycle.kernels import ScoreOptions
 from tricycle.kernels import experts as experts_kernels
 from tricycle.kernels.experts import Routing
-from tricycle_accelerators import compiled, matmul_plan, registry, threads
+from tricycle_accelerators import compiled, libraries, matmul_plan, registry, threads
 from tricycle_accelerators.compiled import (
     attention,
     elementwise,
     experts,
     jit,
-    loader,
     losses,
     normalisation,
     optimisers,
@@ -697,7 +696,7 @@ def resident_kilobytes(library: str) -> int:
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
 def test_compiler_is_released_and_still_compiles():
     load_loops("loops")
-    loader._release_library("libllvmlite")
+    libraries.release_memory()
     released = resident_kilobytes("libllvmlite")
     assert numba.njit(lambda x: x + 1)(1) == 2
     assert released < resident_kilobytes("libllvmlite") / 2

@@ -331,6 +331,45 @@ def test_state_processes_only_new_tokens(monkeypatch, changes, new_state):
     assert [n for (n,) in reads] == ([3, 2, 3, 3, 1, 2, 10] if changes else [3, 2, 1, 1, 1, 2, 10])
 
 
+def count_tokens_of_passes(model) -> list[int]:
+    sizes: list[int] = []
+    place = model.place
+    model.place = lambda ids: sizes.extend(ids.shape[1:]) or place(ids)  # of positions it has one axis
+    return sizes
+
+
+@pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "window": 5}, {"token_shift": True}, {"n_experts": 3}])
+def test_long_prompt_is_processed_in_parts(monkeypatch, changes):
+    model, text = new_model(**changes), list(range(11))
+    expected = full_logits(model, text)
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 4)
+    sizes = count_tokens_of_passes(model)
+    np.testing.assert_allclose(DecodingState(model).logits(text), expected, rtol=1e-4, atol=1e-4)
+    assert sizes == [4, 4, 3]
+    next_logits(model, [text], [model.new_caches()], every=True)
+    assert sizes == [4, 4, 3, 11]
+
+
+def test_longrope_prompt_is_processed_at_once(monkeypatch):
+    """Its frequencies depend on the length of the whole text."""
+    model = new_model(positions="rotary")
+    object.__setattr__(model.config, "rotary_scaling", "longrope")
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 4)
+    sizes = count_tokens_of_passes(model)
+    generation.next_logits(model, range(11), model.new_caches())
+    assert sizes == [11]
+
+
+def test_cache_allocates_memory_for_a_whole_prompt():
+    cache, keys = KeyValueCache(5000), np.zeros((1, 500, 1, 1), np.float32)
+    cache.expect(1500)
+    for _ in range(3):
+        cache.append(keys, keys)
+        assert cache._keys.shape[1] == 1628
+    cache.append(keys[:, :129], keys[:, :129])
+    assert cache._keys.shape[1] == 3256
+
+
 def test_conversation_is_prefilled_once(model, monkeypatch):
     state = DecodingState(model)
     text = [1, 2, 3, *generate(model, [1, 2, 3], 4, temperature=0, state=state), 5]

@@ -183,4 +183,4 @@ def test_seconds_and_memory(capsys):
     with capsys.disabled():
         print(f"\nimport {importing:.2f} s, load {loading:.2f} s, {memory:.0f} MiB at most", end="")
     weights = 134_515_008 * 4 / 2**20
-    assert loading < 5 and memory < weights + 180  # the interpreter and NumPy have 36, the tokeniser 46, LLVM up to 75
+    assert loading < 5 and memory < weights + 150  # the interpreter and NumPy have 36, the tokeniser 46

@@ -13,6 +13,7 @@ from tricycle.ops import check_range
 from tricycle.sampling import SamplingParams
 
 OVERFLOW = ("truncate", "error")
+PREFILL_TOKENS = 512  # processed at once: the memory of activations grows with them, and products are hardly faster
 
 
 class DecodingState:
@@ -61,9 +62,16 @@ class DecodingState:
 @np.errstate(all="ignore")  # sampling reports non-finite logits
 def next_logits(model: GPT, tokens: Sequence[int], caches: list[KeyValueCache], every: bool = False) -> np.ndarray:
     """Append tokens (T,) of a text to `caches`; return logits after the last (1, V), or after `every` token (T, V)."""
+    in_one_piece = every or model.config.rotary_scaling == "longrope"  # whose frequencies depend on the whole length
+    starts = [0] if in_one_piece else range(0, max(1, len(tokens)), PREFILL_TOKENS)
+    for cache in caches:
+        cache.expect(len(tokens))
     with model.evaluating():
-        logits: np.ndarray = model(model.place(np.array([tokens], int)), caches, last=not every).numpy()[0]
-    return logits
+        for start in starts:
+            part = tokens if in_one_piece else tokens[start : start + PREFILL_TOKENS]
+            logits = model(model.place(np.array([part], int)), caches, last=not every)
+    rows: np.ndarray = logits.numpy()[0]
+    return rows
 
 
 class Generation:

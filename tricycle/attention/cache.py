@@ -39,6 +39,7 @@ class KeyValueCache:
         self.window = window
         self.length = 0
         self._first = 0  # position of the first stored token
+        self._expected = 0  # the length for which memory is allocated at the next growth
         self._pinned: int | None = None
         self._keys: Array | None = None
         self._values: Array | None = None
@@ -60,6 +61,10 @@ class KeyValueCache:
         """Append keys and values; return attention `op` of q to all, in float32: converting them would take longer."""
         cached = [Tensor(x, False) for x in self.append(k.array, v.array)]
         return op(Tensor(q.array, False), *cached, *options, "float32")
+
+    def expect(self, n_tokens: int) -> None:
+        """Allocate memory for the next `n_tokens` tokens at once, also if they are appended in several parts."""
+        self._expected = self.length + n_tokens
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """Append keys, values (B, T, K, D), ValueError if full; return views of those stored, at least those in use."""
@@ -89,7 +94,7 @@ class KeyValueCache:
     def _enlarged(self, held: Array | None, new: Array, length: int, needed: int) -> Array:
         """Return an array of the cache's dtype for `needed` or more tokens, with the first `length` of `held`."""
         room = 0 if held is None else held.shape[1]
-        grown = max(needed, min(self._most, max(2 * room, MIN_CAPACITY)))
+        grown = max(needed, min(self._most, max(2 * room, MIN_CAPACITY, self._expected + MIN_CAPACITY // 2)))
         if self.dtype in ALLOCATORS:
             larger = ALLOCATORS[self.dtype](new, grown)
         else:

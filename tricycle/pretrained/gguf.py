@@ -29,7 +29,7 @@ class GGUFModel(StoredModel):
     """A model in a GGUF file.
 
     Attributes:
-        metadata: all keys and values of the file, with those of the tokenizer.
+        metadata: all keys and values of the file; `tricycle.pretrained.load` removes the tokenizer's lists.
     """
 
     metadata: dict[str, Any] | None = None

@@ -51,6 +51,7 @@ from tricycle_accelerators.compiled.tiles import (
     round_up_to_lanes,
     transposed_left,
 )
+from tricycle_accelerators.libraries import release_memory
 
 QUERIES, KEYS = 64, 64  # of a block
 QUERY_BATCH = 4 * QUERIES  # these meet each block of keys, values and their gradients together: it comes from afar once
@@ -417,7 +418,7 @@ def _heads_signature(narrow: bool) -> str:
 def compile_attention(narrow: bool, narrow_results: bool) -> Any:
     """Return the forward loop; operands are bfloat16 bits if `narrow`, results if `narrow_results`, else float32."""
     x, y = _heads_signature(narrow), _heads_signature(narrow_results)
-    return compile_loop(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :], f4[:, :])")(_attention)
+    return _compile_later(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :], f4[:, :])", _attention)
 
 
 # Cache: valid for the life of the process: compiled for this processor.
@@ -425,4 +426,11 @@ def compile_attention(narrow: bool, narrow_results: bool) -> Any:
 def compile_attention_backward(narrow: bool, narrow_results: bool) -> Any:
     """Return the backward loop; q, k, v are bfloat16 bits if `narrow`, others if `narrow_results`, else float32."""
     x, y = _heads_signature(narrow), _heads_signature(narrow_results)
-    return compile_loop(f"void({y}, {x}, {x}, {x}, {y}, f4[:, :], f4, i8, i8, {y}, {y}, {y})")(_attention_backward)
+    return _compile_later(f"void({y}, {x}, {x}, {x}, {y}, f4[:, :], f4, i8, i8, {y}, {y}, {y})", _attention_backward)
+
+
+def _compile_later(signature: str, loop: Any) -> Any:
+    """Compile a loop, or load its code, and release the memory that this took, as `load_loops` does."""
+    compiled = compile_loop(signature)(loop)
+    release_memory()
+    return compiled

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import re
-import sys
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-MAPPINGS = Path("/proc/self/smaps")  # the memory of this process
+from tricycle_accelerators import libraries
+
+# Loops that a model with blocks needs for a token. They are loaded with those of its prompt, before its file is read,
+# because LLVM takes up to 60 MB of memory meanwhile.
+LOADED_BEFORE = {"block_loops": ("vector_loops", "sublayer_loops", "decode_loops")}
 
 
 # Cache: valid for the life of the process: modules.
@@ -22,25 +21,12 @@ def load_loops(name: str) -> Any:
     Raises:
         RuntimeError: Numba's libraries cannot be loaded, for example under a low memory limit.
     """
+    for other in LOADED_BEFORE.get(name, ()):
+        load_loops(other)
     try:
         loops = import_module(f"{__package__}.{name}")
-        _release_library("libllvmlite")
-        return loops
     except OSError as error:
         problem = str(error).partition(". ")[0]
         raise RuntimeError(f"Numba failed ({problem}): free some memory, or set TRICYCLE_KERNELS=-numba") from error
-
-
-def _release_library(name: str) -> None:
-    """Release the unchanged pages of a shared library, on Linux; the system reads them again where they are used.
-
-    LLVM takes 75 MB of memory, and is used only while loops are compiled or loaded.
-    """
-    if sys.platform != "linux" or not MAPPINGS.exists():
-        return
-    libc = ctypes.CDLL(None)
-    for mapping in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", MAPPINGS.read_text(encoding="utf-8")):
-        head = mapping.partition("\n")[0]
-        if name in head and " rw" not in head and re.search(r"(?m)^Private_Dirty: +0 kB$", mapping):
-            start, end = (int(place, 16) for place in head.split()[0].split("-"))
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+    libraries.release_memory()
+    return loops

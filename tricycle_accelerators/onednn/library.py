@@ -150,6 +150,7 @@ def _loaded() -> _Library | str:
         return "this processor has neither AVX-512 bf16 nor AMX"
     engine = c_void_p()
     _check("dnnl_engine_create", free.dnnl_engine_create(byref(engine), CPU, 0))
+    libraries.release_memory()
     return _Library(free, held, engine)
 
 
