@@ -53,7 +53,7 @@ def quantized_matmul(
     by_tiles = len(x) >= TILE_ROWS
     function = loops.multiply_block_tiles if by_tiles else loops.multiply_block_rows
     job = partial(loops.multiply_blocks, x, table, product, function.address, by_tiles)
-    if spin_team().run(job) == loops.NOT_FINITE:
+    if spin_team().run(job, is_long=by_tiles) == loops.NOT_FINITE:
         return NotImplemented
     if bias is not None:
         product += bias

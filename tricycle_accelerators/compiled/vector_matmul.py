@@ -49,16 +49,19 @@ class SpinTeam:
         """Write x (1, K) times float32, bfloat16 or int8 rows into `out` by spinning threads; alone if busy or late."""
         self.run(partial(self.loops.multiply_vector, x, matrix, scales, sums, out))
 
-    def run(self, job: Callable[[np.ndarray, int], int]) -> int:
+    def run(self, job: Callable[[np.ndarray, int], int], is_long: bool = False) -> int:
         """Run a job with spinning threads, alone if they are busy or late; return what the job returns.
 
         Args:
             job: called with a mailbox and the number of threads; returns the pauses waited, -1 if too few took part.
+            is_long: whether it takes milliseconds, so that workers which do not serve are started first, in 30 us.
         """
         if not self.policy or not threads.pool_lock.acquire(blocking=False):
             return job(self.boxes.own, 1)
         start = perf_counter()
         try:
+            if is_long:
+                threads.start_serving(self.serve, self.stop)
             waited = job(self.shared, min(threads.n_threads(), self.loops.MOST_PARTS))
             if waited == TOO_FEW:
                 threads.start_serving(self.serve, self.stop)
