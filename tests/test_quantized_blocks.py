@@ -14,6 +14,7 @@ from test_gguf_writer import new_model
 from tricycle.debug import use_reference
 from tricycle.finetuning.lora import LoRAConfig
 from tricycle.generate import generate
+from tricycle.kernels.explanation import explain
 from tricycle.kernels.quantized import quantized_matmul
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, BlockMatrix, BlockRows, has_fast_products
 from tricycle.pretrained import load
@@ -80,6 +81,20 @@ def test_products_of_many_rows_equal_those_of_each_row(name, n_rows):
 def test_rows_of_zeros_give_zeros(name):
     product = quantized_matmul(np.zeros((2, 256), np.float32), matrix_of(name, 256, 5))
     np.testing.assert_array_equal(product, 0)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype_name", ["bfloat16", "float16"])
+def test_products_of_16_bit_rows_are_made_by_threads(dtype_name, exact):
+    """As in training at the precision bfloat16, forward and backward."""
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype_name == "bfloat16" else np.float16
+    matrix, rng = matrix_of("Q4_K", 512, 37, exact), np.random.default_rng(0)
+    for each in (matrix, matrix.T):
+        x = rng.standard_normal((70, each.shape[0])).astype(dtype)
+        bias = rng.standard_normal(each.shape[1]).astype(np.float32)
+        assert explain(quantized_matmul, x, each, bias).provider == "numpy"
+        product = quantized_matmul(x, each, bias)
+        assert product.dtype == dtype and relative_error(product.astype(np.float64), x, each, bias) < 0.005
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -126,13 +126,13 @@ def test_parallel_for_gets_all_threads_between_products(team):
     assert team.shared[team.loops.SERVING] == 0
 
 
-def test_long_job_starts_the_helpers_that_are_idle(team):
+@pytest.mark.parametrize("is_long", [False, True])
+def test_long_job_starts_the_helpers_that_are_idle(team, is_long):
     """A product of a prompt follows kernels that other workers share; after these, a first product has no helpers."""
-    for is_long in (False, True):
-        threads.parallel_for(lambda i: None, range(3))
-        seen = []
-        team.run(lambda box, n_threads: seen.append([helper.finished for helper in threads._started]) or 0, is_long)
-        assert seen == [[not is_long] * 2]
+    threads.parallel_for(lambda i: None, range(3))
+    seen = []
+    team.run(lambda box, n_threads: seen.append([helper.finished for helper in threads._started]) or 0, is_long)
+    assert seen == [[not is_long] * 2]
 
 
 def test_callers_in_several_threads(team):

@@ -9,7 +9,6 @@ import numpy as np
 from tricycle import kernels
 from tricycle.devices import Array
 from tricycle.kernels import FEW_ROWS
-from tricycle.kernels.dispatch import is_16_bit
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle_accelerators import buffers, chunks, threads
@@ -18,11 +17,9 @@ from tricycle_accelerators.providers import decline_when
 
 
 def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
-    """Return a reason for few rows with an untransposed matrix, 16-bit x or empty operands; else None."""
+    """Return a reason for few rows with an untransposed matrix, or empty operands; else None."""
     if not matrix.transposed and len(x) <= FEW_ROWS:
         return f"at most {FEW_ROWS} rows, with a matrix that is not transposed"
-    if is_16_bit(x):
-        return "floats of 16 bits"
     return None if x.size and matrix.size else "an empty array"
 
 
@@ -33,13 +30,14 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = Non
     Products that may round x use bfloat16 on processors with instructions for it. Threads share the columns of the
     result, or its rows if each dequantized row of the matrix contributes to all columns.
     """
-    product = buffers.empty((len(x), matrix.shape[1]), x.dtype)
-    may_round = x.dtype == np.float32 and isinstance(matrix, BlockMatrix) and not matrix.exact
+    dtype = np.result_type(x.dtype, np.float32)
+    product = buffers.empty((len(x), matrix.shape[1]), dtype)
+    may_round = x.dtype.name in ("float32", "bfloat16") and isinstance(matrix, BlockMatrix) and not matrix.exact
     precision = "bfloat16" if may_round and multiplies_bfloat16() else "float32"
-    rows = kernels.matmul_operand(x, precision)
+    rows = x if x.dtype.name == precision else kernels.matmul_operand(x.astype(dtype, copy=False), precision)
 
     def dequantize(piece: slice) -> Array:
-        return kernels.matmul_operand(matrix.dequantize_rows(piece).astype(x.dtype, copy=False), precision)
+        return kernels.matmul_operand(matrix.dequantize_rows(piece).astype(dtype, copy=False), precision)
 
     def multiply_columns(piece: slice) -> None:
         kernels.matmul(rows, dequantize(piece).T, None, product[:, piece], None, precision)
@@ -55,4 +53,4 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = Non
         threads.parallel_for(multiply_rows, chunks.thread_slices(len(x), FEW_ROWS))
     if bias is not None:
         product += bias
-    return product
+    return product.astype(x.dtype, copy=False)
