@@ -45,6 +45,11 @@ def dates(name: str, results: Results) -> Iterator[str]:
     yield report_of(name).multiple_dates_table(read(ROOT / "experiments" / name / "results" / "several.json")["runs"])
 
 
+def finetuning(name: str, results: Results) -> Iterator[str]:
+    yield from report_of(name).tables(results).values()
+    yield report_of(name).main_table(read(ROOT / "experiments" / name / "results" / "qlora.json"))
+
+
 TABLES: dict[str, Callable[[str, Results], Iterator[str]]] = {
     "anomalies": all_tables("runs"),
     "attention_sink": all_tables("results"),
@@ -52,7 +57,7 @@ TABLES: dict[str, Callable[[str, Results], Iterator[str]]] = {
     "code_features": all_tables("results"),
     "comparison": lambda name, results: report_of(name).tables(results).values(),
     "dates": dates,
-    "finetuning": lambda name, results: report_of(name).tables(results).values(),
+    "finetuning": finetuning,
     "learned_statistics": learned_statistics,
     "max_retrieval": max_retrieval,
     "model_kinds": lambda name, results: report_of(name).tables(results).values(),
