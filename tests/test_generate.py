@@ -362,7 +362,7 @@ def test_longrope_prompt_is_processed_at_once(monkeypatch):
 
 def test_cache_allocates_memory_for_a_whole_prompt():
     cache, keys = KeyValueCache(5000), np.zeros((1, 500, 1, 1), np.float32)
-    cache.expect(1500)
+    cache.expected_length = 1500
     for _ in range(3):
         cache.append(keys, keys)
         assert cache._keys.shape[1] == 1628

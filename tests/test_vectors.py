@@ -131,7 +131,8 @@ def test_long_job_starts_the_helpers_that_are_idle(team, is_long):
     """A product of a prompt follows kernels that other workers share; after these, a first product has no helpers."""
     threads.parallel_for(lambda i: None, range(3))
     seen = []
-    team.run(lambda box, n_threads: seen.append([helper.finished for helper in threads._started]) or 0, is_long)
+    helpers = threads._started[:2]  # an earlier test may have started more
+    team.run(lambda box, n_threads: seen.append([helper.finished for helper in helpers]) or 0, is_long)
     assert seen == [[not is_long] * 2]
 
 

@@ -63,15 +63,13 @@ class DecodingState:
 def next_logits(model: GPT, tokens: Sequence[int], caches: list[KeyValueCache], every: bool = False) -> np.ndarray:
     """Append tokens (T,) of a text to `caches`; return logits after the last (1, V), or after `every` token (T, V)."""
     in_one_piece = every or model.config.rotary_scaling == "longrope"  # whose frequencies depend on the whole length
-    starts = [0] if in_one_piece else range(0, max(1, len(tokens)), PREFILL_TOKENS)
+    step = max(1, len(tokens)) if in_one_piece else PREFILL_TOKENS
     for cache in caches:
-        cache.expect(len(tokens))
+        cache.expected_length = cache.length + len(tokens)
     with model.evaluating():
-        for start in starts:
-            part = tokens if in_one_piece else tokens[start : start + PREFILL_TOKENS]
-            logits = model(model.place(np.array([part], int)), caches, last=not every)
-    rows: np.ndarray = logits.numpy()[0]
-    return rows
+        for start in range(0, max(1, len(tokens)), step):
+            logits = model(model.place(np.array([tokens[start : start + step]], int)), caches, last=not every)
+    return np.asarray(logits.numpy()[0])
 
 
 class Generation:
@@ -95,9 +93,8 @@ class Generation:
         self.state = self.new_state(model) if state is None else state
         self.sampling, self.generator = sampling, sampling.new_generator()
         self.n_prompt, self.max_length = len(self.tokens), len(self.tokens) + n_tokens
-        self.done = n_tokens == 0
         self.window, self.overflow = model.config.context_window, overflow
-        self.start = 0  # index of the first token of the context
+        self.done, self.start = n_tokens == 0, 0  # index of the first token of the context
 
     def __iter__(self) -> Iterator[int]:
         """Yield each sampled token, after the logits of the current context, until `done`."""

@@ -34,12 +34,11 @@ class KeyValueCache:
     """
 
     def __init__(self, capacity: int, dtype: DTypeLike | None = None, window: int | None = None) -> None:
-        self.capacity = capacity
+        self.capacity, self.window = capacity, window
         self.dtype = None if dtype is None else np.dtype(dtype)
-        self.window = window
         self.length = 0
         self._first = 0  # position of the first stored token
-        self._expected = 0  # the length for which memory is allocated at the next growth
+        self.expected_length = 0  # for which memory is allocated at once when it grows next
         self._pinned: int | None = None
         self._keys: Array | None = None
         self._values: Array | None = None
@@ -61,10 +60,6 @@ class KeyValueCache:
         """Append keys and values; return attention `op` of q to all, in float32: converting them would take longer."""
         cached = [Tensor(x, False) for x in self.append(k.array, v.array)]
         return op(Tensor(q.array, False), *cached, *options, "float32")
-
-    def expect(self, n_tokens: int) -> None:
-        """Allocate memory for the next `n_tokens` tokens at once, also if they are appended in several parts."""
-        self._expected = self.length + n_tokens
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """Append keys, values (B, T, K, D), ValueError if full; return views of those stored, at least those in use."""
@@ -94,11 +89,9 @@ class KeyValueCache:
     def _enlarged(self, held: Array | None, new: Array, length: int, needed: int) -> Array:
         """Return an array of the cache's dtype for `needed` or more tokens, with the first `length` of `held`."""
         room = 0 if held is None else held.shape[1]
-        grown = max(needed, min(self._most, max(2 * room, MIN_CAPACITY, self._expected + MIN_CAPACITY // 2)))
-        if self.dtype in ALLOCATORS:
-            larger = ALLOCATORS[self.dtype](new, grown)
-        else:
-            larger = array_module(new).empty((new.shape[0], grown, *new.shape[2:]), self.dtype or new.dtype)
+        grown = max(needed, min(self._most, max(2 * room, MIN_CAPACITY, self.expected_length + MIN_CAPACITY // 2)))
+        shape, allocate = (len(new), grown, *new.shape[2:]), ALLOCATORS.get(self.dtype)
+        larger = allocate(new, grown) if allocate else array_module(new).empty(shape, self.dtype or new.dtype)
         if held is not None:
             larger[:, :length] = held[:, :length]
         return larger
@@ -131,8 +124,7 @@ class KeyValueCache:
             raise ValueError("KeyValueCache: expected attention without token shift to truncate, got one with it")
         if not self.can_truncate(length):
             raise ValueError(f"KeyValueCache: expected a position whose window is still stored, got {length}")
-        self._first = self._first if length else 0
-        self.length = length
+        self._first, self.length = self._first if length else 0, length
         self.last = {}
 
     @property
