@@ -65,7 +65,7 @@ def test_cgroup_v2_limits(system):
         ("b/memory.current", "500", 4000 * 1024),
         ("memory.max", "100000", 4000 * 1024),
         ("memory.current", "90000", 10_000),
-        ("memory.stat", "anon 1\ninactive_file 50000", 60_000),
+        ("memory.stat", "anon 1\ninactive_file 20000\nactive_file 30000", 60_000),
         ("memory.current", "900000", 0),
     ):
         (system / "groups" / "a" / file).write_text(text + "\n")

@@ -93,8 +93,8 @@ def _free_in_cgroups() -> list[int]:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_v1 else ("memory.max", "memory.current")
         limit, used = (read_system_file(folder / name).strip() for name in names)
         if limit.isdigit() and used.isdigit():
-            reclaimable = _read_number(folder / "memory.stat", "inactive_file") or 0  # the page cache of files
-            free.append(max(0, int(limit) - max(0, int(used) - reclaimable)))
+            cached = (_read_number(folder / "memory.stat", f"{kind}_file") or 0 for kind in ("inactive", "active"))
+            free.append(max(0, int(limit) - max(0, int(used) - sum(cached))))  # the page cache is reclaimed
     return free
 
 
