@@ -49,6 +49,7 @@ def release_memory() -> None:
         libc.malloc_trim(0)
     for mapping in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", MAPPINGS.read_text(encoding="utf-8")):
         head = mapping.partition("\n")[0]
-        if ".so" in head and " rw" not in head and re.search(r"(?m)^Private_Dirty: +0 kB$", mapping):
+        is_as_in_file = all(re.search(rf"(?m)^{kind}: +0 kB$", mapping) for kind in ("Anonymous", "Swap"))
+        if ".so" in head and " rw" not in head and is_as_in_file:
             start, end = (int(place, 16) for place in head.split()[0].split("-"))
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
