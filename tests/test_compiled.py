@@ -342,6 +342,8 @@ def locked(array: np.ndarray) -> np.ndarray:
         (experts.grouped_matmul, (BIG, [100, 200], *[np.asfortranarray(BIG.T)] * 2), None),
         (experts.grouped_matmul, (LEFT, [8], RIGHT), "fewer than .* multiplications"),
         (experts.grouped_matmul, (BIG, [300], BIG.T.astype(np.float64)), "of float32.*got float64"),
+        (experts.grouped_matmul, (BIG, [300, 9], BIG.T, BIG.T), "300 rows.*got 309"),
+        (experts.grouped_matmul, (BIG, [300, 0], BIG.T, BIG.T[:, :32]), r"of \(400, 300\).*\(400, 32\)"),
         (experts.grouped_weight_gradients, (BIG, [300, 0], BIG), None),
         (experts.grouped_weight_gradients, (BIG, [300], BIG[:, ::2]), "contiguous rows or columns"),
         (experts.sum_by_token, (BIG, IDS.reshape(150, 2)), None),

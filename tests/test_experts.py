@@ -502,6 +502,8 @@ def test_plain_experts_alone_are_computed_together():
         (first, "up", AdaptedDense(first.up, low_rank)),
         (first, "activation", ACTIVATIONS["clamped_swiglu"]()),
         (first, "activation", lambda x: x),
+        (first.projection, "bias", to_tensor(np.zeros(12))),
+        (first.up.weights, "array", np.zeros((12, 42), np.float32)),
         (first.up.weights, "array", QuantizedMatrix.quantize(first.up.weights.array, "float16", True)),
     ):
         before = getattr(expert, name)

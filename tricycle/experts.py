@@ -248,11 +248,11 @@ def _grouped_linear(node: Tensor, variables: Any) -> Tensor:
 
 # -------------------------------------------------------------------- layers
 def are_plain_mlps(experts: Sequence[Any], kind: type) -> bool:
-    """Return whether all experts compute activation(x U + b) D + c with equal activations and arrays of type `kind`.
+    """Return whether all experts compute activation(x U + b) D + c, with equal activations, shapes and type `kind`.
 
     An MLP with a hook, an adapter, quantized matrices or a layer of another class computes something else.
     """
-    activation = experts[0].activation
+    first, activation = experts[0], experts[0].activation
     kind_of_activation, options = type(activation), vars(activation)
     if not isinstance(activation, Op) or "forward" in options:
         return False
@@ -266,6 +266,9 @@ def are_plain_mlps(experts: Sequence[Any], kind: type) -> bool:
             return False
         if type(other) is not kind_of_activation or vars(other) != options:
             return False
+        for layer, like in ((up, first.up), (down, first.projection)):
+            if layer.weights.array.shape != like.weights.array.shape or (layer.bias is None) != (like.bias is None):
+                return False
     return True
 
 

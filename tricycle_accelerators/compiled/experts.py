@@ -84,19 +84,27 @@ def mix_swiglu_experts(x: np.ndarray, weights: np.ndarray, *matrices: np.ndarray
 
 
 # -------------------------------------------------------------------- rows sorted by expert
-def _grouped_decline_reason(a: np.ndarray, counts: Sequence[int], *matrices: np.ndarray) -> str | None:
-    """Return why threads cannot share the groups: little work, a worker, not float32, strides, shapes; else None."""
+def _grouped_decline_reason(
+    a: np.ndarray, counts: Sequence[int], n_rows: int, matrices: Sequence[np.ndarray]
+) -> str | None:
+    """Return why threads cannot share the groups: little work, a worker, not float32, strides, shapes; else None.
+
+    `n_rows` is the number of rows that each of the matrices must have.
+    """
     if a.size * matrices[0].shape[-1] < matmul_plan.MIN_SHARED_WORK:
         return f"fewer than {matmul_plan.MIN_SHARED_WORK} multiplications"
     if threads.in_worker():
         return "a call by one of several threads at work"
+    shape = n_rows, matrices[0].shape[1]
+    if sum(counts) != len(a) or any(matrix.shape != shape for matrix in matrices):  # the loop checks no bounds
+        return f"{len(a)} rows and matrices of {shape}, got {sum(counts)} and {[matrix.shape for matrix in matrices]}"
     for array in (a, *matrices):
         if array.dtype != FLOAT32 or not array.flags.aligned or array.itemsize not in array.strides:
             return f"aligned matrices of float32 with contiguous rows or columns, got {array.dtype} {array.shape}"
     return None
 
 
-@decline_when(_grouped_decline_reason)
+@decline_when(lambda a, counts, *matrices: _grouped_decline_reason(a, counts, a.shape[1], matrices))
 def grouped_matmul(a: np.ndarray, counts: Sequence[int], *matrices: np.ndarray) -> np.ndarray:
     """Return (M, C_out): groups of `counts` rows of a (M, C_in), each times its matrix; threads share the groups."""
     product, groups = buffers.empty((len(a), matrices[0].shape[1]), np.float32), group_slices(counts)
@@ -109,7 +117,7 @@ def grouped_matmul(a: np.ndarray, counts: Sequence[int], *matrices: np.ndarray) 
     return product
 
 
-@decline_when(_grouped_decline_reason)
+@decline_when(lambda a, counts, grad: _grouped_decline_reason(a, counts, len(a), [grad]))
 def grouped_weight_gradients(a: np.ndarray, counts: Sequence[int], grad: np.ndarray) -> np.ndarray:
     """Return (E, C_in, C_out), each group's rows of `a` transposed times those of `grad`; threads share the groups."""
     products, groups = buffers.empty((len(counts), a.shape[1], grad.shape[1]), np.float32), group_slices(counts)
