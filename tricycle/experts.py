@@ -252,9 +252,9 @@ def are_plain_mlps(experts: Sequence[Any], kind: type) -> bool:
 
     An MLP with a hook, an adapter, quantized matrices or a layer of another class computes something else.
     """
-    first, activation = experts[0], experts[0].activation
-    kind_of_activation, options = type(activation), vars(activation)
-    if not isinstance(activation, Op) or "forward" in options:
+    activation: Any = experts[0].activation
+    expected: Any = None
+    if not isinstance(activation, Op) or "forward" in vars(activation):
         return False
     for expert in experts:
         if not (_is_plain(expert, MLPBlock) and _is_plain(expert.dropout, Dropout)):
@@ -264,11 +264,12 @@ def are_plain_mlps(experts: Sequence[Any], kind: type) -> bool:
             return False
         if type(up.weights.array) is not kind or type(down.weights.array) is not kind:
             return False
-        if type(other) is not kind_of_activation or vars(other) != options:
+        if type(other) is not type(activation) or vars(other) != vars(activation):
             return False
-        for layer, like in ((up, first.up), (down, first.projection)):
-            if layer.weights.array.shape != like.weights.array.shape or (layer.bias is None) != (like.bias is None):
-                return False
+        made = up.weights.shape, down.weights.shape, up.bias is None, down.bias is None
+        if made != (expected or made):
+            return False
+        expected = made
     return True
 
 
