@@ -79,9 +79,11 @@ def serve(side: str, precision: str) -> None:
 
 def start_workers(precision: str, n_threads: int, peer: str) -> list[Worker]:
     """Start workers "tricycle", "-NAME" without each available provider, and "torch" if `peer` is "torch"."""
-    from tricycle_accelerators import compiled, mkl, onednn
+    from tricycle_accelerators import blas, compiled, onednn
+    from tricycle_accelerators.compiled import amx_matmul
 
-    usable = [provider.PROVIDER for provider in (compiled, mkl, onednn) if provider.unavailable_reason() is None]
+    sources = {"numba": compiled, "amx": amx_matmul, "mkl": blas, "onednn": onednn}
+    usable = [name for name, source in sources.items() if source.unavailable_reason() is None]
 
     def start_worker(name: str, side: str, variables: dict[str, str] | None = None) -> Worker:
         arguments = "--serve", side, "--precision", precision

@@ -182,6 +182,8 @@ def test_provider_table_matches_a_training_step(monkeypatch):
     text = page.partition("## Providers of a training step")[2]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\| (.*?) ?\|$", text, re.MULTILINE)
     everywhere = {"numpy", "plain"}  # these take what others would elsewhere
+    if processor.has_amx_bfloat16():
+        everywhere.add("numba")
     for place, precision in ((1, "float32"), (2, "bfloat16")):
         if precision == "bfloat16" and onednn.unavailable_reason():
             continue

@@ -10,10 +10,10 @@ from tricycle_accelerators import compiled, onednn, threads
 from tricycle_accelerators.matmul_plan import Machine, MatmulPlan, MatmulSpec, plan_matmul, this_machine
 
 AVX512 = {"avx2", "avx512f"}
-ALL = frozenset({"numba", "mkl", "onednn"})
+ALL = frozenset({"numba", "onednn"})
 MACHINES = {
-    "Zen 4": Machine("AuthenticAMD", frozenset(AVX512 | {"avx512_bf16"}), "openblas", ALL - {"mkl"}),
-    "Zen 5": Machine("AuthenticAMD", frozenset(AVX512 | {"avx512_bf16", "avx_vnni"}), "openblas", ALL - {"mkl"}),
+    "Zen 4": Machine("AuthenticAMD", frozenset(AVX512 | {"avx512_bf16"}), "openblas", ALL),
+    "Zen 5": Machine("AuthenticAMD", frozenset(AVX512 | {"avx512_bf16", "avx_vnni"}), "openblas", ALL),
     "AMX": Machine("GenuineIntel", frozenset(AVX512 | {"avx512_bf16", "amx_bf16"}), "openblas", ALL),
     "AMX, plain install": Machine("GenuineIntel", frozenset(AVX512 | {"amx_bf16"}), "openblas", frozenset()),
     "Intel, no AMX": Machine("GenuineIntel", frozenset(AVX512 | {"avx512_bf16"}), "openblas", ALL),
@@ -32,7 +32,7 @@ WIDE = MatmulSpec(512, 768, 50304)
 TABLE = [
     (FORWARD, "Zen 4", 2, "numba", "rows and columns"),
     (FORWARD, "Zen 5", 64, "numba", "rows and columns"),
-    (FORWARD, "AMX", 2, "numpy", "rows"),
+    (FORWARD, "AMX", 2, "numba", "rows"),
     (FORWARD, "AMX, plain install", 2, "numpy", "rows"),
     (FORWARD, "Intel, no AMX", 2, "numpy", "rows"),
     (FORWARD, "AVX2", 4, "numpy", "rows"),
@@ -40,20 +40,22 @@ TABLE = [
     (FORWARD, "Apple", 8, "numpy", "rows"),
     (FORWARD, "ARM server", 64, "numpy", "rows"),
     (FORWARD, "Zen 4", 1, "numba", "nothing"),
-    (FORWARD, "AMX", 1, "numpy", "nothing"),
+    (FORWARD, "AMX", 1, "numba", "nothing"),
     (WIDE, "Zen 4", 2, "numba", "rows and columns"),
-    (WIDE, "AMX", 2, "numpy", "columns"),
+    (WIDE, "AMX", 2, "numba", "columns"),
     (ODD, "Zen 4", 2, "numpy", "rows"),
     (ODD._replace(n_columns=1536), "Zen 4", 2, "numba", "rows and columns"),
     (WEIGHT_GRADIENT, "Zen 4", 2, "numpy", "terms"),
-    (WEIGHT_GRADIENT, "AMX", 2, "numpy", "terms"),
+    (WEIGHT_GRADIENT, "AMX", 2, "numba", "columns"),
+    (MatmulSpec(384, 4096, 384, left="columns"), "AMX", 2, "numba", "terms"),
     (NARROW, "Zen 4", 2, "onednn", "rows"),
-    (NARROW, "AMX", 2, "mkl", "rows"),
+    (NARROW, "AMX", 2, "numba", "rows"),
     (NARROW, "AMX, plain install", 2, "numpy", "rows"),
     (NARROW, "Intel, no AMX", 2, "onednn", "rows"),
     (WEIGHT_GRADIENT._replace(dtype="bfloat16"), "Intel, no AMX", 2, "onednn", "terms"),
     (WEIGHT_GRADIENT._replace(dtype="bfloat16"), "Zen 4", 2, "onednn", "columns"),
-    (WIDE._replace(dtype="bfloat16"), "AMX", 16, "mkl", "columns"),
+    (WIDE._replace(dtype="bfloat16"), "AMX", 16, "numba", "columns"),
+    (ODD, "AMX", 2, "numba", "rows"),
     (FEW_NARROW, "AMX", 2, "onednn", "columns"),
     (ONE_ROW, "Zen 4", 2, "numba", "columns"),
     (ONE_ROW, "AVX2", 64, "numba", "columns"),

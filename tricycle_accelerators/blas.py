@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int, c_void_p
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,13 +27,6 @@ ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # CblasRowMajor, CblasNoTrans, 
 GEMM: list[Any] = [c_int] * 6 + [c_float, c_void_p, c_int, c_void_p, c_int, c_float, c_void_p, c_int]
 
 
-class _Mkl(NamedTuple):
-    """Its functions for operands of float32 and of bfloat16; both have results of float32."""
-
-    sgemm: Any
-    gemm_bf16: Any
-
-
 def unavailable_reason() -> str | None:
     """Return why MKL cannot be used, in one line; None when it can."""
     found = _mkl()
@@ -42,8 +35,8 @@ def unavailable_reason() -> str | None:
 
 # Cache: valid for the life of the process: depends on the processor and on what is installed.
 @cache
-def _mkl() -> _Mkl | str:
-    """Load MKL on the first call (cached); return its functions, or one line of text that says why it is not used."""
+def _mkl() -> Any:
+    """Load MKL on the first call (cached); return its `cblas_sgemm`, or one line of text: why it is not used."""
     if why := exclusion_reason("mkl"):
         return why
     if not processor.is_intel():
@@ -54,57 +47,44 @@ def _mkl() -> _Mkl | str:
     if isinstance(path, str):
         return path
     try:
-        return load_mkl(str(path))
+        return _load_mkl(str(path))
     except (OSError, AttributeError) as error:
         return f"{path.name} cannot be loaded: {error}"
 
 
-def load_mkl(path: str) -> _Mkl:
-    """Load MKL for one thread, reproducible; return its (sgemm, gemm_bf16); OSError or AttributeError if it fails."""
+def _load_mkl(path: str) -> Any:
+    """Load MKL for one thread, reproducible; return its `cblas_sgemm`; OSError or AttributeError if it fails."""
     library = ctypes.CDLL(path)
     library.MKL_Set_Interface_Layer(LP64)
     library.MKL_Set_Threading_Layer(SEQUENTIAL)
     library.MKL_CBWR_Set(SAME_EVERY_RUN)
-    functions = _Mkl(library.cblas_sgemm, library.cblas_gemm_bf16bf16f32)
-    for function in functions:
-        function.argtypes, function.restype = GEMM, None
-    return functions
+    sgemm = library.cblas_sgemm
+    sgemm.argtypes, sgemm.restype = GEMM, None
+    return sgemm
 
 
 def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """Return the matrix product (M, K) x (K, N), in `out` if given, by MKL if usable and float32, else `np.matmul`."""
-    mkl = _mkl()
-    if isinstance(mkl, str) or not (_fits(a, np.float32) and _fits(b, np.float32)):
+    sgemm = _mkl()
+    if isinstance(sgemm, str) or not (_fits(a) and _fits(b)):
         product: np.ndarray = np.matmul(a, b, out=out)
         return product
     if out is None:
         out = buffers.empty((a.shape[0], b.shape[1]), np.float32)
-    elif not _fits(out, np.float32) or out.strides[1] != out.itemsize:
+    elif not _fits(out) or out.strides[1] != out.itemsize:
         return np.matmul(a, b, out=out)
-    _gemm(mkl.sgemm, a, b, out)
+    _gemm(sgemm, a, b, out)
     return out
 
 
-def multiply_bfloat16(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Write the product of two bfloat16 matrices into float32 `out` by MKL in one thread; RuntimeError without MKL.
-
-    The strides of a single row or column need not be valid leading dimensions, so it is copied.
-    """
-    mkl = _mkl()
-    if isinstance(mkl, str):
-        raise RuntimeError(f"multiply_bfloat16: {mkl}")
-    a, b = (x if _fits(x, x.dtype) else np.array(x, order="C") for x in (a, b))
-    _gemm(mkl.gemm_bf16, a, b, out)
-
-
-def _fits(x: np.ndarray, dtype: Any) -> bool:
-    """Return whether a matrix, at least (2, 2), is aligned, of that dtype, with contiguous separate rows or columns."""
-    if x.dtype != dtype or x.ndim != 2 or min(x.shape) < 2 or not x.flags.aligned:
+def _fits(x: np.ndarray) -> bool:
+    """Return whether x is aligned float32, at least (2, 2), with contiguous rows or columns that are separate."""
+    if x.dtype != np.float32 or x.ndim != 2 or min(x.shape) < 2 or not x.flags.aligned:
         return False
     down, across = x.strides
     n_rows, n_columns = x.shape
-    in_rows = across == x.itemsize and down >= n_columns * x.itemsize and down % x.itemsize == 0
-    return in_rows or (down == x.itemsize and across >= n_rows * x.itemsize and across % x.itemsize == 0)
+    in_rows = across == 4 and down >= n_columns * 4 and down % 4 == 0
+    return in_rows or (down == 4 and across >= n_rows * 4 and across % 4 == 0)
 
 
 def _gemm(function: Any, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:

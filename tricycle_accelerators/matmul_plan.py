@@ -6,6 +6,7 @@ such as whether they are aligned. Shapes: (N, K) times (K, M).
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ MIN_VECTOR_BYTES = 2**12  # of the right matrix: for fewer NumPy is about as fas
 MIN_TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
 MIN_TILED_WORK = 2**24  # multiplications
 MIN_FEW_ROWS_WORK = MIN_SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
+MIN_AMX_SIZE, MIN_AMX_WORK = 16, 2**21
 NO_TILED_MATMUL = "OpenBLAS and AVX-512 on a processor not of Intel's: elsewhere BLAS is as fast"
 MAX_INNER_SPLIT_ROWS = 4  # for which threads share the terms: each reads its part of the right matrix in one piece
 MAX_COLUMN_CHUNK_ROWS = 16  # for which a right matrix by columns is multiplied in pieces that stay in a cache
@@ -85,26 +87,22 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
     Operands are aligned and writable.
     """
     shape = product[:3]
+    amx = amx_decline_reason(shape) or amx_missing_reason(machine)
     if product.dtype == "bfloat16":
-        reasons = {"mkl": mkl_decline_reason(shape) or amx_missing_reason(machine), "onednn": None}
+        share = inner_or_longer_axis(shape) if upcasts_bfloat16(machine) else longer_axis(shape)
+        versions = [("numba", amx, amx_partition(shape)), ("onednn", None, share)]
     else:
         row = vector_decline_reason(product.n_rows, 4 * product.n_inner * product.n_columns, product.right)
-        vectors = widest_instruction_set(machine.features)
         tiles = tiled_decline_reason(shape, product.left) or tile_processor_decline_reason(machine)
-        tiles = tiles or tile_shape_decline_reason(shape[2], vectors.lanes)
-        reasons = {"numba": row and tiles, "onednn": few_rows_decline_reason(shape)}
-    takers = (name for name, why in reasons.items() if why is None and name in machine.providers)
-    provider = next(takers, "numpy")
-    if provider == "numpy":
-        share = blas_partition(shape, product.right)
-    elif provider == "numba" and product.n_rows > 1:
-        share = "rows and columns"
-    elif provider == "onednn" and product.dtype == "float32":
-        share = "columns"
-    elif provider == "onednn" and upcasts_bfloat16(machine):
-        share = inner_or_longer_axis(shape)
-    else:
-        share = longer_axis(shape)
+        tiles = tiles or tile_shape_decline_reason(shape[2], widest_instruction_set(machine.features).lanes)
+        versions = [
+            ("numba", row, "columns"),
+            ("numba", amx, amx_partition(shape)),
+            ("numba", tiles, "rows and columns"),
+            ("onednn", few_rows_decline_reason(shape), "columns"),
+        ]
+    takers = ((name, share) for name, why, share in versions if why is None and name in machine.providers)
+    provider, share = next(takers, ("numpy", blas_partition(shape, product.right)))
     return MatmulPlan(provider, share if n_threads > 1 else "nothing")
 
 
@@ -143,7 +141,7 @@ def tile_shape_decline_reason(n_columns: int, lanes: int) -> str | None:
 
 
 def amx_missing_reason(machine: Machine) -> str | None:
-    """Return why MKL's bfloat16 products are slow on a machine (no AMX); None if it has AMX."""
+    """Return why a machine has no AMX for bfloat16; None if it has."""
     return None if "amx_bf16" in machine.features else "this processor has no AMX for bfloat16"
 
 
@@ -152,9 +150,11 @@ def upcasts_bfloat16(machine: Machine) -> bool:
     return "GenuineIntel" in machine.vendor and amx_missing_reason(machine) is not None
 
 
-def mkl_decline_reason(shape: Shape) -> str | None:
-    """Return why MKL declines a bfloat16 product (N, K, M): N, K or M is at most FEW_ROWS; None if it accepts."""
-    return None if min(shape) > FEW_ROWS else f"more than {FEW_ROWS} rows, columns and terms, got {shape}"
+def amx_decline_reason(shape: Shape) -> str | None:
+    """Return why AMX declines a product (N, K, M): few rows, columns or terms, or little work; None if it accepts."""
+    if min(shape) < MIN_AMX_SIZE:
+        return f"at least {MIN_AMX_SIZE} rows, columns and terms, got {shape}"
+    return None if math.prod(shape) >= MIN_AMX_WORK else f"fewer than {MIN_AMX_WORK} multiplications"
 
 
 def few_rows_decline_reason(shape: Shape) -> str | None:
@@ -177,6 +177,15 @@ def inner_or_longer_axis(shape: Shape) -> str:
     """Return "terms" if K of a shape (N, K, M) is at least twice N and M, else the longer of "rows" and "columns"."""
     n_rows, n_inner, n_columns = shape
     return "terms" if n_inner >= 2 * max(n_rows, n_columns) else longer_axis(shape)
+
+
+def amx_partition(shape: Shape) -> str:
+    """Return what threads divide of a product (N, K, M) by AMX: "terms" where K is far larger, else the longer axis.
+
+    To lay out K terms of the smaller operand for each thread takes longer then than to add up partial sums.
+    """
+    n_rows, n_inner, n_columns = shape
+    return "terms" if n_inner >= 4 * max(n_rows, n_columns) else longer_axis(shape)
 
 
 def blas_partition(shape: Shape, right: str, has_out: bool = False) -> str:
@@ -205,4 +214,4 @@ def blas_partition(shape: Shape, right: str, has_out: bool = False) -> str:
 def multiplies_bfloat16() -> bool:
     """Return whether the processor multiplies bfloat16 in less time than float32, and a provider does so."""
     report = explain(kernels.matmul_operand, np.ones((1, 1), np.float32), "bfloat16")
-    return report.provider in ("onednn", "mkl") and not {"avx512_bf16", "amx_bf16"}.isdisjoint(this_machine().features)
+    return report.provider == "onednn" and not {"avx512_bf16", "amx_bf16"}.isdisjoint(this_machine().features)

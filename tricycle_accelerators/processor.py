@@ -1,7 +1,8 @@
-"""Facts about this machine's processor: vendor, features and bfloat16 support."""
+"""Facts about this machine's processor: vendor, features, bfloat16 and AMX support."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from functools import cache
@@ -57,3 +58,14 @@ def has_fast_bfloat16() -> bool:
     (Emerald Rapids).
     """
     return has_amx_bfloat16() or ("avx512_bf16" in vendor_and_features()[1] and not is_intel())
+
+
+# Cache: valid for the life of the process, to which the system gives the permission.
+@cache
+def request_amx() -> bool:
+    """Ask Linux to let this process use AMX's tile registers; return whether it does.
+
+    Source: Linux, Documentation/arch/x86/xstate.rst.
+    """
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return has_amx_bfloat16() and not ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from types import ModuleType
 
 from tricycle.kernels.explanation import UNAVAILABLE
-from tricycle_accelerators import compiled, cpu, mkl, onednn
+from tricycle_accelerators import compiled, cpu, onednn
 
 
 def register_numpy(array: type) -> None:
-    """Register the kernels of numba, mkl, onednn and numpy, in order of priority; record in UNAVAILABLE why not.
+    """Register the kernels of numba, onednn and numpy, in order of priority; record in UNAVAILABLE why not.
 
     `tricycle.kernels` calls it when the first one comes (the entry point `numpy` in pyproject.toml).
     """
-    for provider in (compiled, mkl, onednn, cpu):
+    for provider in (compiled, onednn, cpu):
         _register(provider, array)
 
 

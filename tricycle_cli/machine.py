@@ -183,7 +183,8 @@ def advice(listed_gpus: list[str], gpu_problem: str | None) -> list[str]:
         found.append("pip install 'tricycle-gpt[fast]': Numba compiles the kernels besides matrix products")
     elif onednn.EXTRA in (onednn.unavailable_reason() or "") and processor_facts.has_fast_bfloat16():
         found.append(f"{onednn.EXTRA}: this processor has instructions for bfloat16 matrix products")
-    if float32_products.EXTRA in (float32_products.unavailable_reason() or ""):
+    lacks_mkl = float32_products.EXTRA in (float32_products.unavailable_reason() or "")
+    if lacks_mkl and not processor_facts.has_amx_bfloat16():
         found.append("pip install 'tricycle-gpt[mkl]': MKL has the fastest matrix products on this processor (220 MB)")
     if listed_gpus and gpu_problem:
         found.append(f"use {', '.join(listed_gpus)}: {gpu_problem}")

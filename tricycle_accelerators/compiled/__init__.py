@@ -24,6 +24,7 @@ from tricycle.kernels.ragged_attention import ragged_attention
 from tricycle.kernels.sublayers import attention_sublayer, mlp_sublayer
 from tricycle_accelerators import split_precision as narrow
 from tricycle_accelerators.compiled import (
+    amx_matmul,
     attention,
     block_matmul,
     elementwise,
@@ -78,6 +79,7 @@ def register(array: type) -> None:
         (block_matmul, (quantized_matmul, dequantize_blocks)),
         (vector_matmul, (k.matmul, quantized_matmul)),
         (split_precision, (narrow.int8_split_matmul, narrow.bfloat16_split_matmul)),
+        (amx_matmul, [k.matmul]),
         (tiled_matmul, [k.matmul]),
         (elementwise, (*activated, k.softmax, k.sum_rows, k.sum_squares, k.apply_rope)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),

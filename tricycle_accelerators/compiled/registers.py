@@ -28,9 +28,9 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 CONTRACT = ("contract",)  # a product and a sum may be one instruction
 
 
-def load(builder: Any, address: Any, kind: Any) -> Any:
-    """Emit a load of a value of LLVM type `kind` from an integer address (a pointer is invalid), 4-byte aligned."""
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+def load(builder: Any, address: Any, kind: Any, alignment: int = 4) -> Any:
+    """Emit a load of a value of LLVM type `kind` from an integer address (a pointer is invalid), aligned in bytes."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=alignment)
 
 
 def store(builder: Any, value: Any, address: Any) -> None:
@@ -41,6 +41,18 @@ def store(builder: Any, value: Any, address: Any) -> None:
 def offset_address(builder: Any, address: Any, stride: Any, n: int) -> Any:
     """Emit the address that is n strides after an address."""
     return builder.add(address, builder.mul(stride, INDEX(n)))
+
+
+def transpose(builder: Any, rows: Sequence[Any]) -> list[Any]:
+    """Emit the transpose of n registers of n numbers of one type, n a power of two; return the registers."""
+    n = len(rows)
+    zipped = [n * (i % 2) + i // 2 for i in range(2 * n)]
+    halves = [ir.Constant(ir.VectorType(PAIR, n), part) for part in (zipped[:n], zipped[n:])]
+    # each time rows i and i + n/2 become rows 2i and 2i + 1, one number of each in turn
+    for _ in range(n.bit_length() - 1):
+        pairs = zip(rows[: n // 2], rows[n // 2 :])
+        rows = [builder.shuffle_vector(a, b, half) for a, b in pairs for half in halves]
+    return list(rows)
 
 
 def build_loop(

@@ -42,6 +42,7 @@ from tricycle_accelerators.compiled.registers import (
     offset_address,
     prefetch_line,
     store,
+    transpose,
 )
 
 ROWS, VECTORS = INSTRUCTION_SET.tile_rows, INSTRUCTION_SET.tile_vectors  # of a tile; a vector is a register of columns
@@ -267,14 +268,8 @@ def transpose_tile(context: Any, source: Any, down: Any, result: Any, result_dow
         source, down, result, result_down = arguments
         kind, places = ir.VectorType(PAIR, LANES), range(LANES)
         rows = [load(builder, offset_address(builder, source, down, i), kind) for i in places]
-        zipped = [LANES * (i % 2) + i // 2 for i in range(2 * LANES)]
-        halves = [ir.Constant(kind, zipped[:LANES]), ir.Constant(kind, zipped[LANES:])]
-        # each time rows i and i + L/2 become rows 2i and 2i + 1, one number of each in turn
-        for _ in range(LANES.bit_length() - 1):
-            pairs = zip(rows[: LANES // 2], rows[LANES // 2 :])
-            rows = [builder.shuffle_vector(a, b, half) for a, b in pairs for half in halves]
-        for i in places:
-            store(builder, rows[i], offset_address(builder, result, result_down, i))
+        for i, row in enumerate(transpose(builder, rows)):
+            store(builder, row, offset_address(builder, result, result_down, i))
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4), code

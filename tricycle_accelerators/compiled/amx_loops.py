@@ -1,0 +1,262 @@
+"""Blocked matrix product of float32 or bfloat16 by AMX tiles, compiled by Numba.
+
+Groups of 32 rows of the left matrix are laid out as tiles until a core's second cache is half full; then groups of 32
+columns of the right one, one after the other, meet them all. Both are laid out anew for each INNER terms of the sums.
+
+Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from tricycle_accelerators.compiled.amx_tiles import (
+    BLOCK,
+    N_PARTS,
+    PACK_TILE,
+    ROW_BYTES,
+    STEP,
+    TILE_BYTES,
+    TILE_ROWS,
+    configure_tiles,
+    multiply_block_bfloat16,
+    multiply_block_float32,
+    prefetch_rows,
+    release_tiles,
+    write_bfloat16_rows,
+    write_float32_rows,
+)
+from tricycle_accelerators.compiled.jit import (
+    OPTIONS,
+    ZERO,
+    compile_loop,
+    convert_for,
+    overload_by_types,
+    to_float32,
+)
+from tricycle_accelerators.compiled.tiles import aligned_zeros
+
+INNER = 768  # terms
+RIGHT_BYTES = 2**20  # of columns that stay in a core's second cache while all rows go by
+NEAR_STEPS = 12  # of a group of rows of bfloat16 that stay in a core's first cache
+LEFT_BYTES = 2**23  # of rows that are laid out at once
+
+
+def tile_configuration() -> np.ndarray:
+    """Return the 64 bytes that make all tiles 16 rows of 64 bytes."""
+    configuration = np.zeros(64, np.uint8)
+    configuration[0] = 1  # the only palette
+    configuration[16:32].view(np.uint16)[:] = ROW_BYTES
+    configuration[48:56] = TILE_ROWS
+    return configuration
+
+
+def even_inner(n_inner: int) -> int:
+    """Return the terms that are summed at a time: INNER or less, whole steps, about equally many each time."""
+    n_times = -(-n_inner // INNER)
+    return -(-n_inner // (n_times * STEP)) * STEP
+
+
+CONFIGURATION = tile_configuration()
+
+
+@numba.njit(**OPTIONS)
+def _n_groups(size: int, group_bytes: int, most_bytes: int) -> int:
+    """Return how many groups of BLOCK of `size` rows or columns are laid out at once: at least one, and all if few."""
+    return max(1, min((size + BLOCK - 1) // BLOCK, most_bytes // group_bytes))
+
+
+@numba.njit(**OPTIONS)
+def _group_bytes(n_parts: int, n_inner: int) -> int:
+    """Return the bytes of BLOCK rows of n_inner terms that are laid out as tiles."""
+    return (n_inner + STEP - 1) // STEP * 2 * n_parts * TILE_BYTES
+
+
+def scratch_bytes(n_rows: int, n_columns: int, n_inner: int, is_float32: bool) -> int:
+    """Return the bytes of scratch memory that `multiply_large` needs for `n_inner` terms at a time."""
+    group = _group_bytes(N_PARTS if is_float32 else 1, n_inner)
+    n_groups = _n_groups(n_rows, group, LEFT_BYTES) + _n_groups(n_columns, group, RIGHT_BYTES)
+    return int(n_groups * group)
+
+
+# -------------------------------------------------------------------- operands
+def _make_pack_tiles(n_parts: int) -> Any:
+    """Return a Numba function that lays out BLOCK x STEP numbers of float32, or of bfloat16 bits if `n_parts` is 1.
+
+    Its arguments are an address, bytes between rows and between columns, whether they are of a left operand, and the
+    result's address. Rows or columns are contiguous.
+    """
+    pack = PACK_TILE[n_parts]
+    lines, lines_transposed = pack[False, False], pack[False, True]
+    pairs, pairs_transposed = pack[True, False], pack[True, True]
+    size = 2 if n_parts == 1 else 4
+
+    @numba.njit(types.void(*[types.intp] * 3, types.boolean, types.intp), **OPTIONS)
+    def pack_tiles(source: int, down: int, across: int, is_left: bool, result: int) -> None:
+        in_rows = across == size
+        for _ in range(2):
+            if is_left and in_rows:
+                lines(source, down, result, 2 * TILE_BYTES)
+            elif is_left:
+                pairs_transposed(source, across, result, 2 * TILE_BYTES)
+            elif in_rows:
+                lines_transposed(source, down, result, 2 * TILE_BYTES)
+            else:
+                pairs(source, across, result, 2 * TILE_BYTES)
+            source += TILE_ROWS * down
+            result += TILE_BYTES
+
+    return pack_tiles
+
+
+_pack_float32, _pack_bfloat16 = _make_pack_tiles(N_PARTS), _make_pack_tiles(1)
+
+
+@overload_by_types
+def _pack_tiles(x: Any, source: Any, down: Any, across: Any, is_left: Any, result: Any) -> Any:
+    """Lay out BLOCK x STEP numbers of the dtype of x, as `_make_pack_tiles` says."""
+    pack = _pack_bfloat16 if x.dtype == types.uint16 else _pack_float32
+    return lambda x, source, down, across, is_left, result: pack(source, down, across, is_left, result)
+
+
+@numba.njit(**OPTIONS)
+def _pack(x: np.ndarray, is_left: bool, edge: np.ndarray, result: int, group_bytes: int) -> None:
+    """Write rows x (R, K) of a left operand, or columns of a right one, as tiles, missing numbers as 0.
+
+    Each BLOCK of them begins `group_bytes` after the one before, from the address `result`. Numbers are read in the
+    order of their addresses.
+
+    Args:
+        edge: (BLOCK, STEP) of the same dtype, overwritten.
+    """
+    n_groups, n_steps = (x.shape[0] + BLOCK - 1) // BLOCK, (x.shape[1] + STEP - 1) // STEP
+    down, across = x.strides
+    in_rows = across == x.itemsize
+    for i in range(n_groups * n_steps):
+        group, step = (i // n_steps, i % n_steps) if in_rows else (i % n_groups, i // n_groups)
+        place = result + group * group_bytes + step * (2 * TILE_BYTES * _n_parts(x))
+        row, term = BLOCK * group, STEP * step
+        if row + BLOCK <= x.shape[0] and term + STEP <= x.shape[1]:
+            _pack_tiles(x, x.ctypes.data + row * down + term * across, down, across, is_left, place)
+        else:
+            part = x[row : row + BLOCK, term : term + STEP]
+            edge[:] = 0
+            edge[: part.shape[0], : part.shape[1]] = part
+            _pack_tiles(x, edge.ctypes.data, edge.strides[0], edge.strides[1], is_left, place)
+
+
+@overload_by_types
+def _n_parts(x: Any) -> Any:
+    """Return the bfloat16 parts of each number: one of bfloat16 bits (uint16), N_PARTS of float32."""
+    n_parts = 1 if x.dtype == types.uint16 else N_PARTS
+    return lambda x: n_parts
+
+
+# -------------------------------------------------------------------- products
+@overload_by_types
+def _multiply_block(x: Any, left: Any, right: Any, sums: Any, n_steps: Any, add: Any) -> Any:
+    """Write (or add) the products of two groups that are laid out from matrices like x to an address of sums."""
+    multiply = multiply_block_bfloat16 if x.dtype == types.uint16 else multiply_block_float32
+    return lambda x, left, right, sums, n_steps, add: multiply(left, right, sums, n_steps, add)
+
+
+@overload_by_types
+def _write_rows(out: Any, sums: Any, others: Any, others_down: Any) -> Any:
+    """Write `sums` (BLOCK, BLOCK) + `others`, at an address, into `out` (M, N); return NaN if not finite, else 0."""
+    write = write_bfloat16_rows if out.dtype == types.uint16 else write_float32_rows
+
+    def rows(out: Any, sums: Any, others: Any, others_down: Any) -> Any:
+        return write(sums.ctypes.data, others, others_down, out.ctypes.data, out.strides[0], len(out))
+
+    return rows
+
+
+@numba.njit(**OPTIONS)
+def _write_block(sums: np.ndarray, shift: np.ndarray, add: bool, out: np.ndarray) -> Any:
+    """Write sums (BLOCK, BLOCK) + shift (BLOCK,) into `out` (M, N), or add sums there; NaN if not finite, else 0."""
+    if out.shape[1] == BLOCK:
+        if add:
+            return _write_rows(out, sums, out.ctypes.data, out.strides[0])
+        return _write_rows(out, sums, shift.ctypes.data, 0)
+    broken = ZERO
+    for i in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            value = sums[i, j] + (to_float32(out[i, j]) if add else shift[j])
+            broken += value * ZERO
+            out[i, j] = convert_for(out, value)
+    return broken
+
+
+def _signature(operand: Any, result: Any) -> Any:
+    """Return the signature of `multiply_large` for operands, which may be read-only, and results of these types."""
+    x, out = types.Array(operand, 2, "A", readonly=True), types.Array(result, 2, "A")
+    bias, memory = types.Array(types.float32, 1, "C", readonly=True), types.Array(types.uint8, 1, "C")
+    return types.boolean(x, x, bias, out, types.intp, memory, memory)
+
+
+FLOAT32, BITS = types.float32, types.uint16
+
+
+@compile_loop([_signature(FLOAT32, FLOAT32), _signature(BITS, FLOAT32), _signature(BITS, BITS)])
+def multiply_large(
+    a: np.ndarray,
+    b: np.ndarray,
+    bias: np.ndarray,
+    out: np.ndarray,
+    n_inner: int,
+    configuration: np.ndarray,
+    scratch: np.ndarray,
+) -> bool:
+    """Write a (M, K) @ b (K, N) + bias (N,), or (0,) for none, into `out`; return whether all results are finite.
+
+    A float32 that is infinite, NaN or rounded to an infinite bfloat16 gives NaN, and the caller multiplies otherwise.
+
+    Args:
+        a, b: float32, or bits of bfloat16; of each the rows or the columns are contiguous. K is not 0.
+        out: with contiguous rows; float32, or for bfloat16 also bits of it.
+        n_inner: terms that are summed at a time; all for an `out` of bfloat16.
+        configuration: `tile_configuration()`.
+        scratch: `scratch_bytes` from a cache line's start.
+    """
+    n_rows, n_columns = out.shape
+    group_bytes = _group_bytes(_n_parts(a), n_inner)
+    n_at_once = _n_groups(n_rows, group_bytes, LEFT_BYTES) * BLOCK
+    n_resident = _n_groups(n_columns, group_bytes, RIGHT_BYTES) * BLOCK
+    right = scratch.ctypes.data
+    left = right + n_resident // BLOCK * group_bytes
+    sums, edge = aligned_zeros(n_resident, BLOCK, bias), np.zeros((STEP, STEP), a.dtype)
+    shift = np.zeros(n_columns + BLOCK, np.float32)
+    shift[: len(bias)] = bias
+    broken = ZERO
+    near = NEAR_STEPS // _n_parts(a)
+    step_bytes = 2 * _n_parts(a) * TILE_BYTES
+    configure_tiles(configuration.ctypes.data)
+    for start in range(0, len(b), n_inner):
+        terms = slice(start, min(len(b), start + n_inner))
+        n_steps = (terms.stop - start + STEP - 1) // STEP
+        for top in range(0, n_rows, n_at_once):
+            rows = slice(top, min(n_rows, top + n_at_once))
+            _pack(a[rows, terms], True, edge, left, group_bytes)
+            for first in range(0, n_columns, n_resident):
+                columns = slice(first, min(n_columns, first + n_resident))
+                _pack(b[terms, columns].T, False, edge, right, group_bytes)
+                for row in range(rows.start, rows.stop, BLOCK):
+                    of_left = left + (row - top) // BLOCK * group_bytes
+                    for step in range(0, n_steps, near):
+                        of_step = step * step_bytes
+                        n_near = min(near, n_steps - step)
+                        for column in range(columns.start, columns.stop, BLOCK):
+                            part = out[row : min(rows.stop, row + BLOCK), column : min(columns.stop, column + BLOCK)]
+                            if step + near >= n_steps:
+                                prefetch_rows(part.ctypes.data, part.strides[0], len(part), BLOCK * part.itemsize)
+                            of_right = right + (column - first) // BLOCK * group_bytes + of_step
+                            block = sums[column - first : column - first + BLOCK]
+                            _multiply_block(a, of_left + of_step, of_right, block.ctypes.data, n_near, step > 0)
+                            if step + near >= n_steps:
+                                broken += _write_block(block, shift[column : column + BLOCK], start > 0, part)
+    release_tiles()
+    return broken == 0

@@ -1,0 +1,262 @@
+"""Code generation (LLVM IR) for products of bfloat16 tiles by AMX, and for the layout of their operands.
+
+AMX has eight registers, tiles, of 16 rows of 64 bytes. One instruction adds the product of 16 x 32 and 32 x 16 bfloat16
+to 16 x 16 sums of float32; the right operand's tile holds 16 rows of 16 pairs, which follow each other along K.
+
+A float32 operand is split into N_PARTS = 3 bfloat16 (8 bits of precision each), the first the nearest bfloat16, the
+next that of what remains. Of the nine products of parts six are added up. The other three together are below 2^-23 of
+the product and have a root mean square of 2^-27, where a rounding error of float32 is up to 2^-24 and has 2^-25; and an
+instruction rounds its 32 terms to the sums once. So products of float32 have half the errors of those of AVX-512, in
+less time, though each takes six of bfloat16.
+
+Sources: Intel, "Architecture Instruction Set Extensions Programming Reference", chapter 3; Henry, Tang and Heinecke
+2019, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations" (arXiv:1904.06376).
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from tricycle_accelerators.compiled.jit import BFloat, intrinsic
+from tricycle_accelerators.compiled.registers import INDEX, build_loop, load, offset_address, prefetch, store, transpose
+
+TILE_ROWS, TILE_PAIRS = 16, 16  # pairs of bfloat16 in a row of 64 bytes
+STEP = 2 * TILE_PAIRS  # terms of the sums that one instruction adds up
+BLOCK = 2 * TILE_ROWS  # rows, and columns, of the sums that four tiles hold
+ROW_BYTES, TILE_BYTES = 64, 1024
+N_PARTS = 3  # of a float32
+BYTE, BITS = ir.IntType(8), ir.IntType(16)
+NARROW = ir.VectorType(BFloat(), TILE_PAIRS)
+FLOATS, PAIRS = ir.VectorType(ir.FloatType(), TILE_PAIRS), ir.VectorType(ir.IntType(32), TILE_PAIRS)
+ZEROS = ir.Constant(FLOATS, [0.0] * TILE_PAIRS)
+SUMS, LEFT, RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)  # registers: the sums of left i and right j are in 2 i + j
+# Parts of the left and the right operand whose products are added, least first; each shares one with the one before.
+FLOAT32_PRODUCTS = ((2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0))
+BFLOAT16_PRODUCTS = ((0, 0),)
+
+
+def _emit(builder: Any, name: str, *arguments: Any) -> None:
+    """Emit a call of an AMX instruction by LLVM's name without a result."""
+    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    """Emit the conversion of an integer address to a pointer to bytes."""
+    return builder.inttoptr(address, BYTE.as_pointer())
+
+
+# -------------------------------------------------------------------- the tiles of a thread
+@intrinsic
+def configure_tiles(context: Any, configuration: Any) -> Any:
+    """Make this thread's tiles usable, by the address of 64 bytes, `tile_configuration` (Numba intrinsic)."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _emit(builder, "ldtilecfg", _pointer(builder, arguments[0]))
+        return context.get_dummy_value()
+
+    return types.void(types.intp), code
+
+
+@intrinsic
+def release_tiles(context: Any) -> Any:
+    """Give this thread's tiles back, so that the system does not save them when it switches (Numba intrinsic)."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _emit(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+# -------------------------------------------------------------------- operands
+def _parts(builder: Any, x: Any, n_parts: int) -> list[Any]:
+    """Emit the bits of the bfloat16 parts of registers `x`: of float32, or of bfloat16 bits, which are one part."""
+    if n_parts == 1:
+        return [x]
+    bits = ir.VectorType(BITS, TILE_PAIRS)
+    parts = []
+    for part in range(n_parts):
+        nearest = builder.fptrunc(x, NARROW)
+        parts.append(builder.bitcast(nearest, bits))
+        if part < n_parts - 1:
+            x = builder.fsub(x, builder.fpext(nearest, FLOATS))
+    return parts
+
+
+def _pack_tile(n_parts: int, interleave: bool, transposed: bool) -> Any:
+    """Return the intrinsic that writes a tile of each part from lines of float32, or bfloat16 bits if `n_parts` is 1.
+
+    Its arguments are addresses and bytes: (lines, from line to line, result, from part to part).
+
+    Args:
+        interleave: whether the 32 lines lie along N or M, 16 numbers each, and two of them make a row of pairs; else
+            each of 16 lines lies along K.
+        transposed: whether rows of pairs become columns.
+    """
+    size = 2 if n_parts == 1 else 4
+    half = ir.VectorType(BITS if n_parts == 1 else ir.FloatType(), TILE_PAIRS)
+    order = [i // 2 + TILE_PAIRS * (i % 2) if interleave else i for i in range(STEP)]
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        lines, down, result, between = arguments
+        rows: list[list[Any]] = [[] for _ in range(n_parts)]
+        for row in range(TILE_ROWS):
+            if interleave:
+                places = [offset_address(builder, lines, down, 2 * row + i) for i in (0, 1)]
+            else:
+                line = offset_address(builder, lines, down, row)
+                places = [line, builder.add(line, INDEX(size * TILE_PAIRS))]
+            halves = [_parts(builder, load(builder, place, half, size), n_parts) for place in places]
+            for part, (first, second) in enumerate(zip(*halves)):
+                both = builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(ir.IntType(32), STEP), order))
+                rows[part].append(builder.bitcast(both, PAIRS))
+        for part in range(n_parts):
+            of_part = transpose(builder, rows[part]) if transposed else rows[part]
+            for row, pairs in enumerate(of_part):
+                place = builder.add(offset_address(builder, result, between, part), INDEX(ROW_BYTES * row))
+                store(builder, pairs, place)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def pack_tile(context: Any, lines: Any, down: Any, result: Any, between: Any) -> Any:
+        return types.void(*[types.intp] * 4), code
+
+    return pack_tile
+
+
+# By dtype: tiles of lines along K, not transposed and transposed; and of lines across K.
+PACK_TILE = {
+    n_parts: {
+        (interleave, transposed): _pack_tile(n_parts, interleave, transposed)
+        for interleave in (False, True)
+        for transposed in (False, True)
+    }
+    for n_parts in (1, N_PARTS)
+}
+
+
+# -------------------------------------------------------------------- products
+def _multiply_block(n_parts: int) -> Any:
+    """Return the intrinsic that writes or adds the BLOCK x BLOCK sums of products of two packed operands.
+
+    Its arguments are addresses, a number and a choice: (left, right, sums, steps, whether sums are added to what is
+    there). Of each step an operand has its parts, and of each part two tiles.
+    """
+    products: tuple[tuple[int, int], ...] = BFLOAT16_PRODUCTS if n_parts == 1 else FLOAT32_PRODUCTS
+    step_bytes = 2 * n_parts * TILE_BYTES
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        left, right, sums, n_steps, add = arguments
+        down = INDEX(ROW_BYTES)
+        places = [
+            _pointer(builder, builder.add(sums, INDEX(4 * BLOCK * TILE_ROWS * (tile // 2) + ROW_BYTES * (tile % 2))))
+            for tile in SUMS
+        ]
+
+        def add_products(step: Any, _: list[Any]) -> list[Any]:
+            operands = [builder.add(operand, builder.mul(step, INDEX(step_bytes))) for operand in (left, right)]
+
+            def load_tile(which: int, i: int, part: int) -> None:
+                place = builder.add(operands[which], INDEX((2 * part + i) * TILE_BYTES))
+                _emit(builder, "tileloadd64", BYTE((LEFT, RIGHT)[which][i]), _pointer(builder, place), down)
+
+            for which, i in ((1, 0), (0, 0), (0, 1), (1, 1)):
+                load_tile(which, i, products[0][which])
+            for parts, following in zip(products, (*products[1:], None)):
+                changed = 0 if following and following[0] != parts[0] else 1
+                for i, j in product((0, 1), repeat=2):
+                    row, column = (i, j) if changed == 0 else (j, i)
+                    sums_tile = SUMS[2 * row + column]
+                    _emit(builder, "tdpbf16ps", BYTE(sums_tile), BYTE(LEFT[row]), BYTE(RIGHT[column]))
+                    if following and j == 1:  # as soon as the tile of the part before is free
+                        load_tile(changed, i, following[changed])
+            return []
+
+        with builder.if_else(add) as (adds, begins):
+            with adds:
+                for tile, place in zip(SUMS, places):
+                    _emit(builder, "tileloadd64", BYTE(tile), place, INDEX(4 * BLOCK))
+            with begins:
+                for tile in SUMS:
+                    _emit(builder, "tilezero", BYTE(tile))
+        build_loop(builder, n_steps, [], add_products)
+        for tile, place in zip(SUMS, places):
+            _emit(builder, "tilestored64", BYTE(tile), place, INDEX(4 * BLOCK))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def multiply_block(context: Any, left: Any, right: Any, sums: Any, n_steps: Any, add: Any) -> Any:
+        return types.void(*[types.intp] * 4, types.boolean), code
+
+    return multiply_block
+
+
+multiply_block_float32, multiply_block_bfloat16 = _multiply_block(N_PARTS), _multiply_block(1)
+
+
+@intrinsic
+def prefetch_rows(context: Any, place: Any, down: Any, n_rows: Any, n_bytes: Any) -> Any:
+    """Prefetch rows of one or two cache lines into the second-level cache (Numba intrinsic).
+
+    Its arguments are the address of the first, bytes from row to row, rows, and bytes of a row.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place, down, n_rows, n_bytes = arguments
+        last = builder.sub(n_bytes, INDEX(1))
+
+        def prefetch_row(row: Any, _: list[Any]) -> list[Any]:
+            start = builder.add(place, builder.mul(down, row))
+            for address in (start, builder.add(start, last)):
+                prefetch(builder, address)
+            return []
+
+        build_loop(builder, n_rows, [], prefetch_row)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), code
+
+
+def _write_rows(narrow: bool) -> Any:
+    """Return the intrinsic that writes BLOCK columns of sums plus others as float32, or as bfloat16 if `narrow`.
+
+    Its arguments are addresses and numbers: (sums, others, bytes between rows of others, out, bytes between rows of
+    out, rows). It returns the sum of 0 times each result: NaN if one is not finite, else 0.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, others, others_down, out, down, n_rows = arguments
+
+        def write_row(row: Any, broken: list[Any]) -> list[Any]:
+            new = []
+            for half, before in enumerate(broken):
+                place = builder.add(sums, builder.add(builder.mul(row, INDEX(4 * BLOCK)), INDEX(ROW_BYTES * half)))
+                other = builder.add(others, builder.add(builder.mul(row, others_down), INDEX(ROW_BYTES * half)))
+                value = builder.fadd(load(builder, place, FLOATS), load(builder, other, FLOATS))
+                new.append(builder.fadd(before, builder.fmul(value, ZEROS)))
+                if narrow:
+                    value = builder.bitcast(builder.fptrunc(value, NARROW), ir.VectorType(BITS, TILE_PAIRS))
+                line = builder.add(out, builder.mul(row, down))
+                store(builder, value, builder.add(line, INDEX(half * (ROW_BYTES // 2 if narrow else ROW_BYTES))))
+            return new
+
+        first, second = build_loop(builder, n_rows, [ZEROS, ZEROS], write_row)
+        total = builder.fadd(first, second)
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), FLOATS])
+        add_up = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{TILE_PAIRS}f32")
+        return builder.call(add_up, [ir.Constant(ir.FloatType(), 0.0), total], fastmath=("reassoc",))
+
+    @intrinsic
+    def write_rows(context: Any, sums: Any, others: Any, others_down: Any, out: Any, down: Any, n_rows: Any) -> Any:
+        return types.float32(*[types.intp] * 6), code
+
+    return write_rows
+
+
+write_float32_rows, write_bfloat16_rows = _write_rows(False), _write_rows(True)
