@@ -12,7 +12,7 @@ import numpy as np
 
 from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.create_graph import unfused
-from tricycle.devices import Array, owns_memory
+from tricycle.devices import Array, one, owns_memory
 from tricycle.loss import CrossEntropy, scale_gradient
 from tricycle.ops import as_floating, as_tensor, check_positive, reshape
 from tricycle.tensor import Operand, Tensor, record
@@ -55,7 +55,7 @@ def from_hidden(
     sums: list[Array | None] = [None for _ in inputs[1:]]
 
     def add(loss: Tensor, some: Tensor, places: Any) -> None:
-        to_some, *new = leaf_gradients(loss, np.ones_like(loss.array), [some, *inputs[1:]])
+        to_some, *new = leaf_gradients(loss, one(np, str(loss.array.device), loss.dtype), [some, *inputs[1:]])
         if to_rows is not None and to_some is not None:
             to_rows[places] = to_some
         sums[:] = [_add(held, more, to_some) for held, more in zip(sums, new)]
