@@ -20,6 +20,7 @@ from tricycle.kernels import experts as experts_kernels
 from tricycle.kernels.experts import Routing
 from tricycle_accelerators import compiled, libraries, matmul_plan, registry, threads
 from tricycle_accelerators.compiled import (
+    amx_matmul,
     attention,
     elementwise,
     experts,
@@ -550,21 +551,28 @@ def test_tile_products_match_float64(shape, add, transposed):
     left, out = np.asarray(a, order="F" if transposed else "C"), initial.copy()
     multiply(left.T.copy().T if transposed else left, b, out, add)
     np.testing.assert_allclose(out, a.astype(np.float64) @ b + add * initial, 1e-4, 1e-5)
-    if not tiles.HAS_BFLOAT or transposed:
+    if not tiles.HAS_BFLOAT or amx_matmul.pairs_unavailable_reason():
         return
 
     @numba.njit
     def multiply_pairs(a, b, left, right, out, add):
-        tiles.pack_left(a, left)
+        tiles.begin_products(left)
+        if transposed:
+            left = tiles.transposed_left(a.T, a.shape[1], left.T)
+        else:
+            tiles.pack_left(a, left)
         tiles.pack_right(b, right)
         tiles.multiply(left, right, out, add)
+        tiles.end_products(left)
 
-    n_steps, out = (n_inner + 1) // 2, initial.copy()
-    left, right = np.zeros((n_rows, n_steps), np.uint32), np.zeros((n_steps, n_columns), np.uint32)
-    multiply_pairs(a, b, left, right, out, add)
+    n_steps, n_whole = (n_inner + 1) // 2, -(-n_rows // tiles.PAIR_ROWS) * tiles.PAIR_ROWS
+    out = np.concatenate([initial, np.zeros((n_whole - n_rows, n_columns), np.float32)])
+    left, right = np.zeros((n_whole, n_steps), np.uint32), np.zeros((n_steps, n_columns), np.uint32)
+    multiply_pairs(a, b, np.asfortranarray(left) if transposed else left, right, out, add)
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     expected = a.astype(bfloat16).astype(np.float64) @ b.astype(bfloat16).astype(np.float64) + add * initial
-    np.testing.assert_allclose(out, expected, 1e-4, 1e-5)
+    np.testing.assert_allclose(out[:n_rows], expected, 1e-4, 1e-5)
+    assert not out[n_rows:].any()
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (16, 16), (70, 33)])

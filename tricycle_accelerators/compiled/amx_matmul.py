@@ -32,6 +32,14 @@ def unavailable_reason() -> str | None:
     return None if processor.request_amx() else "the system does not permit AMX"
 
 
+def pairs_unavailable_reason() -> str | None:
+    """Return why products of pairs (`tiles.py`) cannot be computed as they were compiled for this processor, or None.
+
+    Where it has AMX, they were compiled for that.
+    """
+    return unavailable_reason() if load_loops("jit").HAS_AMX else None
+
+
 def _matmul_decline_reason(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:

@@ -40,13 +40,13 @@ FLOAT32_PRODUCTS = ((2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0))
 BFLOAT16_PRODUCTS = ((0, 0),)
 
 
-def _emit(builder: Any, name: str, *arguments: Any) -> None:
+def emit_tile_instruction(builder: Any, name: str, *arguments: Any) -> None:
     """Emit a call of an AMX instruction by LLVM's name without a result."""
     kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
 
 
-def _pointer(builder: Any, address: Any) -> Any:
+def pointer_to(builder: Any, address: Any) -> Any:
     """Emit the conversion of an integer address to a pointer to bytes."""
     return builder.inttoptr(address, BYTE.as_pointer())
 
@@ -57,7 +57,7 @@ def configure_tiles(context: Any, configuration: Any) -> Any:
     """Make this thread's tiles usable, by the address of 64 bytes, `tile_configuration` (Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit(builder, "ldtilecfg", _pointer(builder, arguments[0]))
+        emit_tile_instruction(builder, "ldtilecfg", pointer_to(builder, arguments[0]))
         return context.get_dummy_value()
 
     return types.void(types.intp), code
@@ -68,7 +68,7 @@ def release_tiles(context: Any) -> Any:
     """Give this thread's tiles back, so that the system does not save them when it switches (Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit(builder, "tilerelease")
+        emit_tile_instruction(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), code
@@ -155,7 +155,7 @@ def _multiply_block(n_parts: int) -> Any:
         left, right, sums, n_steps, add = arguments
         down = INDEX(ROW_BYTES)
         places = [
-            _pointer(builder, builder.add(sums, INDEX(4 * BLOCK * TILE_ROWS * (tile // 2) + ROW_BYTES * (tile % 2))))
+            pointer_to(builder, builder.add(sums, INDEX(4 * BLOCK * TILE_ROWS * (tile // 2) + ROW_BYTES * (tile % 2))))
             for tile in SUMS
         ]
 
@@ -164,7 +164,9 @@ def _multiply_block(n_parts: int) -> Any:
 
             def load_tile(which: int, i: int, part: int) -> None:
                 place = builder.add(operands[which], INDEX((2 * part + i) * TILE_BYTES))
-                _emit(builder, "tileloadd64", BYTE((LEFT, RIGHT)[which][i]), _pointer(builder, place), down)
+                emit_tile_instruction(
+                    builder, "tileloadd64", BYTE((LEFT, RIGHT)[which][i]), pointer_to(builder, place), down
+                )
 
             for which, i in ((1, 0), (0, 0), (0, 1), (1, 1)):
                 load_tile(which, i, products[0][which])
@@ -173,7 +175,7 @@ def _multiply_block(n_parts: int) -> Any:
                 for i, j in product((0, 1), repeat=2):
                     row, column = (i, j) if changed == 0 else (j, i)
                     sums_tile = SUMS[2 * row + column]
-                    _emit(builder, "tdpbf16ps", BYTE(sums_tile), BYTE(LEFT[row]), BYTE(RIGHT[column]))
+                    emit_tile_instruction(builder, "tdpbf16ps", BYTE(sums_tile), BYTE(LEFT[row]), BYTE(RIGHT[column]))
                     if following and j == 1:  # as soon as the tile of the part before is free
                         load_tile(changed, i, following[changed])
             return []
@@ -181,13 +183,13 @@ def _multiply_block(n_parts: int) -> Any:
         with builder.if_else(add) as (adds, begins):
             with adds:
                 for tile, place in zip(SUMS, places):
-                    _emit(builder, "tileloadd64", BYTE(tile), place, INDEX(4 * BLOCK))
+                    emit_tile_instruction(builder, "tileloadd64", BYTE(tile), place, INDEX(4 * BLOCK))
             with begins:
                 for tile in SUMS:
-                    _emit(builder, "tilezero", BYTE(tile))
+                    emit_tile_instruction(builder, "tilezero", BYTE(tile))
         build_loop(builder, n_steps, [], add_products)
         for tile, place in zip(SUMS, places):
-            _emit(builder, "tilestored64", BYTE(tile), place, INDEX(4 * BLOCK))
+            emit_tile_instruction(builder, "tilestored64", BYTE(tile), place, INDEX(4 * BLOCK))
         return context.get_dummy_value()
 
     @intrinsic

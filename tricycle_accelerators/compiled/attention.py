@@ -14,6 +14,7 @@ from tricycle.kernels.quantized_heads import QuantizedHeads
 from tricycle.kernels.ranges import queries_with_keys
 from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.attention_blocks import HeadGroup, head_major, make_head_groups
+from tricycle_accelerators.compiled import amx_matmul
 from tricycle_accelerators.compiled.elementwise import FLOAT32
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.compiled.vector_matmul import spin_team
@@ -38,6 +39,8 @@ def _many_decline_reason(
         return f"a scale above 0, got {score_options.scale}"
     if not q.dtype == k.dtype == v.dtype or not (q.dtype == np.float32 or is_16_bit(q)):
         return f"one dtype, float32 or of 16 bits, got {q.dtype}, {k.dtype} and {v.dtype}"
+    if q.dtype.name == "bfloat16" and (why := amx_matmul.pairs_unavailable_reason()):
+        return why
     if queries_with_keys(score_options, n_queries, n_keys) != slice(0, n_queries):
         return "queries that see no key"
     return None

@@ -38,6 +38,8 @@ from tricycle_accelerators.compiled.registers import INDEX, VECTOR, load
 from tricycle_accelerators.compiled.tiles import (
     LANES,
     aligned_zeros,
+    begin_products,
+    end_products,
     left_elements,
     left_operand,
     left_to_right,
@@ -265,6 +267,7 @@ def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  
     weights = aligned_zeros(QUERIES, n_inner_steps(KEYS, like), like)
     mixed = aligned_zeros(QUERY_BATCH, round_up_to_lanes(value_size), shifts)
     highest, sums = np.empty(QUERY_BATCH, np.float32), np.empty(QUERY_BATCH, np.float32)
+    begin_products(like)
     for h in range(n_heads):
         if h % n_sharing == 0:
             _pack_key_blocks(k[h // n_sharing], scratch, keys)
@@ -289,6 +292,7 @@ def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  
                     new[e] = convert_for(new, row[e] * share)
                 shifts[h, first + t] = highest[t] * scale
                 totals[h, first + t] = sums[t]
+    end_products(like)
 
 
 # -------------------------------------------------------------------- backward
@@ -367,6 +371,7 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
     left = aligned_zeros(n_inner_steps(QUERIES, like), KEYS, like)
     slopes_scratch = aligned_zeros(QUERIES, n_inner_steps(KEYS, like), like)
     inner = np.empty(QUERY_BATCH, np.float32)
+    begin_products(like)
     for h in range(n_heads):
         if h % n_sharing == 0:
             _pack_key_blocks(k[h // n_sharing], scratch, keys)
@@ -404,6 +409,7 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
         if (h + 1) % n_sharing == 0:
             _copy_converted(d_keys[:n_keys, :size], dk[h // n_sharing])
             _copy_converted(d_values[:n_keys, :value_size], dv[h // n_sharing])
+    end_products(like)
 
 
 # -------------------------------------------------------------------- compiled where they are asked for

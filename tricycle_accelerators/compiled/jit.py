@@ -47,7 +47,7 @@ def _features() -> dict[str, bool]:
 FEATURES = _features()
 IS_ARM64 = binding.get_default_triple().startswith(("aarch64", "arm64"))
 HAS_FMA = FEATURES.get("fma", False) or IS_ARM64
-HAS_BFLOAT = FEATURES.get("avx512bf16", False)
+HAS_BFLOAT, HAS_AMX = FEATURES.get("avx512bf16", False), FEATURES.get("amx-bf16", False)
 ZERO, ONE = np.float32(0), np.float32(1)
 LOG2_E = np.float32(math.log2(math.e))
 LOG2_E_REST = np.float32(math.log2(math.e) - float(LOG2_E))

@@ -22,8 +22,9 @@ from llvmlite import ir
 from numba import types
 
 from tricycle_accelerators import processor
-from tricycle_accelerators.compiled.jit import HAS_BFLOAT as HAS_BFLOAT
+from tricycle_accelerators.compiled import amx_pairs
 from tricycle_accelerators.compiled.jit import (
+    HAS_AMX,
     OPTIONS,
     contiguous_row,
     intrinsic,
@@ -31,6 +32,7 @@ from tricycle_accelerators.compiled.jit import (
     to_bfloat16_bits,
     to_float32,
 )
+from tricycle_accelerators.compiled.jit import HAS_BFLOAT as HAS_BFLOAT
 from tricycle_accelerators.compiled.registers import (
     INDEX,
     INSTRUCTION_SET,
@@ -46,7 +48,8 @@ from tricycle_accelerators.compiled.registers import (
 )
 
 ROWS, VECTORS = INSTRUCTION_SET.tile_rows, INSTRUCTION_SET.tile_vectors  # of a tile; a vector is a register of columns
-HAS_PAIRS = HAS_BFLOAT and not processor.is_intel()
+HAS_PAIRS = HAS_AMX or (HAS_BFLOAT and not processor.is_intel())
+PAIR_ROWS = amx_pairs.TILE_ROWS if HAS_AMX else ROWS  # of a tile of products of pairs
 LINE = 16  # float32 in a line of a cache
 
 
@@ -132,16 +135,15 @@ def _make_multiply(pairs: bool) -> Any:
 
 
 _multiply_float32 = _make_multiply(False)
-_multiply_bfloat16_pairs = (
-    _make_multiply(True) if HAS_BFLOAT else _multiply_float32
-)  # where there is no such instruction, nor are there pairs
+_multiply_bfloat16_pairs = amx_pairs.multiply_pairs if HAS_AMX else _make_multiply(HAS_BFLOAT)
 
 
 @overload_by_types
 def multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
     """Write left (M, K) times right (K, N), of float32 or packed bfloat16 pairs, into `out`; add it there if `add`.
 
-    M is a multiple of ROWS, N of LANES, and there is at least one step.
+    M is a multiple of ROWS, or of PAIR_ROWS, N of LANES, and there is at least one step. Products of pairs are made
+    between `begin_products` and `end_products`.
     """
     product = _multiply_bfloat16_pairs if left.dtype == types.uint32 else _multiply_float32
 
@@ -161,6 +163,22 @@ def multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
         )
 
     return call
+
+
+@overload_by_types
+def begin_products(like: Any) -> Any:
+    """Prepare this thread for products of operands of the dtype of `like`: by AMX they are made in its tiles."""
+    if like.dtype == types.uint32 and HAS_AMX:
+        return lambda like: amx_pairs.begin_tiles()
+    return lambda like: None
+
+
+@overload_by_types
+def end_products(like: Any) -> Any:
+    """End what `begin_products` has begun, so that the system does not store tiles when it switches threads."""
+    if like.dtype == types.uint32 and HAS_AMX:
+        return lambda like: amx_pairs.release_tiles()
+    return lambda like: None
 
 
 # -------------------------------------------------------------------- operands
