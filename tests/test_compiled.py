@@ -25,6 +25,7 @@ from tricycle_accelerators.compiled import (
     elementwise,
     experts,
     jit,
+    loader,
     losses,
     normalisation,
     optimisers,
@@ -42,6 +43,25 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 FEW_QUERIES = normal(1, 2, 4, 8), normal(1, 5, 2, 8), normal(1, 5, 2, 8)
+
+
+def test_machine_code_of_other_sources_is_discarded(tmp_path, monkeypatch):
+    folder = tmp_path / "package" / "loops"
+    kept = folder / "__pycache__"
+    kept.mkdir(parents=True)
+    sources, code = [folder / "a.py", tmp_path / "package" / "b.py"], [kept / "a.f-1.py311.nbi", kept / "a.f-1.1.nbc"]
+    for source in sources:
+        source.write_text("x = 1", encoding="utf-8")
+    for change in (lambda: None, lambda: sources[0].write_text("x = 12", encoding="utf-8"), sources[1].unlink):
+        change()
+        for path in code:
+            path.touch()
+        loader.discard_stale_code(folder)
+        assert not any(path.exists() for path in code)
+        code[0].touch()
+        loader.discard_stale_code(folder)
+        assert code[0].exists()
+    loader.discard_stale_code(tmp_path / "missing" / "loops")  # as where nothing can be written
 
 
 def test_needs_compilation_only_without_cached_loops(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Blocked matrix product of float32 or bfloat16 by AMX tiles, compiled by Numba.
 
-Groups of 32 rows of the left matrix are laid out as tiles until a core's second cache is half full; then groups of 32
-columns of the right one, one after the other, meet them all. Both are laid out anew for each INNER terms of the sums.
+Groups of 32 columns of the right matrix are laid out as tiles until a core's second cache is half full; then groups of
+32 rows of the left one, each laid out when its turn comes, meet them all. INNER terms of the sums are added at a time.
 
 Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication".
 """
@@ -40,10 +40,10 @@ from tricycle_accelerators.compiled.jit import (
 )
 from tricycle_accelerators.compiled.tiles import aligned_zeros
 
-INNER = 768  # terms
+INNER = 384  # terms
 RIGHT_BYTES = 2**20  # of columns that stay in a core's second cache while all rows go by
+LEFT_BYTES = 2**23  # of rows that are laid out at once where they do not lie in rows, for they share cache lines
 NEAR_STEPS = 12  # of a group of rows of bfloat16 that stay in a core's first cache
-LEFT_BYTES = 2**23  # of rows that are laid out at once
 
 
 def tile_configuration() -> np.ndarray:
@@ -76,11 +76,11 @@ def _group_bytes(n_parts: int, n_inner: int) -> int:
     return (n_inner + STEP - 1) // STEP * 2 * n_parts * TILE_BYTES
 
 
-def scratch_bytes(n_rows: int, n_columns: int, n_inner: int, is_float32: bool) -> int:
-    """Return the bytes of scratch memory that `multiply_large` needs for `n_inner` terms at a time."""
-    group = _group_bytes(N_PARTS if is_float32 else 1, n_inner)
-    n_groups = _n_groups(n_rows, group, LEFT_BYTES) + _n_groups(n_columns, group, RIGHT_BYTES)
-    return int(n_groups * group)
+def scratch_bytes(a: np.ndarray, n_columns: int, n_inner: int) -> int:
+    """Return the bytes of scratch memory for `multiply_large` of `a` and `n_columns`, `n_inner` terms at a time."""
+    group = _group_bytes(N_PARTS if a.dtype == np.float32 else 1, n_inner)
+    n_left = 1 if a.strides[1] == a.itemsize else _n_groups(len(a), group, LEFT_BYTES)
+    return int((n_left + _n_groups(n_columns, group, RIGHT_BYTES)) * group)
 
 
 # -------------------------------------------------------------------- operands
@@ -224,7 +224,8 @@ def multiply_large(
     """
     n_rows, n_columns = out.shape
     group_bytes = _group_bytes(_n_parts(a), n_inner)
-    n_at_once = _n_groups(n_rows, group_bytes, LEFT_BYTES) * BLOCK
+    in_rows = a.strides[1] == a.itemsize
+    n_at_once = n_rows if in_rows else _n_groups(n_rows, group_bytes, LEFT_BYTES) * BLOCK
     n_resident = _n_groups(n_columns, group_bytes, RIGHT_BYTES) * BLOCK
     right = scratch.ctypes.data
     left = right + n_resident // BLOCK * group_bytes
@@ -239,18 +240,21 @@ def multiply_large(
         terms = slice(start, min(len(b), start + n_inner))
         n_steps = (terms.stop - start + STEP - 1) // STEP
         for top in range(0, n_rows, n_at_once):
-            rows = slice(top, min(n_rows, top + n_at_once))
-            _pack(a[rows, terms], True, edge, left, group_bytes)
+            if not in_rows:
+                _pack(a[top : top + n_at_once, terms], True, edge, left, group_bytes)
             for first in range(0, n_columns, n_resident):
                 columns = slice(first, min(n_columns, first + n_resident))
                 _pack(b[terms, columns].T, False, edge, right, group_bytes)
-                for row in range(rows.start, rows.stop, BLOCK):
-                    of_left = left + (row - top) // BLOCK * group_bytes
+                for row in range(top, min(n_rows, top + n_at_once), BLOCK):
+                    rows, of_left = slice(row, min(n_rows, row + BLOCK)), left
+                    if in_rows:
+                        _pack(a[rows, terms], True, edge, left, group_bytes)
+                    else:
+                        of_left += (row - top) // BLOCK * group_bytes
                     for step in range(0, n_steps, near):
-                        of_step = step * step_bytes
-                        n_near = min(near, n_steps - step)
+                        of_step, n_near = step * step_bytes, min(near, n_steps - step)
                         for column in range(columns.start, columns.stop, BLOCK):
-                            part = out[row : min(rows.stop, row + BLOCK), column : min(columns.stop, column + BLOCK)]
+                            part = out[rows, column : min(columns.stop, column + BLOCK)]
                             if step + near >= n_steps:
                                 prefetch_rows(part.ctypes.data, part.strides[0], len(part), BLOCK * part.itemsize)
                             of_right = right + (column - first) // BLOCK * group_bytes + of_step

@@ -98,9 +98,8 @@ def matmul(
 def multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> bool:
     """Write a @ b + bias into `out` in this thread, as `matmul`; return whether all results are finite."""
     loops = load_loops("amx_loops")
-    is_float32 = a.dtype == np.float32
     n_inner = len(b) if out.dtype != np.float32 else loops.even_inner(len(b))
-    scratch = _scratch(loops.scratch_bytes(*out.shape, n_inner, is_float32))
+    scratch = _scratch(loops.scratch_bytes(a, out.shape[1], n_inner))
     bits = [x if x.dtype == np.float32 else x.view(np.uint16) for x in (a, b, out)]
     shift = NO_BIAS if bias is None else np.ascontiguousarray(bias, np.float32)
     return bool(loops.multiply_large(bits[0], bits[1], shift, bits[2], n_inner, loops.CONFIGURATION, scratch))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from tricycle_accelerators import libraries
@@ -21,6 +23,7 @@ def load_loops(name: str) -> Any:
     Raises:
         RuntimeError: Numba's libraries cannot be loaded, for example under a low memory limit.
     """
+    _discard_stale_code()
     for other in LOADED_BEFORE.get(name, ()):
         load_loops(other)
     try:
@@ -30,3 +33,30 @@ def load_loops(name: str) -> Any:
         raise RuntimeError(f"Numba failed ({problem}): free some memory, or set TRICYCLE_KERNELS=-numba") from error
     libraries.release_memory()
     return loops
+
+
+# Cache: done once in a process.
+@cache
+def _discard_stale_code() -> None:
+    """Delete this folder's machine code if it was compiled from other sources than those that are there now."""
+    discard_stale_code(Path(__file__).parent)
+
+
+def discard_stale_code(folder: Path) -> None:
+    """Delete a folder's machine code unless a file beside the code says that it was compiled from today's sources.
+
+    Numba looks at the source of a function alone, and not at the other files whose functions it inlines: after an
+    update the code of functions that have not changed would be that of before. In a folder that is read-only, whose
+    code Numba keeps elsewhere, nothing is done.
+    """
+    files = [(path.name, path.stat()) for place in (folder, folder.parent) for path in sorted(place.glob("*.py"))]
+    sources = "\n".join(f"{name} {facts.st_size} {facts.st_mtime_ns}" for name, facts in files)
+    kept = folder / "__pycache__"
+    with suppress(OSError):
+        kept.mkdir(exist_ok=True)
+        record = kept / "compiled_from.txt"
+        if record.exists() and record.read_text(encoding="utf-8") == sources:
+            return
+        for path in kept.glob("*.nb[ci]"):
+            path.unlink(missing_ok=True)
+        record.write_text(sources, encoding="utf-8")
