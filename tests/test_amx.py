@@ -74,8 +74,7 @@ def test_products_of_parts_leave_out_less_than_rounding_errors():
 @pytest.fixture
 def large(monkeypatch):
     """Return amx_matmul.matmul with three threads and without minimum sizes."""
-    monkeypatch.setattr(matmul_plan, "MIN_AMX_SIZE", 1)
-    monkeypatch.setattr(matmul_plan, "MIN_AMX_WORK", 1)
+    monkeypatch.setattr(matmul_plan, "MIN_AMX", {"float32": (1, 1), "bfloat16": (1, 1)})
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     return amx_matmul.matmul
 
@@ -102,6 +101,14 @@ def test_products_match_float64(large, shape, left, right, dtype):
 
 
 @needs_amx
+def test_more_columns_of_memory_than_are_laid_out_at_once_are_multiplied():
+    a, b = draw(23_000, 40, transposed=True), draw(40, 33)
+    out = np.empty((23_000, 33), np.float32)
+    assert amx_matmul.multiply(a, b, None, out)
+    np.testing.assert_allclose(out, a.astype(np.float64) @ b, 1e-4, 1e-4)
+
+
+@needs_amx
 def test_rows_that_lie_in_one_place_are_multiplied(large):
     a, b = np.broadcast_to(draw(1, 70), (40, 70)), np.broadcast_to(draw(1, 70), (48, 70)).T
     for left, right in ((a, b), (a[::-1], b), (a, np.ascontiguousarray(b))):
@@ -110,10 +117,10 @@ def test_rows_that_lie_in_one_place_are_multiplied(large):
 
 @needs_amx
 @pytest.mark.parametrize("n_inner", [384, 4096])
-def test_float32_products_are_at_least_as_exact_as_those_of_blas(n_inner):
+def test_float32_products_are_at_least_as_exact_as_those_of_blas(large, n_inner):
     a, b = draw(256, n_inner), draw(n_inner, 256)
     expected = a.astype(np.float64) @ b
-    errors = [np.square(product - expected).mean() for product in (amx_matmul.matmul(a, b), a @ b)]
+    errors = [np.square(product - expected).mean() for product in (large(a, b), a @ b)]
     assert errors[0] <= errors[1]
 
 
@@ -128,7 +135,7 @@ def test_products_are_bit_identical_for_any_number_of_threads(large, monkeypatch
 
 
 @needs_amx
-def test_infinity_and_nan_are_left_to_blas():
+def test_infinity_and_nan_are_left_to_blas(large):
     a, b = draw(256, 256), draw(256, 256)
     for number in (np.inf, np.nan, np.finfo(np.float32).max):  # the last is rounded to an infinite bfloat16
         a[3, 4] = number
@@ -151,10 +158,9 @@ def test_unsupported_operands_are_declined_with_a_reason(large, monkeypatch):
     ):
         assert re.search(phrase, decline_reason(*arguments))
         assert amx_matmul.matmul(*arguments) is NotImplemented
-    monkeypatch.setattr(matmul_plan, "MIN_AMX_SIZE", 65)
+    monkeypatch.setattr(matmul_plan, "MIN_AMX", {"float32": (65, 1)})
     assert "at least 65 rows" in decline_reason(a, b)
-    monkeypatch.setattr(matmul_plan, "MIN_AMX_SIZE", 64)
-    monkeypatch.setattr(matmul_plan, "MIN_AMX_WORK", 2**20)
+    monkeypatch.setattr(matmul_plan, "MIN_AMX", {"float32": (64, 2**20)})
     assert "fewer than 1048576 multiplications" in decline_reason(a, b)
 
 

@@ -24,7 +24,8 @@ MIN_VECTOR_BYTES = 2**12  # of the right matrix: for fewer NumPy is about as fas
 MIN_TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
 MIN_TILED_WORK = 2**24  # multiplications
 MIN_FEW_ROWS_WORK = MIN_SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
-MIN_AMX_SIZE, MIN_AMX_WORK = 16, 2**21
+# Rows and columns, and multiplications: for fewer, operands take too long to lay out.
+MIN_AMX = {"float32": (128, 2**26), "bfloat16": (32, 2**20)}
 NO_TILED_MATMUL = "OpenBLAS and AVX-512 on a processor not of Intel's: elsewhere BLAS is as fast"
 MAX_INNER_SPLIT_ROWS = 4  # for which threads share the terms: each reads its part of the right matrix in one piece
 MAX_COLUMN_CHUNK_ROWS = 16  # for which a right matrix by columns is multiplied in pieces that stay in a cache
@@ -87,7 +88,7 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
     Operands are aligned and writable.
     """
     shape = product[:3]
-    amx = amx_decline_reason(shape) or amx_missing_reason(machine)
+    amx = amx_decline_reason(shape, product.dtype) or amx_missing_reason(machine)
     if product.dtype == "bfloat16":
         share = inner_or_longer_axis(shape) if upcasts_bfloat16(machine) else longer_axis(shape)
         versions = [("numba", amx, amx_partition(shape)), ("onednn", None, share)]
@@ -150,11 +151,12 @@ def upcasts_bfloat16(machine: Machine) -> bool:
     return "GenuineIntel" in machine.vendor and amx_missing_reason(machine) is not None
 
 
-def amx_decline_reason(shape: Shape) -> str | None:
-    """Return why AMX declines a product (N, K, M): few rows, columns or terms, or little work; None if it accepts."""
-    if min(shape) < MIN_AMX_SIZE:
-        return f"at least {MIN_AMX_SIZE} rows, columns and terms, got {shape}"
-    return None if math.prod(shape) >= MIN_AMX_WORK else f"fewer than {MIN_AMX_WORK} multiplications"
+def amx_decline_reason(shape: Shape, dtype: str) -> str | None:
+    """Return why AMX declines a product (N, K, M): few rows or columns, or little work; None if it accepts."""
+    least, work = MIN_AMX[dtype]
+    if min(shape[0], shape[2]) < least:
+        return f"at least {least} rows and columns of {dtype}, got {shape}"
+    return None if math.prod(shape) >= work else f"fewer than {work} multiplications"
 
 
 def few_rows_decline_reason(shape: Shape) -> str | None:

@@ -18,11 +18,10 @@ from tricycle_accelerators.compiled.amx_tiles import (
     BLOCK,
     N_PARTS,
     PACK_TILE,
-    ROW_BYTES,
     STEP,
     TILE_BYTES,
     TILE_ROWS,
-    configure_tiles,
+    begin_tiles,
     multiply_block_bfloat16,
     multiply_block_float32,
     prefetch_rows,
@@ -46,22 +45,10 @@ LEFT_BYTES = 2**23  # of rows that are laid out at once where they do not lie in
 NEAR_STEPS = 12  # of a group of rows of bfloat16 that stay in a core's first cache
 
 
-def tile_configuration() -> np.ndarray:
-    """Return the 64 bytes that make all tiles 16 rows of 64 bytes."""
-    configuration = np.zeros(64, np.uint8)
-    configuration[0] = 1  # the only palette
-    configuration[16:32].view(np.uint16)[:] = ROW_BYTES
-    configuration[48:56] = TILE_ROWS
-    return configuration
-
-
 def even_inner(n_inner: int) -> int:
     """Return the terms that are summed at a time: INNER or less, whole steps, about equally many each time."""
     n_times = -(-n_inner // INNER)
     return -(-n_inner // (n_times * STEP)) * STEP
-
-
-CONFIGURATION = tile_configuration()
 
 
 @numba.njit(**OPTIONS)
@@ -195,7 +182,7 @@ def _signature(operand: Any, result: Any) -> Any:
     """Return the signature of `multiply_large` for operands, which may be read-only, and results of these types."""
     x, out = types.Array(operand, 2, "A", readonly=True), types.Array(result, 2, "A")
     bias, memory = types.Array(types.float32, 1, "C", readonly=True), types.Array(types.uint8, 1, "C")
-    return types.boolean(x, x, bias, out, types.intp, memory, memory)
+    return types.boolean(x, x, bias, out, types.intp, memory)
 
 
 FLOAT32, BITS = types.float32, types.uint16
@@ -208,7 +195,6 @@ def multiply_large(
     bias: np.ndarray,
     out: np.ndarray,
     n_inner: int,
-    configuration: np.ndarray,
     scratch: np.ndarray,
 ) -> bool:
     """Write a (M, K) @ b (K, N) + bias (N,), or (0,) for none, into `out`; return whether all results are finite.
@@ -219,7 +205,6 @@ def multiply_large(
         a, b: float32, or bits of bfloat16; of each the rows or the columns are contiguous. K is not 0.
         out: with contiguous rows; float32, or for bfloat16 also bits of it.
         n_inner: terms that are summed at a time; all for an `out` of bfloat16.
-        configuration: `tile_configuration()`.
         scratch: `scratch_bytes` from a cache line's start.
     """
     n_rows, n_columns = out.shape
@@ -235,7 +220,7 @@ def multiply_large(
     broken = ZERO
     near = NEAR_STEPS // _n_parts(a)
     step_bytes = 2 * _n_parts(a) * TILE_BYTES
-    configure_tiles(configuration.ctypes.data)
+    begin_tiles()
     for start in range(0, len(b), n_inner):
         terms = slice(start, min(len(b), start + n_inner))
         n_steps = (terms.stop - start + STEP - 1) // STEP

@@ -44,7 +44,8 @@ def _matmul_decline_reason(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
     """Return why AMX cannot run (a small product, a call in a worker, dtypes, strides, no AMX), or None."""
-    why = matmul_plan.amx_decline_reason((*a.shape, b.shape[1]))
+    kind = "float32" if a.dtype == np.float32 else "bfloat16"
+    why = matmul_plan.amx_decline_reason((*a.shape, b.shape[1]), kind)
     if why is not None:
         return why
     if threads.in_worker():
@@ -102,7 +103,7 @@ def multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndar
     scratch = _scratch(loops.scratch_bytes(a, out.shape[1], n_inner))
     bits = [x if x.dtype == np.float32 else x.view(np.uint16) for x in (a, b, out)]
     shift = NO_BIAS if bias is None else np.ascontiguousarray(bias, np.float32)
-    return bool(loops.multiply_large(bits[0], bits[1], shift, bits[2], n_inner, loops.CONFIGURATION, scratch))
+    return bool(loops.multiply_large(bits[0], bits[1], shift, bits[2], n_inner, scratch))
 
 
 def _scratch(n_bytes: int) -> np.ndarray:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import numba
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -19,10 +18,10 @@ from tricycle_accelerators.compiled.amx_tiles import (
     ROW_BYTES,
     TILE_PAIRS,
     TILE_ROWS,
-    configure_tiles,
     emit_tile_instruction,
     pointer_to,
 )
+from tricycle_accelerators.compiled.amx_tiles import begin_tiles as begin_tiles
 from tricycle_accelerators.compiled.amx_tiles import release_tiles as release_tiles
 from tricycle_accelerators.compiled.jit import OPTIONS, intrinsic
 from tricycle_accelerators.compiled.registers import INDEX, PAIR, offset_address, store, transpose
@@ -30,17 +29,6 @@ from tricycle_accelerators.compiled.registers import INDEX, PAIR, offset_address
 N_AT_ONCE = 4  # tiles of sums beside each other
 LEFT, RIGHT = 4, (5, 6)  # registers of the operands
 SCRATCH_ROW = N_AT_ONCE * ROW_BYTES
-
-
-@numba.njit(**OPTIONS)
-def begin_tiles() -> None:
-    """Make this thread's tiles 16 rows of 64 bytes each, until `release_tiles`."""
-    configuration = np.zeros(64, np.uint8)
-    configuration[0] = 1  # the only palette
-    for tile in range(8):
-        configuration[16 + 2 * tile] = ROW_BYTES
-        configuration[48 + tile] = TILE_ROWS
-    configure_tiles(configuration.ctypes.data)
 
 
 # -------------------------------------------------------------------- operands that are not whole tiles

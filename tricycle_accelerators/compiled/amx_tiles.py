@@ -18,11 +18,13 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from tricycle_accelerators.compiled.jit import BFloat, intrinsic
+from tricycle_accelerators.compiled.jit import OPTIONS, BFloat, intrinsic
 from tricycle_accelerators.compiled.registers import INDEX, build_loop, load, offset_address, prefetch, store, transpose
 
 TILE_ROWS, TILE_PAIRS = 16, 16  # pairs of bfloat16 in a row of 64 bytes
@@ -35,7 +37,7 @@ NARROW = ir.VectorType(BFloat(), TILE_PAIRS)
 FLOATS, PAIRS = ir.VectorType(ir.FloatType(), TILE_PAIRS), ir.VectorType(ir.IntType(32), TILE_PAIRS)
 ZEROS = ir.Constant(FLOATS, [0.0] * TILE_PAIRS)
 SUMS, LEFT, RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)  # registers: the sums of left i and right j are in 2 i + j
-# Parts of the left and the right operand whose products are added, least first; each shares one with the one before.
+# Parts of the left and the right operand whose products are added: each shares one with the one before.
 FLOAT32_PRODUCTS = ((2, 0), (1, 0), (1, 1), (0, 1), (0, 2), (0, 0))
 BFLOAT16_PRODUCTS = ((0, 0),)
 
@@ -53,8 +55,8 @@ def pointer_to(builder: Any, address: Any) -> Any:
 
 # -------------------------------------------------------------------- the tiles of a thread
 @intrinsic
-def configure_tiles(context: Any, configuration: Any) -> Any:
-    """Make this thread's tiles usable, by the address of 64 bytes, `tile_configuration` (Numba intrinsic)."""
+def _configure_tiles(context: Any, configuration: Any) -> Any:
+    """Make this thread's tiles usable, as 64 bytes at an address say (Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emit_tile_instruction(builder, "ldtilecfg", pointer_to(builder, arguments[0]))
@@ -72,6 +74,17 @@ def release_tiles(context: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), code
+
+
+@numba.njit(**OPTIONS)
+def begin_tiles() -> None:
+    """Make this thread's tiles 16 rows of 64 bytes each, until `release_tiles`."""
+    configuration = np.zeros(64, np.uint8)
+    configuration[0] = 1  # the only palette
+    for tile in range(8):
+        configuration[16 + 2 * tile] = ROW_BYTES
+        configuration[48 + tile] = TILE_ROWS
+    _configure_tiles(configuration.ctypes.data)
 
 
 # -------------------------------------------------------------------- operands
