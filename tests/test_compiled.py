@@ -578,7 +578,7 @@ def test_tile_products_match_float64(shape, add, transposed):
     def multiply_pairs(a, b, left, right, out, add):
         tiles.begin_products(left)
         if transposed:
-            left = tiles.transposed_left(a.T, a.shape[1], left.T)
+            left = tiles.transposed_left(a, a.shape[0], left.T)
         else:
             tiles.pack_left(a, left)
         tiles.pack_right(b, right)
@@ -588,7 +588,7 @@ def test_tile_products_match_float64(shape, add, transposed):
     n_steps, n_whole = (n_inner + 1) // 2, -(-n_rows // tiles.PAIR_ROWS) * tiles.PAIR_ROWS
     out = np.concatenate([initial, np.zeros((n_whole - n_rows, n_columns), np.float32)])
     left, right = np.zeros((n_whole, n_steps), np.uint32), np.zeros((n_steps, n_columns), np.uint32)
-    multiply_pairs(a, b, np.asfortranarray(left) if transposed else left, right, out, add)
+    multiply_pairs(a.T.copy() if transposed else a, b, np.asfortranarray(left) if transposed else left, right, out, add)
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     expected = a.astype(bfloat16).astype(np.float64) @ b.astype(bfloat16).astype(np.float64) + add * initial
     np.testing.assert_allclose(out[:n_rows], expected, 1e-4, 1e-5)

@@ -7,7 +7,7 @@ A float32 operand is split into N_PARTS = 3 bfloat16 (8 bits of precision each),
 next that of what remains. Of the nine products of parts six are added up. The other three together are below 2^-23 of
 the product and have a root mean square of 2^-27, where a rounding error of float32 is up to 2^-24 and has 2^-25; and an
 instruction rounds its 32 terms to the sums once. So products of float32 have half the errors of those of AVX-512, in
-less time, though each takes six of bfloat16.
+less time, though each takes six of bfloat16. AMX takes denormal numbers for 0, so numbers below 2^-110 lose bits.
 
 Sources: Intel, "Architecture Instruction Set Extensions Programming Reference", chapter 3; Henry, Tang and Heinecke
 2019, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations" (arXiv:1904.06376).
