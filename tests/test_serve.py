@@ -1083,7 +1083,8 @@ def test_load_of_64_clients(folder):
     median, late = benchmark.first_text_times(results)
     assert 0 < late <= 3 * median
     memory = [megabytes for _, megabytes in rounds]
-    assert memory[3] <= 1.02 * memory[1], memory
+    # 4 MB more: the system reads pages of libraries again that `release_memory` has released
+    assert memory[3] <= 1.02 * memory[1] + 4, memory
 
 
 @pytest.mark.slow

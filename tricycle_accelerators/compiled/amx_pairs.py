@@ -1,7 +1,6 @@
 """Products of packed bfloat16 pairs by AMX tiles, for loops that pack their operands as `tiles` says.
 
-Shapes: a left operand (M, P) and a right one (P, N) of pairs; M and N are multiples of TILE_ROWS. Numba compiles a
-function at its first call, because LLVM does not compile AMX's instructions for other processors.
+Shapes: a left operand (M, P) and a right one (P, N) of pairs; M and N are multiples of TILE_ROWS.
 """
 
 from __future__ import annotations
@@ -133,12 +132,8 @@ def _add_products(n_tiles: int) -> Any:
     return add_products
 
 
-def make_multiply_rows(n_tiles: int) -> Any:
-    """Return a Numba function for TILE_ROWS rows times `n_tiles` tiles of columns.
-
-    Its arguments are addresses and bytes between rows and between steps, those of `tiles._tile`. A left operand that is
-    the transpose of rows has `along` other than 4, and `down` of 4.
-    """
+def _make_multiply_rows(n_tiles: int) -> Any:
+    """Return a Numba function for 16 rows times `n_tiles` tiles of columns, with the arguments of `multiply_pairs`."""
     load_sums, store_sums = _move_sums(n_tiles, "tileloadd64"), _move_sums(n_tiles, "tilestored64")
     clear_sums, add_products = _clear_sums(n_tiles), _add_products(n_tiles)
 
@@ -178,3 +173,39 @@ def make_multiply_rows(n_tiles: int) -> Any:
         store_sums(result, result_down)
 
     return multiply_rows
+
+
+_one, _two, _three, _four = (_make_multiply_rows(n) for n in range(1, N_AT_ONCE + 1))
+
+
+@numba.njit(**OPTIONS)
+def multiply_pairs(
+    left: int,
+    down: int,
+    along: int,
+    right: int,
+    right_along: int,
+    result: int,
+    result_down: int,
+    n_rows: int,
+    n_columns: int,
+    n_steps: int,
+    add: bool,
+) -> None:
+    """Write or add a left operand times a right one, given by addresses and bytes between rows and between steps.
+
+    A left operand that is the transpose of rows has `along` other than 4, and `down` of 4.
+    """
+    for column in range(0, n_columns, N_AT_ONCE * TILE_PAIRS):
+        n_tiles = min(N_AT_ONCE, (n_columns - column) // TILE_PAIRS)
+        b = right + 4 * column
+        for row in range(0, n_rows, TILE_ROWS):
+            a, c = left + row * down, result + row * result_down + 4 * column
+            if n_tiles == 4:
+                _four(a, down, along, b, right_along, c, result_down, n_steps, add)
+            elif n_tiles == 3:
+                _three(a, down, along, b, right_along, c, result_down, n_steps, add)
+            elif n_tiles == 2:
+                _two(a, down, along, b, right_along, c, result_down, n_steps, add)
+            else:
+                _one(a, down, along, b, right_along, c, result_down, n_steps, add)

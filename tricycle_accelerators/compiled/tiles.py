@@ -14,8 +14,6 @@ represented by its bits (uint16).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numba
@@ -51,6 +49,7 @@ from tricycle_accelerators.compiled.registers import (
 
 ROWS, VECTORS = INSTRUCTION_SET.tile_rows, INSTRUCTION_SET.tile_vectors  # of a tile; a vector is a register of columns
 HAS_PAIRS = HAS_AMX or (HAS_BFLOAT and not processor.is_intel())
+PAIR_ROWS = amx_pairs.TILE_ROWS if HAS_AMX else ROWS  # of a tile of products of pairs
 LINE = 16  # float32 in a line of a cache
 
 
@@ -98,8 +97,9 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
     return tile
 
 
-def _make_multiply(tiles: Sequence[Any], tile_rows: int) -> Any:
-    """Return a Numba function for products of packed operands at addresses, by functions for 1 to 4 registers."""
+def _make_multiply(pairs: bool) -> Any:
+    """Return a Numba function for products of packed operands at addresses: float32, or bfloat16 pairs."""
+    tiles = [_tile(n, pairs) for n in range(1, 5)]
     one, two, three, four = tiles
 
     @numba.njit(types.void(*[types.intp] * 10, types.boolean), **OPTIONS)
@@ -119,7 +119,7 @@ def _make_multiply(tiles: Sequence[Any], tile_rows: int) -> Any:
         for column in range(0, n_columns, VECTORS * LANES):
             n_vectors = min(VECTORS, (n_columns - column) // LANES)
             b = right + 4 * column
-            for row in range(0, n_rows, tile_rows):
+            for row in range(0, n_rows, ROWS):
                 a = left + row * down
                 c = result + row * result_down + 4 * column
                 if n_vectors == 4:
@@ -134,12 +134,8 @@ def _make_multiply(tiles: Sequence[Any], tile_rows: int) -> Any:
     return product
 
 
-PAIR_ROWS = amx_pairs.TILE_ROWS if HAS_AMX else ROWS  # of a tile of products of pairs
-_pair_tile = amx_pairs.make_multiply_rows if HAS_AMX else partial(_tile, pairs=True)
-_multiply_float32 = _make_multiply([_tile(n, False) for n in range(1, 5)], ROWS)
-_multiply_bfloat16_pairs = (
-    _make_multiply([_pair_tile(n) for n in range(1, 5)], PAIR_ROWS) if HAS_BFLOAT else _multiply_float32
-)  # where there is no such instruction, nor are there pairs
+_multiply_float32 = _make_multiply(False)
+_multiply_bfloat16_pairs = amx_pairs.multiply_pairs if HAS_AMX else _make_multiply(HAS_BFLOAT)
 
 
 @overload_by_types
