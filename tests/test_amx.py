@@ -14,7 +14,8 @@ import numba  # noqa: E402
 
 from tricycle import kernels  # noqa: E402
 from tricycle_accelerators import matmul_plan, processor, threads  # noqa: E402
-from tricycle_accelerators.compiled import amx_matmul, amx_tiles  # noqa: E402
+from tricycle_accelerators.compiled import amx_matmul, amx_tiles, recurrence  # noqa: E402
+from tricycle_accelerators.compiled.loader import load_loops  # noqa: E402
 
 rng = np.random.default_rng(0)
 REASON = amx_matmul.unavailable_reason()
@@ -145,6 +146,55 @@ def test_infinity_and_nan_are_left_to_blas(large):
     assert not np.isfinite(amx_matmul.matmul(a.astype(bfloat16), b.astype(bfloat16))[3]).any()
 
 
+# -------------------------------------------------------------------- a recurrent layer's products
+def multiply_packed(x: np.ndarray, matrix: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """Return x (T, B, K) @ matrix + bias by AMX, written to a part of an array whose rest is not changed."""
+    packed, n_columns = amx_matmul.pack_as_tiles(matrix), matrix.shape[1]
+    padded = np.zeros(32 * len(packed), np.float32)
+    padded[:n_columns] = bias
+    wide = np.full((*x.shape[:2], n_columns + 3), np.nan, np.float32)
+    load_loops("packed_matmul").multiply_packed(x, packed, padded, wide[..., 1:-2])
+    assert np.isnan(wide[..., [0, -2, -1]]).all()
+    return wide[..., 1:-2]
+
+
+@needs_amx
+@pytest.mark.parametrize(("n_steps", "n_items"), [(1, 1), (1, 16), (3, 5), (8, 16), (2, 20), (1, 40), (5, 33)])
+@pytest.mark.parametrize(("n_inner", "n_columns"), [(1, 1), (32, 32), (64, 96), (70, 33), (256, 128)])
+@pytest.mark.parametrize("layout", [np.array, np.asfortranarray, lambda x: np.repeat(x, 2, axis=1)[:, ::2]])
+def test_products_with_packed_tiles_match_float64(n_steps, n_items, n_inner, n_columns, layout):
+    x, matrix = draw(n_steps * n_items, n_inner).reshape(n_steps, n_items, -1), draw(n_inner, n_columns)
+    bias = draw(1, n_columns)[0]
+    expected = x.astype(np.float64) @ matrix.astype(np.float64) + bias
+    matrix = layout(matrix)
+    matrix.flags.writeable = False
+    np.testing.assert_allclose(multiply_packed(x, matrix, bias), expected, 1e-4, 1e-5)
+    part = np.full((n_steps, n_items + 2, n_inner), np.nan, np.float32)[:, 1:-1]
+    part[:] = x
+    np.testing.assert_array_equal(multiply_packed(part, matrix, bias), multiply_packed(x, matrix, bias))
+
+
+@needs_amx
+@pytest.mark.parametrize("number", [np.inf, np.nan, np.finfo(np.float32).max])
+def test_rows_with_numbers_that_are_not_finite_match_numpy(number):
+    x, matrix, bias = draw(40, 70).reshape(2, 20, 70), draw(70, 45), draw(1, 45)[0]
+    x[1, 3, 4] = number
+    with np.errstate(all="ignore"):
+        expected = x @ matrix + bias
+    np.testing.assert_allclose(multiply_packed(x, matrix, bias), expected, 1e-4, 1e-4)
+
+
+@needs_amx
+def test_matrix_is_packed_as_tiles_for_as_many_rows_as_fill_them(monkeypatch):
+    matrix = recurrence.prepare_matrix(draw(32, 40))
+    panels, tiles = matrix.packed(recurrence.FEWEST_TILE_ITEMS - 1), matrix.packed(recurrence.FEWEST_TILE_ITEMS)
+    assert panels.shape == (2, 32, 32) and tiles.shape == (2, 1, load_loops("amx_packed").WIDTH)
+    assert matrix.packed(100) is tiles
+    monkeypatch.setattr(amx_matmul, "unavailable_reason", lambda: "none here")
+    assert matrix.packed(100) is panels
+
+
+# -------------------------------------------------------------------- reasons
 def test_unsupported_operands_are_declined_with_a_reason(large, monkeypatch):
     a, b = draw(64, 64), draw(64, 64)
     decline_reason = amx_matmul.matmul.decline_reason

@@ -16,7 +16,9 @@ from test_threads import run_threads
 
 from tricycle import to_tensor
 from tricycle.configs import GPTConfig
+from tricycle.debug import use_reference
 from tricycle.devices import owns_memory
+from tricycle.kernels import recurrent
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
@@ -53,6 +55,18 @@ def test_large_array_is_aligned_and_owns_its_memory(arena):
         assert not owns_memory(view)
     end = address(array) + array.nbytes + 4  # of its last cache line, which no other array shares
     assert array.nbytes % 64 == 60 and arena.ranges[0].used_end == end
+
+
+@on_unix
+def test_arrays_of_recurrent_layers_reuse_memory(arena):
+    like = np.empty(3, np.float16)
+    first = recurrent.empty(like, (2, MB))
+    assert (first.shape, first.dtype) == ((2, MB), np.float16)
+    place = address(first)
+    del first
+    assert address(recurrent.empty(like, (MB, 2))) == place
+    with use_reference():
+        assert recurrent.empty(like, (MB, 2)).base is None
 
 
 def test_small_array_uses_numpy_memory(arena):

@@ -145,7 +145,7 @@ ANY = [(), *ROWS, (2, 0, 3), (65_537,), (140_000,)]
 # steps, items, hidden size; 2 and 32 items and 480 terms of a sum are where the CPU's version turns
 RECURRENCES = [
     (*sizes, bias, masked)
-    for sizes in [(1, 1, 1), (3, 2, 5), (0, 2, 3), (2, 0, 3), (2, 33, 3), (2, 3, 23), (2, 2, 500)]
+    for sizes in [(1, 1, 1), (3, 2, 5), (0, 2, 3), (2, 0, 3), (2, 33, 3), (2, 3, 23), (2, 2, 500), (3, 16, 32)]
     for bias, masked in [(True, False), (False, True)]
 ]
 ELMAN = [(*sizes, relu) for sizes in RECURRENCES for relu in (True, False)]
@@ -248,7 +248,7 @@ MIXTURES = {"grouped_matmul", "grouped_weight_gradients", "mix_swiglu_experts", 
 MIXTURES |= {"sum_by_token", "sum_by_token_backward"}
 ELSEWHERE = {"quantized_matmul", "relu_squared", *MIXTURES}  # not in `tricycle.kernels`
 # helpers, and what draws
-NOT_OPS = {"run_independent", "run_over_batch", "prepare_matrix", "run_batch_parallel", "dropout_mask"}
+NOT_OPS = {"run_independent", "run_over_batch", "prepare_matrix", "run_batch_parallel", "dropout_mask", "empty"}
 
 all_cases = pytest.mark.parametrize(
     ("name", "size"),

@@ -17,7 +17,7 @@ from tricycle import devices, kernels
 from tricycle.attention import length_mask
 from tricycle.autograd import NeedsGrad
 from tricycle.create_graph import unfused
-from tricycle.devices import Array, array_module
+from tricycle.devices import Array
 from tricycle.einsum import matmul
 from tricycle.extra_ops import concatenate, maximum, stack, where
 from tricycle.initialisers import Initialiser, xavier
@@ -141,14 +141,13 @@ class _Run:
     ) -> None:
         n_steps, n_items, _ = rows.shape
         size, n_columns = hidden.shape
-        xp = array_module(rows)
         self.kind = kind
         self.rows = rows
         self.matrix = cells.prepare_matrix(matrix)
         self.hidden = cells.prepare_matrix(hidden)
         self.active = active
-        self.gates = xp.empty((n_steps, n_items, n_columns), rows.dtype)
-        self.states = xp.empty((kind.n_kept, n_steps + 1, n_items, size), self.gates.dtype)
+        self.gates = cells.empty(rows, (n_steps, n_items, n_columns))
+        self.states = cells.empty(rows, (kind.n_kept, n_steps + 1, n_items, size))
         self.states[:, 0] = 0
         self.states[: kind.n_states, 0] = initial
         starts = range(0, n_steps, PIECE_STEPS)
@@ -176,10 +175,9 @@ class _Run:
 
     def backward(self, grad: Array, has_biases: bool) -> list[Array]:
         """Return the gradients of the inputs, initial states, both matrices and any biases, from that of the states."""
-        xp = array_module(grad)
-        d_gates = xp.empty((self.kind.n_grads, *self.gates.shape), self.gates.dtype)
+        d_gates = cells.empty(self.gates, (self.kind.n_grads, *self.gates.shape))
         d_initial = grad[:, -1].copy()
-        dx = xp.empty(self.rows.shape, self.gates.dtype)
+        dx = cells.empty(self.gates, self.rows.shape)
         step_back = self.kind.step_back
 
         def go_back(piece: cells.Piece) -> None:
@@ -215,6 +213,10 @@ def _around(array: Array, piece: cells.Piece) -> Array:
 
 def _flat(array: Array) -> Array:
     """Return an array (..., C) as (N, C), a view where possible."""
+    if not array.flags.c_contiguous:
+        copy = cells.empty(array, array.shape)
+        copy[...] = array
+        array = copy
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 

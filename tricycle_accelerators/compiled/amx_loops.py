@@ -111,7 +111,7 @@ def _pack_tiles(x: Any, source: Any, down: Any, across: Any, is_left: Any, resul
 
 
 @numba.njit(**OPTIONS)
-def _pack(x: np.ndarray, is_left: bool, edge: np.ndarray, result: int, group_bytes: int) -> None:
+def pack_operand(x: np.ndarray, is_left: bool, edge: np.ndarray, result: int, group_bytes: int) -> None:
     """Write rows x (R, K) of a left operand, or columns of a right one, as tiles, missing numbers as 0.
 
     Each BLOCK of them begins `group_bytes` after the one before, from the address `result`. Numbers are read in the
@@ -141,6 +141,16 @@ def _n_parts(x: Any) -> Any:
     """Return the bfloat16 parts of each number: one of bfloat16 bits (uint16), N_PARTS of float32."""
     n_parts = 1 if x.dtype == types.uint16 else N_PARTS
     return lambda x: n_parts
+
+
+@compile_loop(types.void(types.Array(types.float32, 2, "A", readonly=True), types.float32[:, :, ::1]))
+def pack_as_tiles(matrix: np.ndarray, packed: np.ndarray) -> None:
+    """Write a matrix (K, N), whose rows or columns are contiguous, as tiles for `amx_packed.py`, its edges with zeros.
+
+    Args:
+        packed: (N / BLOCK, K / STEP, 2 N_PARTS TILE_BYTES / 4), both rounded up, from the start of a cache line.
+    """
+    pack_operand(matrix.T, False, np.empty((STEP, STEP), np.float32), packed.ctypes.data, packed.strides[0])
 
 
 # -------------------------------------------------------------------- products
@@ -226,14 +236,14 @@ def multiply_large(
         n_steps = (terms.stop - start + STEP - 1) // STEP
         for top in range(0, n_rows, n_at_once):
             if not in_rows:
-                _pack(a[top : top + n_at_once, terms], True, edge, left, group_bytes)
+                pack_operand(a[top : top + n_at_once, terms], True, edge, left, group_bytes)
             for first in range(0, n_columns, n_resident):
                 columns = slice(first, min(n_columns, first + n_resident))
-                _pack(b[terms, columns].T, False, edge, right, group_bytes)
+                pack_operand(b[terms, columns].T, False, edge, right, group_bytes)
                 for row in range(top, min(n_rows, top + n_at_once), BLOCK):
                     rows, of_left = slice(row, min(n_rows, row + BLOCK)), left
                     if in_rows:
-                        _pack(a[rows, terms], True, edge, left, group_bytes)
+                        pack_operand(a[rows, terms], True, edge, left, group_bytes)
                     else:
                         of_left += (row - top) // BLOCK * group_bytes
                     for step in range(0, n_steps, near):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import cache
 from typing import Any
@@ -104,6 +105,18 @@ def multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndar
     bits = [x if x.dtype == np.float32 else x.view(np.uint16) for x in (a, b, out)]
     shift = NO_BIAS if bias is None else np.ascontiguousarray(bias, np.float32)
     return bool(loops.multiply_large(bits[0], bits[1], shift, bits[2], n_inner, scratch))
+
+
+def pack_as_tiles(matrix: np.ndarray) -> np.ndarray:
+    """Copy a float32 matrix (K, N) to tiles for `packed_matmul.multiply_packed`."""
+    if 4 not in matrix.strides:
+        matrix = np.ascontiguousarray(matrix)
+    shape = -(-matrix.shape[1] // BLOCK), -(-len(matrix) // BLOCK), load_loops("amx_packed").WIDTH
+    size = math.prod(shape)
+    flat = buffers.empty((size + LINE // 4,), np.float32)  # in large pages: a step reads all of it
+    packed = flat[-(flat.ctypes.data // 4) % (LINE // 4) :][:size].reshape(shape)
+    load_loops("amx_loops").pack_as_tiles(matrix, packed)
+    return packed
 
 
 def _scratch(n_bytes: int) -> np.ndarray:

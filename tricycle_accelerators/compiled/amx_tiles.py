@@ -216,6 +216,46 @@ multiply_block_float32, multiply_block_bfloat16 = _multiply_block(N_PARTS), _mul
 
 
 @intrinsic
+def multiply_rows_float32(context: Any, left: Any, right: Any, between: Any, sums: Any, n_steps: Any) -> Any:
+    """Write the products of TILE_ROWS rows and two groups of BLOCK columns of float32 to sums (2, BLOCK, BLOCK).
+
+    Its arguments are addresses, bytes and a number: (left, right, from its first group to the next, sums, steps). Of a
+    group of sums only the first TILE_ROWS rows are written (Numba intrinsic).
+    """
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        left, right, between, sums, n_steps = arguments
+        *of_left, of_right = *LEFT, *RIGHT
+
+        def load_tile(register: int, place: Any, tile: int) -> None:
+            address = pointer_to(builder, builder.add(place, INDEX(tile * TILE_BYTES)))
+            emit_tile_instruction(builder, "tileloadd64", BYTE(register), address, INDEX(ROW_BYTES))
+
+        def add_products(step: Any, _: list[Any]) -> list[Any]:
+            offset = builder.mul(step, INDEX(2 * N_PARTS * TILE_BYTES))
+            rows, columns = builder.add(left, offset), builder.add(right, offset)
+            groups = columns, builder.add(columns, between)
+            for part in range(N_PARTS):
+                load_tile(of_left[part], rows, 2 * part)
+            for part, tile in product(range(N_PARTS), SUMS):
+                load_tile(of_right, groups[tile // 2], 2 * part + tile % 2)
+                for of_rows in of_left[: N_PARTS - part]:  # the products of FLOAT32_PRODUCTS in another order
+                    emit_tile_instruction(builder, "tdpbf16ps", BYTE(tile), BYTE(of_rows), BYTE(of_right))
+            return []
+
+        for tile in SUMS:
+            emit_tile_instruction(builder, "tilezero", BYTE(tile))
+        build_loop(builder, n_steps, [], add_products)
+        for tile in SUMS:
+            offset = 4 * BLOCK * BLOCK * (tile // 2) + ROW_BYTES * (tile % 2)
+            place = pointer_to(builder, builder.add(sums, INDEX(offset)))
+            emit_tile_instruction(builder, "tilestored64", BYTE(tile), place, INDEX(4 * BLOCK))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 5), code
+
+
+@intrinsic
 def prefetch_rows(context: Any, place: Any, down: Any, n_rows: Any, n_bytes: Any) -> Any:
     """Prefetch rows of one or two cache lines into the second-level cache (Numba intrinsic).
 

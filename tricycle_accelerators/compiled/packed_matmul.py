@@ -16,7 +16,8 @@ import numba
 import numpy as np
 from numba import types
 
-from tricycle_accelerators.compiled.jit import compile_loop, intrinsic
+from tricycle_accelerators.compiled import amx_packed
+from tricycle_accelerators.compiled.jit import HAS_AMX, OPTIONS, compile_loop, intrinsic, overload_by_types
 from tricycle_accelerators.compiled.registers import (
     INDEX,
     LANES,
@@ -103,11 +104,11 @@ def _rows_times_panel(
         first = last
 
 
-@compile_loop("void(f4[:, :, :], f4[:, :, ::1], f4[::1], f4[:, :, :])")
-def multiply_packed(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
-    """Write x (T, B, K) times a matrix packed by `pack_panels`, plus a bias (P PANEL,), into `out` (T, B, N).
+@numba.njit(**OPTIONS)
+def _multiply_panels(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
+    """Write x (T, B, K) times panels (P, K, PANEL), plus a bias (P PANEL,), into `out` (T, B, N).
 
-    Each sum is made in order. The last axes are in one piece.
+    Each sum is made in order.
     """
     n_steps, n_rows, n_columns = out.shape
     n_full = n_columns // PANEL
@@ -123,3 +124,30 @@ def multiply_packed(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, out: np
         for b in range(n_rows):
             for j in range(n_columns - n_full * PANEL):
                 out[t, b, n_full * PANEL + j] = edge[b, j]
+
+
+@overload_by_types
+def _multiply(x: Any, packed: Any, bias: Any, out: Any) -> Any:
+    """Write x times a packed matrix, in panels or in tiles, plus a bias, into `out`, as `multiply_packed`."""
+    if not HAS_AMX:
+        return lambda x, packed, bias, out: _multiply_panels(x, packed, bias, out)
+
+    def multiply(x: Any, packed: Any, bias: Any, out: Any) -> None:
+        if packed.shape[2] == amx_packed.WIDTH:
+            amx_packed.multiply_tiles(x, packed, bias, out)
+        else:
+            _multiply_panels(x, packed, bias, out)
+
+    return multiply
+
+
+@compile_loop("void(f4[:, :, :], f4[:, :, ::1], f4[::1], f4[:, :, :])")
+def multiply_packed(x: np.ndarray, packed: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
+    """Write x (T, B, K) times a packed matrix, plus a bias (P PANEL,), into `out` (T, B, N).
+
+    The last axes are in one piece.
+
+    Args:
+        packed: by `pack_panels` (P, K, PANEL), or as AMX tiles by `amx_loops.pack_as_tiles`.
+    """
+    _multiply(x, packed, bias, out)

@@ -14,10 +14,12 @@ from tricycle.kernels import recurrent
 from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.recurrent import Piece
 from tricycle_accelerators import threads
+from tricycle_accelerators.compiled import amx_matmul
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.providers import decline_when
 
 FEWEST_ROWS = 16  # of a call, from which on it pays to lay out the weights
+FEWEST_TILE_ITEMS = 12  # of a thread, from which on AMX takes less time than AVX-512: fewer fill a tile of 16 badly
 FEWEST_ITEMS = 8  # of a thread: with fewer the weights come from memory more slowly than they are used
 STEPS = "steps of float32 in one piece, aligned and not read-only"
 ALL_ACTIVE = np.zeros((0, 0), np.bool_)
@@ -32,7 +34,7 @@ class _Panels:
         self.matrix = matrix
         self.lock = threading.Lock()
         self.transposed: _Panels | None = None
-        self.panels: np.ndarray | None = None
+        self.layouts: dict[bool, np.ndarray] = {}  # whether as AMX tiles: the packed matrix
 
     def __rmatmul__(self, left: np.ndarray) -> np.ndarray:
         """Return `left` times the unpacked matrix, computed by NumPy."""
@@ -47,12 +49,19 @@ class _Panels:
                 self.transposed = _Panels(self.matrix.T)
             return self.transposed
 
-    def packed(self) -> np.ndarray:
-        """Return the matrix packed for `multiply_packed`, packed at the first call."""
+    def packed(self, n_items: int) -> np.ndarray:
+        """Return the matrix packed for `multiply_packed` of `n_items` rows of a step, packed at the first call."""
+        as_tiles = n_items >= FEWEST_TILE_ITEMS and amx_matmul.unavailable_reason() is None
         with self.lock:
-            if self.panels is None:
-                self.panels = load_loops("packed_matmul").pack_panels(self.matrix)
-            return self.panels
+            if as_tiles not in self.layouts:
+                self.layouts[as_tiles] = (amx_matmul.pack_as_tiles if as_tiles else _pack_panels)(self.matrix)
+            return self.layouts[as_tiles]
+
+
+def _pack_panels(matrix: np.ndarray) -> np.ndarray:
+    """Copy a float32 matrix to panels."""
+    packed: np.ndarray = load_loops("packed_matmul").pack_panels(matrix)
+    return packed
 
 
 def _repeated_decline_reason(matrix: np.ndarray) -> str | None:
@@ -94,10 +103,9 @@ def _mask(active: np.ndarray | None) -> np.ndarray:
     return ALL_ACTIVE if active is None else np.array(active[..., 0], np.bool_, order="C")
 
 
-def _bias(bias: np.ndarray | None, panels: np.ndarray) -> np.ndarray:
-    """Return the bias padded with zeros to the width of all panels; zeros for None."""
-    n_panels, _, width = panels.shape
-    padded = np.zeros(n_panels * width, np.float32)
+def _bias(bias: np.ndarray | None, packed: np.ndarray) -> np.ndarray:
+    """Return the bias padded with zeros to the width of a packed matrix; zeros for None."""
+    padded = np.zeros(len(packed) * load_loops("packed_matmul").PANEL, np.float32)
     if bias is not None:
         padded[: len(bias)] = bias
     return padded
@@ -144,8 +152,8 @@ def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.nda
     if not matrix.matrix.size or not _whole_rows(x) or not _whole_rows(out):
         recurrent.project.reference(x, matrix.matrix, bias, out)
         return
-    panels = matrix.packed()
-    load_loops("packed_matmul").multiply_packed(x, panels, _bias(bias, panels), out)
+    packed = matrix.packed(x.shape[1])
+    load_loops("packed_matmul").multiply_packed(x, packed, _bias(bias, packed), out)
 
 
 def _forward_decline_reason(gates: np.ndarray, states: np.ndarray, weights: Any, *_: Any, **__: Any) -> str | None:
@@ -173,8 +181,9 @@ def _forward(kernel: Kernel[..., None]) -> Callable[..., None]:
     def version(
         gates: np.ndarray, states: np.ndarray, weights: Any, bias: Any, active: Any, relu: bool | None = None
     ) -> None:
-        loop, panels = getattr(load_loops("recurrent_loops"), kernel.reference.__name__), _panels(weights).packed()
-        loop(gates, *states, panels, _bias(bias, panels), _mask(active), *_options(relu))
+        loop = getattr(load_loops("recurrent_loops"), kernel.reference.__name__)
+        packed = _panels(weights).packed(gates.shape[1])
+        loop(gates, *states, packed, _bias(bias, packed), _mask(active), *_options(relu))
 
     return version
 
@@ -187,8 +196,9 @@ def _backward(kernel: Kernel[..., None], needed: Callable[[Any, Any], Sequence[n
     def version(
         grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any, relu: Any = None
     ) -> None:
-        loop, panels = getattr(load_loops("recurrent_loops"), kernel.reference.__name__), _panels(weights).T.packed()
-        loop(*grad, *needed(gates, states), panels, _mask(active), *d_gates, *d_states, *_options(relu))
+        loop = getattr(load_loops("recurrent_loops"), kernel.reference.__name__)
+        packed = _panels(weights).T.packed(gates.shape[1])
+        loop(*grad, *needed(gates, states), packed, _mask(active), *d_gates, *d_states, *_options(relu))
 
     return version
 

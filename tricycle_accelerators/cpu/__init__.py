@@ -57,5 +57,5 @@ def register(array: type) -> None:
         (losses, [k.cross_entropy]),
         (attention, (batched.run_over_batch, *attending)),
         (optimisers, (k.adamw, muon.orthogonalize, k.run_independent)),
-        (recurrence, (r.run_batch_parallel, *layers)),
+        (recurrence, (r.empty, r.run_batch_parallel, *layers)),
     )

@@ -1,0 +1,140 @@
+"""Products of few rows of float32 with a matrix that `amx_loops.pack_as_tiles` has packed once, for `packed_matmul.py`.
+
+A packed matrix is an array of float32 with the bits of tiles in it: (groups of BLOCK columns, steps of STEP terms,
+WIDTH). It stays in a core's second cache from one step of a recurrent layer to the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from tricycle_accelerators.compiled.amx_tiles import (
+    BLOCK,
+    N_PARTS,
+    PACK_TILE,
+    STEP,
+    TILE_BYTES,
+    TILE_ROWS,
+    begin_tiles,
+    multiply_block_float32,
+    multiply_rows_float32,
+    release_tiles,
+    write_float32_rows,
+)
+from tricycle_accelerators.compiled.jit import OPTIONS, ZERO
+
+STEP_BYTES = 2 * N_PARTS * TILE_BYTES  # of BLOCK rows or columns
+WIDTH = STEP_BYTES // 4  # float32 of as many bytes
+LINE = 16  # float32 in a line of a cache
+_pack_lines = PACK_TILE[N_PARTS][False, False]
+
+
+@numba.njit(**OPTIONS)
+def _aligned_empty(n_rows: int, n_columns: int) -> np.ndarray:
+    """Allocate float32 (n_rows, n_columns) from the start of a cache line, not initialized."""
+    flat = np.empty(n_rows * n_columns + LINE, np.float32)
+    skip = -(flat.ctypes.data // 4) % LINE
+    return flat[skip : skip + n_rows * n_columns].reshape(n_rows, n_columns)
+
+
+@numba.njit(**OPTIONS)
+def _pack_rows(x: np.ndarray, first: int, rows: np.ndarray, left: np.ndarray) -> int:
+    """Pack up to BLOCK rows of x (T, B, K), from number `first` of all T B on; return how many.
+
+    By way of `rows`, unless they are whole tiles in x.
+    """
+    n_items, n_terms = x.shape[1:]
+    n = min(BLOCK, x.shape[0] * n_items - first)
+    for tile in range((n + TILE_ROWS - 1) // TILE_ROWS):
+        top = first + tile * TILE_ROWS
+        place, down = x.ctypes.data + top // n_items * x.strides[0] + top % n_items * x.strides[1], x.strides[1]
+        if n_items % TILE_ROWS or n_terms % STEP:
+            place, down = rows.ctypes.data, rows.strides[0]
+            rows[:] = ZERO
+            for i in range(top, min(top + TILE_ROWS, first + n)):
+                rows[i - top, :n_terms] = x[i // n_items, i % n_items]
+        for step in range(len(left)):
+            result = left.ctypes.data + step * STEP_BYTES + tile * TILE_BYTES
+            _pack_lines(place + 4 * STEP * step, down, result, 2 * TILE_BYTES)
+    return n
+
+
+@numba.njit(**OPTIONS)
+def _write_rows(sums: np.ndarray, bias: np.ndarray, out: np.ndarray, first: int, n_rows: int, column: int) -> Any:
+    """Write `n_rows` rows of sums (BLOCK, BLOCK) plus a bias to columns of `out`, from row `first` of all on.
+
+    Returns 0, or NaN if a result is not finite.
+    """
+    n_items, n_columns = out.shape[1:]
+    broken, row, width = ZERO, 0, min(BLOCK, n_columns - column)
+    while row < n_rows:
+        t, b = (first + row) // n_items, (first + row) % n_items
+        n = min(n_rows - row, n_items - b)
+        if width == BLOCK:
+            place = out.ctypes.data + t * out.strides[0] + b * out.strides[1] + 4 * column
+            of_sums, of_bias = sums.ctypes.data + row * sums.strides[0], bias.ctypes.data + 4 * column
+            broken += write_float32_rows(of_sums, of_bias, 0, place, out.strides[1], n)
+        else:
+            for i in range(n):
+                for j in range(width):
+                    value = sums[row + i, j] + bias[column + j]
+                    broken += value * ZERO
+                    out[t, b + i, column + j] = value
+        row += n
+    return broken
+
+
+@numba.njit(**OPTIONS)
+def _weight(packed: np.ndarray, term: int, column: int) -> Any:
+    """Return a number of a packed matrix, the sum of its parts."""
+    total = ZERO
+    bits = packed[column // BLOCK, term // STEP].view(np.uint16)
+    tile, pair = column % BLOCK // TILE_ROWS, term % STEP // 2
+    for part in range(N_PARTS):
+        place = ((2 * part + tile) * TILE_BYTES + pair * 64) // 2 + column % TILE_ROWS * 2 + term % 2
+        total += (bits[place : place + 1].astype(np.uint32) << np.uint32(16)).view(np.float32)[0]
+    return total
+
+
+@numba.njit(**OPTIONS)
+def _multiply_one_by_one(x: np.ndarray, packed: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
+    """Write a row x (K,) times a packed matrix plus a bias to `out` (N,), without tiles."""
+    for j in range(len(out)):
+        out[j] = bias[j]
+        for k in range(len(x)):
+            out[j] += x[k] * _weight(packed, k, j)
+
+
+@numba.njit(**OPTIONS)
+def multiply_tiles(x: np.ndarray, packed: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
+    """Write x (T, B, K) times a matrix packed as tiles, plus a bias, into `out` (T, B, N).
+
+    Rows whose products are not all finite are multiplied number by number: parts of infinite numbers give NaN.
+    """
+    n_steps, n_items = x.shape[:2]
+    n_groups, depth, _ = packed.shape
+    rows, left = _aligned_empty(TILE_ROWS, depth * STEP), _aligned_empty(depth, WIDTH)
+    sums = _aligned_empty(2 * BLOCK, BLOCK).reshape(2, BLOCK, BLOCK)
+    begin_tiles()
+    for first in range(0, n_steps * n_items, BLOCK):
+        n = _pack_rows(x, first, rows, left)
+        broken = ZERO
+        for group in range(0, n_groups, 2):
+            n_beside = min(2, n_groups - group)
+            right = packed.ctypes.data + group * packed.strides[0]
+            if n <= TILE_ROWS:
+                between = packed.strides[0] if n_beside == 2 else 0
+                multiply_rows_float32(left.ctypes.data, right, between, sums.ctypes.data, depth)
+            else:
+                for i in range(n_beside):
+                    of_group = right + i * packed.strides[0]
+                    multiply_block_float32(left.ctypes.data, of_group, sums[i].ctypes.data, depth, False)
+            for i in range(n_beside):
+                broken += _write_rows(sums[i], bias, out, first, n, BLOCK * (group + i))
+        if broken != 0:
+            for i in range(first, first + n):
+                _multiply_one_by_one(x[i // n_items, i % n_items], packed, bias, out[i // n_items, i % n_items])
+    release_tiles()
