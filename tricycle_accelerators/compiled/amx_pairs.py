@@ -37,7 +37,8 @@ def _scratch(context: Any) -> Any:
     """Return the address of 2 x 16 rows of SCRATCH_ROW bytes in the caller's stack (Numba intrinsic)."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        memory = cgutils.alloca_once(builder, ir.ArrayType(BYTE, 2 * TILE_ROWS * SCRATCH_ROW))
+        with builder.goto_entry_block():
+            memory = builder.alloca(ir.ArrayType(BYTE, 2 * TILE_ROWS * SCRATCH_ROW))  # Numba's would be filled with 0
         memory.align = ROW_BYTES
         return builder.ptrtoint(memory, INDEX)
 

@@ -256,6 +256,7 @@ def attention(
             head_major(means, item, heads),
             logsumexp[item, heads],
             totals[item, heads],
+            _memory(k.shape[1], q.shape[3], v.shape[3]),
         )
 
     threads.parallel_for(work, groups)
@@ -336,12 +337,21 @@ def attention_backward(
             head_major(dq, item, heads),
             new_keys,
             new_values,
+            _memory(k.shape[1], q.shape[3], v.shape[3]),
         )
 
     threads.parallel_for(work, range(len(groups)))
     if in_parts:
         _add_parts(groups, sums, dk.view(dtype), dv.view(dtype))
     return None
+
+
+def _memory(n_keys: int, size: int, value_size: int) -> np.ndarray:
+    """Return memory for the loops' operands, in large pages where they take a megabyte or more."""
+    n_bytes = load_loops("attention_loops").memory_bytes(n_keys, size, value_size)
+    memory = buffers.empty((-(-n_bytes // 8),), np.int64)
+    memory[0] = 8  # bytes taken
+    return memory
 
 
 def _add_parts(

@@ -37,7 +37,6 @@ from tricycle_accelerators.compiled.jit import (
 from tricycle_accelerators.compiled.registers import INDEX, VECTOR, load
 from tricycle_accelerators.compiled.tiles import (
     LANES,
-    aligned_zeros,
     begin_products,
     end_products,
     left_elements,
@@ -51,6 +50,7 @@ from tricycle_accelerators.compiled.tiles import (
     pack_right_transposed,
     prefetch_rows,
     round_up_to_lanes,
+    take_zeros,
     transposed_left,
 )
 from tricycle_accelerators.libraries import release_memory
@@ -93,9 +93,9 @@ def _visible_block_pairs(queries: slice, n_keys: int, last: int, window: int):  
 
 
 @numba.njit(**OPTIONS)
-def transposition_scratch(n_inner: int, like: np.ndarray) -> np.ndarray:
+def transposition_scratch(memory: np.ndarray, n_inner: int, like: np.ndarray) -> np.ndarray:
     """Return zeros (LANES, `n_inner` rounded up to LANES) in `like`'s dtype, the scratch of `pack_right_transposed`."""
-    return aligned_zeros(LANES, round_up_to_lanes(n_inner), like)
+    return take_zeros(memory, LANES, round_up_to_lanes(n_inner), like)
 
 
 @numba.njit(inline="always")
@@ -128,6 +128,12 @@ def _pack_key_blocks(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> Non
     for start in range(0, len(x), KEYS):
         first = start // KEYS * n_steps
         pack_right_transposed(x[start : start + KEYS], scratch, out[first : first + n_steps])
+
+
+def memory_bytes(n_keys: int, size: int, value_size: int) -> int:
+    """Return the bytes of memory that the loops need for operands of float32, in the backward pass, and sums."""
+    sizes, n_rows = round_up_to_lanes(size) + round_up_to_lanes(value_size), n_key_blocks(n_keys) * KEYS
+    return 4 * (3 * sizes * n_rows + 3 * sizes * QUERY_BATCH + 6 * QUERIES * KEYS + LANES * sizes + 4 * QUERY_BATCH)
 
 
 # -------------------------------------------------------------------- the visible part of a block
@@ -246,27 +252,29 @@ def _exponentials(scores, weights, mixed, shifts, totals, scale, n_queries):  # 
         totals[t] += total
 
 
-def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals):  # type: ignore[no-untyped-def]
+def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals, memory):  # type: ignore[no-untyped-def]
     """Write attention outputs (H, T, E) into `out`; each row's scaled maximum and exponential sum into shifts, totals.
 
     Args:
         q: (H, T, D). k: (K, S, D). v: (K, S, E); float32, or the bits of bfloat16.
         scale: above 0.
-        nothing: whether a row may attend to nothing: a sum begins with e^0.
+        off_by_one: whether a row may attend to nothing: a sum begins with e^0.
+        memory: for operands, as of `take_zeros`.
     """
     like = operand_prototype(q)
     n_heads, n_queries, size = q.shape
     n_key_heads, n_keys, value_size = v.shape
     n_sharing = n_heads // n_key_heads
-    scratch = transposition_scratch(n_inner_steps(size, like), like)
-    keys = aligned_zeros(n_key_blocks(n_keys) * scratch.shape[1], KEYS, like)
-    values = aligned_zeros(n_inner_steps(n_keys, like), round_up_to_lanes(value_size), like)
+    scratch = transposition_scratch(memory, n_inner_steps(size, like), like)
+    keys = take_zeros(memory, n_key_blocks(n_keys) * scratch.shape[1], KEYS, like)
+    values = take_zeros(memory, n_inner_steps(n_keys, like), round_up_to_lanes(value_size), like)
     n_inner = n_inner_steps(size, like)
-    queries = aligned_zeros(QUERY_BATCH, n_inner, like)
-    scores = aligned_zeros(QUERIES, KEYS, shifts)
-    weights = aligned_zeros(QUERIES, n_inner_steps(KEYS, like), like)
-    mixed = aligned_zeros(QUERY_BATCH, round_up_to_lanes(value_size), shifts)
-    highest, sums = np.empty(QUERY_BATCH, np.float32), np.empty(QUERY_BATCH, np.float32)
+    queries = take_zeros(memory, QUERY_BATCH, n_inner, like)
+    scores = take_zeros(memory, QUERIES, KEYS, shifts)
+    weights = take_zeros(memory, QUERIES, n_inner_steps(KEYS, like), like)
+    mixed = take_zeros(memory, QUERY_BATCH, round_up_to_lanes(value_size), shifts)
+    of_rows = take_zeros(memory, 2, QUERY_BATCH, shifts)
+    highest, sums = of_rows[0], of_rows[1]
     begin_products(like)
     for h in range(n_heads):
         if h % n_sharing == 0:
@@ -335,42 +343,46 @@ def _copy_converted(rows: np.ndarray, out: np.ndarray) -> None:
 
 
 @numba.njit(**OPTIONS)
-def _allocate_for_keys(n_keys, size, scratch, like):  # type: ignore[no-untyped-def]
+def _allocate_for_keys(memory, n_keys, size, scratch, like):  # type: ignore[no-untyped-def]
     """Return zeros for the transposed operands of keys or values, in blocks, and float32 zeros for their gradients."""
     n_blocks = n_key_blocks(n_keys)
-    return aligned_zeros(n_blocks * scratch.shape[1], KEYS, like), np.zeros(
-        (n_blocks * KEYS, round_up_to_lanes(size)), np.float32
-    )
+    gradients = take_zeros(memory, n_blocks * KEYS, round_up_to_lanes(size), np.zeros(1, np.float32))
+    return take_zeros(memory, n_blocks * scratch.shape[1], KEYS, like), gradients
 
 
 @numba.njit(**OPTIONS)
-def _allocate_for_queries(size, like):  # type: ignore[no-untyped-def]
+def _allocate_for_queries(memory, size, like):  # type: ignore[no-untyped-def]
     """Return zeros for a left and a right operand of a batch of queries, or of the gradients of their results."""
-    left = aligned_zeros(QUERY_BATCH, round_up_to_lanes(n_inner_steps(size, like)), like)
-    return left, aligned_zeros(n_inner_steps(QUERY_BATCH, like), round_up_to_lanes(size), like)
+    left = take_zeros(memory, QUERY_BATCH, round_up_to_lanes(n_inner_steps(size, like)), like)
+    return left, take_zeros(memory, n_inner_steps(QUERY_BATCH, like), round_up_to_lanes(size), like)
 
 
-def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # type: ignore[no-untyped-def]
+def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv, memory):  # type: ignore[no-untyped-def]
     """Write the gradients of some heads into dq, dk and dv; weights are recomputed from the logsumexps `logs`.
 
     Args:
         grad, out: (H, T, E), the latter of `_attention`, as is logs; the others as of `_attention`.
         dq, dk, dv: like q, k and v.
+        memory: for operands, as of `take_zeros`.
     """
     like, (n_heads, n_queries, size), (n_key_heads, n_keys, value_size) = operand_prototype(q), q.shape, v.shape
     n_sharing = n_heads // n_key_heads
     n_inner, n_inner_values = n_inner_steps(size, like), n_inner_steps(value_size, like)
-    scratch, value_scratch = transposition_scratch(n_inner, like), transposition_scratch(n_inner_values, like)
-    keys, d_keys = _allocate_for_keys(n_keys, size, scratch, like)
-    values, d_values = _allocate_for_keys(n_keys, value_size, value_scratch, like)
-    key_rows = aligned_zeros(n_inner_steps(n_keys, like), round_up_to_lanes(size), like)
-    queries, query_rows = _allocate_for_queries(size, like)
-    grads, grad_rows = _allocate_for_queries(value_size, like)
-    scores, slopes = aligned_zeros(QUERIES, KEYS, logs), aligned_zeros(QUERIES, KEYS, logs)
-    d_queries = aligned_zeros(QUERY_BATCH, round_up_to_lanes(size), logs)
-    left = aligned_zeros(n_inner_steps(QUERIES, like), KEYS, like)
-    slopes_scratch = aligned_zeros(QUERIES, n_inner_steps(KEYS, like), like)
-    inner = np.empty(QUERY_BATCH, np.float32)
+    scratch, value_scratch = (
+        transposition_scratch(memory, n_inner, like),
+        transposition_scratch(memory, n_inner_values, like),
+    )
+    keys, d_keys = _allocate_for_keys(memory, n_keys, size, scratch, like)
+    values, d_values = _allocate_for_keys(memory, n_keys, value_size, value_scratch, like)
+    key_rows = take_zeros(memory, n_inner_steps(n_keys, like), round_up_to_lanes(size), like)
+    queries, query_rows = _allocate_for_queries(memory, size, like)
+    grads, grad_rows = _allocate_for_queries(memory, value_size, like)
+    scores, slopes = take_zeros(memory, QUERIES, KEYS, logs), take_zeros(memory, QUERIES, KEYS, logs)
+    d_queries = take_zeros(memory, QUERY_BATCH, round_up_to_lanes(size), logs)
+    left = take_zeros(memory, n_inner_steps(QUERIES, like), KEYS, like)
+    slopes_scratch = take_zeros(memory, QUERIES, n_inner_steps(KEYS, like), like)
+    of_rows = take_zeros(memory, 2, QUERY_BATCH, logs)
+    inner, own_logs = of_rows[0], of_rows[1]
     begin_products(like)
     for h in range(n_heads):
         if h % n_sharing == 0:
@@ -390,6 +402,7 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
             queries_right = left_to_right(queries, (n, size), query_rows)[: n_inner_steps(n, like)]
             grads_right = left_to_right(grads, (n, value_size), grad_rows)[: n_inner_steps(n, like)]
             _row_dot_products(grads, out[h, some], inner)
+            own_logs[:n] = logs[h, some]
             d_queries[:] = ZERO
             for block, here, shape, ends in _visible_block_pairs(some, n_keys, last, window):
                 seen, steps = slice(block * KEYS, (block + 1) * KEYS), slice(n_inner_steps(here.start, like), None)
@@ -400,7 +413,7 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
                 if not _all_visible(shape, ends):
                     _mask_scores(scores, shape, ends, -np.inf)
                     _mask_scores(slopes, shape, ends, ZERO)
-                _differentiate(scores, slopes, logs[h, some][here], inner[here], scale, shape[0])
+                _differentiate(scores, slopes, own_logs[here], inner[here], scale, shape[0])
                 _add_by_keys(transposed_left(scores, shape[0], left), grads_right[steps], d_values[seen], shape, ends)
                 _add_by_keys(transposed_left(slopes, shape[0], left), queries_right[steps], d_keys[seen], shape, ends)
                 slopes_left = left_operand(slopes, slopes_scratch)
@@ -424,7 +437,7 @@ def _heads_signature(narrow: bool) -> str:
 def compile_attention(narrow: bool, narrow_results: bool) -> Any:
     """Return the forward loop; operands are bfloat16 bits if `narrow`, results if `narrow_results`, else float32."""
     x, y = _heads_signature(narrow), _heads_signature(narrow_results)
-    return _compile_later(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :], f4[:, :])", _attention)
+    return _compile_later(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :], f4[:, :], i8[::1])", _attention)
 
 
 # Cache: valid for the life of the process: compiled for this processor.
@@ -432,7 +445,9 @@ def compile_attention(narrow: bool, narrow_results: bool) -> Any:
 def compile_attention_backward(narrow: bool, narrow_results: bool) -> Any:
     """Return the backward loop; q, k, v are bfloat16 bits if `narrow`, others if `narrow_results`, else float32."""
     x, y = _heads_signature(narrow), _heads_signature(narrow_results)
-    return _compile_later(f"void({y}, {x}, {x}, {x}, {y}, f4[:, :], f4, i8, i8, {y}, {y}, {y})", _attention_backward)
+    return _compile_later(
+        f"void({y}, {x}, {x}, {x}, {y}, f4[:, :], f4, i8, i8, {y}, {y}, {y}, i8[::1])", _attention_backward
+    )
 
 
 def _compile_later(signature: str, loop: Any) -> Any:

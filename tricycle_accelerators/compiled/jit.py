@@ -81,7 +81,7 @@ def overload_by_types(implementation_for: Callable[..., Any]) -> Any:
 
 
 @intrinsic
-def _pointer(context: Any, address: Any, like: Any) -> Any:
+def address_to_pointer(context: Any, address: Any, like: Any) -> Any:
     """Convert an address to a pointer to the element type of an array (Numba intrinsic)."""
     pointer = types.CPointer(like.dtype)
 
@@ -95,7 +95,7 @@ def _pointer(context: Any, address: Any, like: Any) -> Any:
 def contiguous_row(x: Any, i: int) -> Any:
     """Return x[i] as a view that Numba takes for contiguous, so that loops vectorize; the caller guarantees it."""
     part = x[i]
-    return numba.carray(_pointer(part.ctypes.data, x), part.shape)
+    return numba.carray(address_to_pointer(part.ctypes.data, x), part.shape)
 
 
 @intrinsic

@@ -26,6 +26,7 @@ from tricycle_accelerators.compiled import amx_pairs
 from tricycle_accelerators.compiled.jit import (
     HAS_AMX,
     OPTIONS,
+    address_to_pointer,
     contiguous_row,
     intrinsic,
     overload_by_types,
@@ -197,6 +198,25 @@ def aligned_zeros(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
     flat = np.zeros(n_rows * n_columns + LINE, like.dtype)
     skip = -(flat.ctypes.data // 4) % LINE
     return flat[skip : skip + n_rows * n_columns].reshape(n_rows, n_columns)
+
+
+@numba.njit(**OPTIONS)
+def take_zeros(memory: np.ndarray, n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
+    """Return zeros as `aligned_zeros`, in memory that nothing has taken yet; in new memory if not enough is left.
+
+    Views of an array in `memory` cost nothing; each of a new array counts references, which takes a while.
+
+    Args:
+        memory: (n,) int64, of which the first is the number of bytes taken; the caller keeps it.
+    """
+    start = round_up(memory.ctypes.data + memory[0], 4 * LINE)
+    end = start + n_rows * n_columns * like.itemsize
+    if end > memory.ctypes.data + memory.nbytes:
+        return aligned_zeros(n_rows, n_columns, like)
+    memory[0] = end - memory.ctypes.data
+    array = numba.carray(address_to_pointer(start, like), (n_rows, n_columns))
+    array[:] = 0
+    return array
 
 
 @numba.njit(inline="always")
