@@ -36,6 +36,7 @@ from tricycle_accelerators.compiled import (
 from tricycle_accelerators.compiled.loader import load_loops
 
 numba = pytest.importorskip("numba")
+needs_amx = pytest.mark.skipif(amx_matmul.unavailable_reason() is not None, reason=str(amx_matmul.unavailable_reason()))
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -483,9 +484,16 @@ def attend_both(qkv, score_options, off_by_one, mask=None, narrow=False):
 
 @pytest.mark.parametrize(("sizes", "score_options", "off_by_one"), ATTENTION + DECLINED_ATTENTION, ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "narrow", "tolerance"), [("float32", False, 1e-5), ("bfloat16", False, 5e-3), ("bfloat16", True, 1e-2)]
+    ("dtype", "narrow", "by_parts", "tolerance"),
+    [
+        ("float32", False, False, 1e-5),
+        pytest.param("float32", False, True, 1e-5, marks=needs_amx),
+        ("bfloat16", False, False, 5e-3),
+        ("bfloat16", True, False, 1e-2),
+    ],
 )
-def test_attention_matches_reference(sizes, score_options, off_by_one, dtype, narrow, tolerance, monkeypatch):
+def test_attention_matches_reference(sizes, score_options, off_by_one, dtype, narrow, by_parts, tolerance, monkeypatch):
+    monkeypatch.setattr(attention, "LEAST_KEYS_OF_PARTS", 0 if by_parts else 10**9)
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     qkv = heads(np.random.default_rng(6), sizes, 1.0, dtype)
     actual, expected = attend_both(qkv, score_options, off_by_one, None, narrow)
@@ -541,6 +549,23 @@ def test_nan_key_affects_only_its_head_and_later_queries():
     assert np.isfinite(results[0][:, :, 0]).all()  # and the other head
 
 
+@needs_amx
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan, np.finfo(np.float32).max])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_parts_leave_numbers_that_are_not_finite_to_float32(number, which, monkeypatch):
+    qkv = [normal(1, 70, 2, 16, seed=seed) for seed in range(3)]
+    qkv[which][0, 3, 1, 0] = number
+    results = []
+    for least in (0, 10**9):
+        monkeypatch.setattr(attention, "LEAST_KEYS_OF_PARTS", least)
+        with np.errstate(all="ignore"):
+            results.append(attend_both(qkv, ScoreOptions(0.5, 0), False)[0])
+    for found, expected in zip(*results):
+        np.testing.assert_allclose(found, expected, 1e-4, 1e-5)
+    if not np.isfinite(number):
+        assert not all(np.isfinite(found).all() for found in results[0])
+
+
 def test_keys_visible_to_no_query_get_zero_gradients():
     found, _ = attend_both(
         heads(np.random.default_rng(9), Sizes(1, 50, 90, 2, 1, 16)), ScoreOptions(0.25, 20, 5), False
@@ -575,24 +600,28 @@ def test_tile_products_match_float64(shape, add, transposed):
         return
 
     @numba.njit
-    def multiply_pairs(a, b, left, right, out, add):
-        tiles.begin_products(left)
+    def multiply_packed(a, b, like, memory, out, add):
+        n_rows, n_steps = len(out), tiles.n_inner_steps(b.shape[0], like)
+        tiles.begin_products(like)
+        left = tiles.take_zeros(memory, n_rows, tiles.round_up_to_lanes(n_steps), like)
         if transposed:
-            left = tiles.transposed_left(a, a.shape[0], left.T)
+            scratch = tiles.take_zeros(memory, tiles.round_up_to_lanes(n_steps), n_rows, like)
+            tiles.pack_transposed(a, scratch, left)
         else:
             tiles.pack_left(a, left)
-        tiles.pack_right(b, right)
-        tiles.multiply(left, right, out, add)
-        tiles.end_products(left)
+        right = tiles.take_zeros(memory, n_steps, b.shape[1], like)
+        tiles.multiply(left, tiles.right_operand(b, right), out, add)
+        tiles.end_products(like)
 
-    n_steps, n_whole = (n_inner + 1) // 2, -(-n_rows // tiles.PAIR_ROWS) * tiles.PAIR_ROWS
-    out = np.concatenate([initial, np.zeros((n_whole - n_rows, n_columns), np.float32)])
-    left, right = np.zeros((n_whole, n_steps), np.uint32), np.zeros((n_steps, n_columns), np.uint32)
-    multiply_pairs(a.T.copy() if transposed else a, b, np.asfortranarray(left) if transposed else left, right, out, add)
-    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    expected = a.astype(bfloat16).astype(np.float64) @ b.astype(bfloat16).astype(np.float64) + add * initial
-    np.testing.assert_allclose(out[:n_rows], expected, 1e-4, 1e-5)
-    assert not out[n_rows:].any()
+    n_whole = tiles.round_up_to_lanes(n_rows)
+    memory, bfloat16 = np.full(2**17, 8), pytest.importorskip("ml_dtypes").bfloat16
+    kinds = [(np.uint32, [x.astype(bfloat16) for x in (a, b)])] + [(np.int32, [a, b])] * tiles.HAS_AMX
+    for kind, operands in kinds:
+        out = np.concatenate([initial, np.zeros((n_whole - n_rows, n_columns), np.float32)])
+        multiply_packed(a.T.copy() if transposed else a, b, np.zeros(1, kind), memory, out, add)
+        exact_a, exact_b = (x.astype(np.float64) for x in operands)
+        np.testing.assert_allclose(out[:n_rows], exact_a @ exact_b + add * initial, 1e-4, 1e-5)
+        assert not out[n_rows:].any()
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (16, 16), (70, 33)])

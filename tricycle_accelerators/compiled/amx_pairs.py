@@ -1,6 +1,8 @@
 """Products of packed bfloat16 pairs by AMX tiles, for loops that pack their operands as `tiles` says.
 
-Shapes: a left operand (M, P) and a right one (P, N) of pairs; M and N are multiples of TILE_ROWS.
+Shapes: a left operand (M, P) and a right one (P, N) of pairs; M and N are multiples of TILE_ROWS. Operands of float32
+have N_PARTS such parts, of which each row is N_PARTS times as far from the next, and is followed by those of the other
+parts: see `amx_tiles.py`.
 """
 
 from __future__ import annotations
@@ -14,68 +16,123 @@ from numba.core import cgutils
 
 from tricycle_accelerators.compiled.amx_tiles import (
     BYTE,
+    FLOATS,
+    N_PARTS,
     PAIRS,
     ROW_BYTES,
+    TILE_BYTES,
     TILE_PAIRS,
     TILE_ROWS,
     emit_tile_instruction,
+    parts_of,
     pointer_to,
 )
 from tricycle_accelerators.compiled.amx_tiles import begin_tiles as begin_tiles
 from tricycle_accelerators.compiled.amx_tiles import release_tiles as release_tiles
 from tricycle_accelerators.compiled.jit import OPTIONS, intrinsic
-from tricycle_accelerators.compiled.registers import INDEX, PAIR, offset_address, store, transpose
+from tricycle_accelerators.compiled.registers import INDEX, PAIR, offset_address, store
 
 N_AT_ONCE = 4  # tiles of sums beside each other
-LEFT, RIGHT = 4, (5, 6)  # registers of the operands
+LEFT, RIGHT = (4, 5, 6), 7  # registers of the operands: of each part of the left one
 SCRATCH_ROW = N_AT_ONCE * ROW_BYTES
+FLAGS, MASK_BITS = ir.VectorType(ir.IntType(1), TILE_PAIRS), ir.IntType(TILE_PAIRS)
+
+
+# -------------------------------------------------------------------- up to 16 numbers
+def _mask(builder: Any, n: Any) -> Any:
+    """Emit the flags of the first n of 16 lanes; n is from 0 to 16."""
+    some = builder.sub(builder.shl(PAIR(1), builder.trunc(n, PAIR)), PAIR(1))
+    return builder.bitcast(builder.trunc(some, MASK_BITS), FLAGS)
+
+
+def _load_some(builder: Any, address: Any, kind: Any, mask: Any) -> Any:
+    """Emit the load of a register of 4-byte numbers, those without a flag 0."""
+    name = "f32" if kind == FLOATS else "i32"
+    signature = ir.FunctionType(kind, [kind.as_pointer(), PAIR, FLAGS, kind])
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.load.v16{name}.p0")
+    zeros = ir.Constant(kind, [0.0 if kind == FLOATS else 0] * TILE_PAIRS)
+    return builder.call(function, [builder.inttoptr(address, kind.as_pointer()), PAIR(4), mask, zeros])
+
+
+def _store_some(builder: Any, value: Any, address: Any, mask: Any) -> None:
+    """Emit the store of the lanes of a register, of 2 or 4 bytes each, that have a flag."""
+    name = f"i{value.type.element.width}"
+    signature = ir.FunctionType(ir.VoidType(), [value.type, value.type.as_pointer(), PAIR, FLAGS])
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.store.v16{name}.p0")
+    builder.call(function, [value, builder.inttoptr(address, value.type.as_pointer()), PAIR(2), mask])
+
+
+@intrinsic
+def split_row(context: Any, source: Any, n: Any, result: Any, between: Any) -> Any:
+    """Write the bfloat16 parts of n numbers, up to 16, of float32: addresses, and bytes between parts."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, n, result, between = arguments
+        mask = _mask(builder, n)
+        for part, bits in enumerate(parts_of(builder, _load_some(builder, source, FLOATS, mask), N_PARTS)):
+            _store_some(builder, bits, offset_address(builder, result, between, part), mask)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), code
+
+
+@intrinsic
+def split_rows(context: Any, first: Any, second: Any, n: Any, n_second: Any, result: Any, between: Any) -> Any:
+    """Write the pairs of bfloat16 parts of n numbers of a row and `n_second` below them, as `split_row`."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first, second, n, n_second, result, between = arguments
+        masks = _mask(builder, n), _mask(builder, n_second)
+        parts = [
+            parts_of(builder, _load_some(builder, source, FLOATS, mask), N_PARTS)
+            for source, mask in zip((first, second), masks)
+        ]
+        for part, bits in enumerate(zip(*parts)):
+            low, high = (builder.zext(half, PAIRS) for half in bits)
+            pairs = builder.or_(low, builder.shl(high, ir.Constant(PAIRS, [16] * TILE_PAIRS)))
+            _store_some(builder, pairs, offset_address(builder, result, between, part), masks[0])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 6), code
 
 
 # -------------------------------------------------------------------- operands that are not whole tiles
+def _scratch(n_parts: int) -> Any:
+    """Return the intrinsic that returns the address of memory in the caller's stack for a step of both operands.
+
+    For each part it has 16 rows of ROW_BYTES bytes, and then for each part 16 rows of SCRATCH_ROW bytes.
+    """
+
+    @intrinsic
+    def scratch(context: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            size = n_parts * TILE_ROWS * (ROW_BYTES + SCRATCH_ROW)
+            with builder.goto_entry_block():
+                memory = builder.alloca(ir.ArrayType(BYTE, size))  # Numba's would be filled with 0
+            memory.align = ROW_BYTES
+            return builder.ptrtoint(memory, INDEX)
+
+        return types.intp(), code
+
+    return scratch
+
+
 @intrinsic
-def _scratch(context: Any) -> Any:
-    """Return the address of 2 x 16 rows of SCRATCH_ROW bytes in the caller's stack (Numba intrinsic)."""
+def _copy(context: Any, source: Any, down: Any, n_rows: Any, n_pairs: Any, result: Any, result_down: Any) -> Any:
+    """Copy up to 16 rows of up to 16 pairs, and fill up with zeros (Numba intrinsic).
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        with builder.goto_entry_block():
-            memory = builder.alloca(ir.ArrayType(BYTE, 2 * TILE_ROWS * SCRATCH_ROW))  # Numba's would be filled with 0
-        memory.align = ROW_BYTES
-        return builder.ptrtoint(memory, INDEX)
-
-    return types.intp(), code
-
-
-def _copy_tile(transposed: bool) -> Any:
-    """Return the intrinsic that copies up to 16 rows of up to 16 pairs to rows of scratch, and fills up with zeros.
-
-    Its arguments are addresses, bytes and numbers: (source, from row to row, rows, pairs, result).
+    Its arguments are addresses, bytes and numbers: (source, from row to row, rows, pairs, result, from row to row).
     """
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, down, n_rows, n_pairs, result = arguments
-        flags, bits = ir.VectorType(ir.IntType(1), TILE_PAIRS), ir.IntType(TILE_PAIRS)
-        kind = ir.FunctionType(PAIRS, [PAIRS.as_pointer(), PAIR, flags, PAIRS])
-        masked = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.load.v16i32.p0")
-        some = builder.sub(builder.shl(PAIR(1), builder.trunc(n_pairs, PAIR)), PAIR(1))
-        zeros, rows = ir.Constant(PAIRS, [0] * TILE_PAIRS), []
+        source, down, n_rows, n_pairs, result, result_down = arguments
         for row in range(TILE_ROWS):
-            seen = builder.select(builder.icmp_signed(">", n_rows, INDEX(row)), some, PAIR(0))
-            place = builder.inttoptr(offset_address(builder, source, down, row), PAIRS.as_pointer())
-            rows.append(
-                builder.call(masked, [place, PAIR(4), builder.bitcast(builder.trunc(seen, bits), flags), zeros])
-            )
-        for row, pairs in enumerate(transpose(builder, rows) if transposed else rows):
-            store(builder, pairs, builder.add(result, INDEX(SCRATCH_ROW * row)))
+            n = builder.select(builder.icmp_signed(">", n_rows, INDEX(row)), n_pairs, INDEX(0))
+            pairs = _load_some(builder, offset_address(builder, source, down, row), PAIRS, _mask(builder, n))
+            store(builder, pairs, offset_address(builder, result, result_down, row))
         return context.get_dummy_value()
 
-    @intrinsic
-    def copy_tile(context: Any, source: Any, down: Any, n_rows: Any, n_pairs: Any, result: Any) -> Any:
-        return types.void(*[types.intp] * 5), code
-
-    return copy_tile
-
-
-_copy, _copy_transposed = _copy_tile(False), _copy_tile(True)
+    return types.void(*[types.intp] * 6), code
 
 
 # -------------------------------------------------------------------- products
@@ -110,103 +167,104 @@ def _clear_sums(n_tiles: int) -> Any:
     return clear
 
 
-def _add_products(n_tiles: int) -> Any:
-    """Return the intrinsic that adds products of a tile and `n_tiles` beside each other to the sums.
+def _add_products(n_tiles: int, n_parts: int) -> Any:
+    """Return the intrinsic that adds products of a tile and `n_tiles` beside each other, of all parts, to the sums.
 
-    Its arguments are addresses and bytes: (left, between rows, right, between rows).
+    Its arguments are addresses and bytes: (left, between rows, between parts, right, between rows, between parts).
     """
 
-    @intrinsic
-    def add_products(context: Any, left: Any, down: Any, right: Any, right_down: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            left, down, right, right_down = arguments
-            emit_tile_instruction(builder, "tileloadd64", BYTE(LEFT), pointer_to(builder, left), down)
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        left, down, between, right, right_down, right_between = arguments
+        for part in range(n_parts):
+            address = pointer_to(builder, offset_address(builder, left, between, part))
+            emit_tile_instruction(builder, "tileloadd64", BYTE(LEFT[part]), address, down)
+        for part in range(n_parts):
+            of_part = offset_address(builder, right, right_between, part)
             for tile in range(n_tiles):
-                operand = RIGHT[tile % 2]
-                address = pointer_to(builder, builder.add(right, INDEX(ROW_BYTES * tile)))
-                emit_tile_instruction(builder, "tileloadd64", BYTE(operand), address, right_down)
-                emit_tile_instruction(builder, "tdpbf16ps", BYTE(tile), BYTE(LEFT), BYTE(operand))
-            return context.get_dummy_value()
+                address = pointer_to(builder, builder.add(of_part, INDEX(ROW_BYTES * tile)))
+                emit_tile_instruction(builder, "tileloadd64", BYTE(RIGHT), address, right_down)
+                for register in LEFT[: n_parts - part]:  # the products of amx_tiles.FLOAT32_PRODUCTS in another order
+                    emit_tile_instruction(builder, "tdpbf16ps", BYTE(tile), BYTE(register), BYTE(RIGHT))
+        return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 4), code
+    @intrinsic
+    def add_products(
+        context: Any, left: Any, down: Any, between: Any, right: Any, right_down: Any, right_between: Any
+    ) -> Any:
+        return types.void(*[types.intp] * 6), code
 
     return add_products
 
 
-def _make_multiply_rows(n_tiles: int) -> Any:
-    """Return a Numba function for 16 rows times `n_tiles` tiles of columns, with the arguments of `multiply_pairs`."""
+def _make_multiply_rows(n_tiles: int, n_parts: int) -> Any:
+    """Return a Numba function for 16 rows times `n_tiles` tiles of columns, with arguments of `_make_multiply`."""
     load_sums, store_sums = _move_sums(n_tiles, "tileloadd64"), _move_sums(n_tiles, "tilestored64")
-    clear_sums, add_products = _clear_sums(n_tiles), _add_products(n_tiles)
+    clear_sums, add_products, scratch = _clear_sums(n_tiles), _add_products(n_tiles, n_parts), _scratch(n_parts)
 
     @numba.njit(**OPTIONS)
     def multiply_rows(
-        left: int,
-        down: int,
-        along: int,
-        right: int,
-        right_along: int,
-        result: int,
-        result_down: int,
-        n_steps: int,
-        add: bool,
+        left: int, down: int, right: int, right_down: int, result: int, result_down: int, n_steps: int, add: bool
     ) -> None:
-        of_left = _scratch()
-        of_right = of_left + TILE_ROWS * SCRATCH_ROW
+        between, right_between = down // n_parts, right_down // n_parts
         if add:
             load_sums(result, result_down)
         else:
             clear_sums()
         for step in range(0, n_steps, TILE_PAIRS):
             n = min(TILE_PAIRS, n_steps - step)
-            a, a_down = left + step * along, down
-            b, b_down = right + step * right_along, right_along
-            if along != 4:
-                _copy_transposed(a, along, n, TILE_ROWS, of_left)
-                a, a_down = of_left, SCRATCH_ROW
-            elif n < TILE_PAIRS:
-                _copy(a, down, TILE_ROWS, n, of_left)
-                a, a_down = of_left, SCRATCH_ROW
-            if n < TILE_PAIRS:
+            a, b = left + 4 * step, right + step * right_down
+            if n == TILE_PAIRS:
+                add_products(a, down, between, b, right_down, right_between)
+                continue
+            of_left = scratch()
+            of_right = of_left + n_parts * TILE_BYTES
+            for part in range(n_parts):
+                _copy(a + part * between, down, TILE_ROWS, n, of_left + part * TILE_BYTES, ROW_BYTES)
                 for tile in range(n_tiles):
-                    _copy(b + ROW_BYTES * tile, right_along, n, TILE_PAIRS, of_right + ROW_BYTES * tile)
-                b, b_down = of_right, SCRATCH_ROW
-            add_products(a, a_down, b, b_down)
+                    source = b + part * right_between + ROW_BYTES * tile
+                    place = of_right + part * TILE_ROWS * SCRATCH_ROW + ROW_BYTES * tile
+                    _copy(source, right_down, n, TILE_PAIRS, place, SCRATCH_ROW)
+            add_products(of_left, ROW_BYTES, TILE_BYTES, of_right, SCRATCH_ROW, TILE_ROWS * SCRATCH_ROW)
         store_sums(result, result_down)
 
     return multiply_rows
 
 
-_one, _two, _three, _four = (_make_multiply_rows(n) for n in range(1, N_AT_ONCE + 1))
+def _make_multiply(n_parts: int) -> Any:
+    """Return a Numba function that writes or adds a left operand times a right one.
 
-
-@numba.njit(**OPTIONS)
-def multiply_pairs(
-    left: int,
-    down: int,
-    along: int,
-    right: int,
-    right_along: int,
-    result: int,
-    result_down: int,
-    n_rows: int,
-    n_columns: int,
-    n_steps: int,
-    add: bool,
-) -> None:
-    """Write or add a left operand times a right one, given by addresses and bytes between rows and between steps.
-
-    A left operand that is the transpose of rows has `along` other than 4, and `down` of 4.
+    They are given by addresses and bytes between rows.
     """
-    for column in range(0, n_columns, N_AT_ONCE * TILE_PAIRS):
-        n_tiles = min(N_AT_ONCE, (n_columns - column) // TILE_PAIRS)
-        b = right + 4 * column
-        for row in range(0, n_rows, TILE_ROWS):
-            a, c = left + row * down, result + row * result_down + 4 * column
-            if n_tiles == 4:
-                _four(a, down, along, b, right_along, c, result_down, n_steps, add)
-            elif n_tiles == 3:
-                _three(a, down, along, b, right_along, c, result_down, n_steps, add)
-            elif n_tiles == 2:
-                _two(a, down, along, b, right_along, c, result_down, n_steps, add)
-            else:
-                _one(a, down, along, b, right_along, c, result_down, n_steps, add)
+    one, two, three, four = (_make_multiply_rows(n, n_parts) for n in range(1, N_AT_ONCE + 1))
+
+    @numba.njit(**OPTIONS)
+    def multiply(
+        left: int,
+        down: int,
+        right: int,
+        right_down: int,
+        result: int,
+        result_down: int,
+        n_rows: int,
+        n_columns: int,
+        n_steps: int,
+        add: bool,
+    ) -> None:
+        for column in range(0, n_columns, N_AT_ONCE * TILE_PAIRS):
+            n_tiles = min(N_AT_ONCE, (n_columns - column) // TILE_PAIRS)
+            b = right + 4 * column
+            for row in range(0, n_rows, TILE_ROWS):
+                a, c = left + row * down, result + row * result_down + 4 * column
+                if n_tiles == 4:
+                    four(a, down, b, right_down, c, result_down, n_steps, add)
+                elif n_tiles == 3:
+                    three(a, down, b, right_down, c, result_down, n_steps, add)
+                elif n_tiles == 2:
+                    two(a, down, b, right_down, c, result_down, n_steps, add)
+                else:
+                    one(a, down, b, right_down, c, result_down, n_steps, add)
+
+    return multiply
+
+
+multiply_pairs, multiply_parts = _make_multiply(1), _make_multiply(N_PARTS)

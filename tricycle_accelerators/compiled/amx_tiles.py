@@ -88,7 +88,7 @@ def begin_tiles() -> None:
 
 
 # -------------------------------------------------------------------- operands
-def _parts(builder: Any, x: Any, n_parts: int) -> list[Any]:
+def parts_of(builder: Any, x: Any, n_parts: int) -> list[Any]:
     """Emit the bits of the bfloat16 parts of registers `x`: of float32, or of bfloat16 bits, which are one part."""
     if n_parts == 1:
         return [x]
@@ -125,7 +125,7 @@ def _pack_tile(n_parts: int, interleave: bool, transposed: bool) -> Any:
             else:
                 line = offset_address(builder, lines, down, row)
                 places = [line, builder.add(line, INDEX(size * TILE_PAIRS))]
-            halves = [_parts(builder, load(builder, place, half, size), n_parts) for place in places]
+            halves = [parts_of(builder, load(builder, place, half, size), n_parts) for place in places]
             for part, (first, second) in enumerate(zip(*halves)):
                 both = builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(ir.IntType(32), STEP), order))
                 rows[part].append(builder.bitcast(both, PAIRS))

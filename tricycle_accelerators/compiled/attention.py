@@ -21,6 +21,7 @@ from tricycle_accelerators.compiled.vector_matmul import spin_team
 from tricycle_accelerators.providers import decline_when
 
 LEAST_QUERIES = 16
+LEAST_KEYS_OF_PARTS = 1024  # from which on products of float32 by AMX gain more than splitting the operands costs
 MASK_OR_CAP = "a mask or a soft-cap"
 FLOAT16, INT8 = np.dtype(np.float16), np.dtype(np.int8)
 MIN_SHARED_BYTES = 2**19  # of keys: for fewer, threads gain more by prefetching the next matrix meanwhile
@@ -243,11 +244,10 @@ def attention(
     groups, _ = make_head_groups(q, k)
     q, k, v = _prepared((q, k, v), narrow)
     (means,) = _prepared((out,), narrow_results)
-    attend = load_loops("attention_loops").compile_attention(narrow, narrow_results)
 
     def work(group: HeadGroup) -> None:
         item, heads, key_heads = group
-        attend(
+        arguments = (
             head_major(q, item, heads),
             head_major(k, item, key_heads),
             head_major(v, item, key_heads),
@@ -256,8 +256,8 @@ def attention(
             head_major(means, item, heads),
             logsumexp[item, heads],
             totals[item, heads],
-            _memory(k.shape[1], q.shape[3], v.shape[3]),
         )
+        _run("compile_attention", arguments, narrow, narrow_results, (k.shape[1], q.shape[3], v.shape[3]))
 
     threads.parallel_for(work, groups)
     with np.errstate(all="ignore"):  # of infinity and NaN, which come from outside
@@ -316,7 +316,6 @@ def attention_backward(
     q, k, v = _prepared((q, k, v), narrow)
     grad, out, dq, dk, dv = _prepared((grad, out, dq, dk, dv), narrow_results)
     (logsumexp,) = _prepared((logsumexp,), False)
-    attend_back = load_loops("attention_loops").compile_attention_backward(narrow, narrow_results)
 
     def work(i: int) -> None:
         item, heads, key_heads = groups[i]
@@ -326,7 +325,7 @@ def attention_backward(
             sums[i] = new_keys, new_values
         else:
             new_keys, new_values = head_major(dk, item, key_heads), head_major(dv, item, key_heads)
-        attend_back(
+        arguments = (
             head_major(grad, item, heads),
             head_major(q, item, heads),
             keys,
@@ -337,8 +336,8 @@ def attention_backward(
             head_major(dq, item, heads),
             new_keys,
             new_values,
-            _memory(k.shape[1], q.shape[3], v.shape[3]),
         )
+        _run("compile_attention_backward", arguments, narrow, narrow_results, (k.shape[1], q.shape[3], v.shape[3]))
 
     threads.parallel_for(work, range(len(groups)))
     if in_parts:
@@ -346,12 +345,32 @@ def attention_backward(
     return None
 
 
-def _memory(n_keys: int, size: int, value_size: int) -> np.ndarray:
-    """Return memory for the loops' operands, in large pages where they take a megabyte or more."""
-    n_bytes = load_loops("attention_loops").memory_bytes(n_keys, size, value_size)
-    memory = buffers.empty((-(-n_bytes // 8),), np.int64)
-    memory[0] = 8  # bytes taken
-    return memory
+def _run(
+    name: str, arguments: tuple[Any, ...], narrow: bool, narrow_results: bool, sizes: tuple[int, int, int]
+) -> None:
+    """Call a loop of `attention_loops`, once more if parts of float32 gave a result that is not finite.
+
+    Args:
+        name: of the function that compiles it.
+        sizes: S, D and E: keys, and numbers of a query and of a value.
+    """
+    loops = load_loops("attention_loops")
+    memory = buffers.empty((-(-loops.memory_bytes(*sizes) // 8),), np.int64)  # in large pages where it has a megabyte
+    for dtype in _operand_dtypes(narrow, sizes[0]):
+        loop = getattr(loops, name)(dtype, narrow, narrow_results)
+        if loop(*arguments, np.zeros(1, dtype), memory):
+            return
+
+
+def _operand_dtypes(narrow: bool, n_keys: int) -> list[str]:
+    """Return dtypes of operands of products in the order in which they are tried, the last for all numbers.
+
+    They are "u4" for pairs of bfloat16, "i4" for parts of float32, by AMX alone, which infinity does not have, and
+    "f4" for float32, to which bfloat16 are converted where their pairs are not multiplied fast.
+    """
+    if narrow:
+        return ["u4" if load_loops("tiles").HAS_PAIRS else "f4"]
+    return ["f4"] if n_keys < LEAST_KEYS_OF_PARTS or amx_matmul.unavailable_reason() else ["i4", "f4"]
 
 
 def _add_parts(

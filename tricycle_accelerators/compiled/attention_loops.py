@@ -39,24 +39,27 @@ from tricycle_accelerators.compiled.tiles import (
     LANES,
     begin_products,
     end_products,
+    finish_left,
     left_elements,
     left_operand,
-    left_to_right,
     multiply,
     n_inner_steps,
-    operand_prototype,
     pack_left,
     pack_right,
     pack_right_transposed,
+    pack_transposed,
     prefetch_rows,
+    right_operand,
+    round_up,
     round_up_to_lanes,
     take_zeros,
+    transpose_tiles,
     transposed_left,
 )
 from tricycle_accelerators.libraries import release_memory
 
 QUERIES, KEYS = 64, 64  # of a block
-QUERY_BATCH = 4 * QUERIES  # these meet each block of keys, values and their gradients together: it comes from afar once
+QUERY_BATCH = 8 * QUERIES  # these meet each block of keys, values and their gradients together: it comes from afar once
 GROUP = 16  # queries, or keys, that are multiplied at a time where not all of a block is seen
 LOWEST = np.float32(-3e38)  # below all scores but minus infinity, which is as far below this
 
@@ -73,6 +76,12 @@ def _visible_key_range(first: int, n_queries: int, n_keys: int, last: int, windo
 def n_key_blocks(n_keys: int) -> int:
     """Return the number of blocks of KEYS keys that cover `n_keys` keys."""
     return (n_keys + KEYS - 1) // KEYS
+
+
+@numba.njit(inline="always")
+def _batch_size(n_queries: int) -> int:
+    """Return the number of queries that are packed at a time: whole blocks."""
+    return min(QUERY_BATCH, round_up(n_queries, QUERIES))
 
 
 @numba.njit(**OPTIONS)
@@ -131,9 +140,10 @@ def _pack_key_blocks(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> Non
 
 
 def memory_bytes(n_keys: int, size: int, value_size: int) -> int:
-    """Return the bytes of memory that the loops need for operands of float32, in the backward pass, and sums."""
+    """Return the bytes of memory that the loops need for operands, most of all parts in the backward pass, and sums."""
     sizes, n_rows = round_up_to_lanes(size) + round_up_to_lanes(value_size), n_key_blocks(n_keys) * KEYS
-    return 4 * (3 * sizes * n_rows + 3 * sizes * QUERY_BATCH + 6 * QUERIES * KEYS + LANES * sizes + 4 * QUERY_BATCH)
+    numbers = sizes * (3 * n_rows + 4 * QUERY_BATCH + LANES + KEYS) + 7 * QUERIES * KEYS + 4 * QUERY_BATCH
+    return 6 * numbers  # of float32 they have 4, of parts 6
 
 
 # -------------------------------------------------------------------- the visible part of a block
@@ -183,7 +193,7 @@ def _add_by_queries(left, right, out, shape, ends):  # type: ignore[no-untyped-d
 
 @numba.njit(**OPTIONS)
 def _add_by_keys(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
-    """Add left @ right (transposed weights and rows of queries) to `out` (KEYS, N), without queries that see none."""
+    """Add left @ right (transposed rows of queries and weights) to `out` (N, KEYS), without queries that see none."""
     n_queries, n_keys = shape
     step = _rows_per_call(n_keys, shape, ends)
     for first in range(0, n_keys, step):
@@ -191,7 +201,7 @@ def _add_by_keys(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
         before = max(0, first + 1 - ends[0])  # queries that see none of these
         some = slice(n_inner_steps(before // 2 * 2, left), n_inner_steps(n_queries, left))
         if some.start < some.stop:
-            multiply(left[keys, some], right[some], out[keys], True)
+            multiply(left[:, some], right[some, keys], out[:, keys], True)
 
 
 @numba.njit(**OPTIONS)
@@ -252,16 +262,31 @@ def _exponentials(scores, weights, mixed, shifts, totals, scale, n_queries):  # 
         totals[t] += total
 
 
-def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals, memory):  # type: ignore[no-untyped-def]
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def _copy_converted(rows: np.ndarray, out: np.ndarray) -> Any:
+    """Write float32 rows into `out`, converted to its dtype; return NaN if a number is not finite, else 0."""
+    broken = ZERO
+    for t in range(len(out)):
+        row, new = contiguous_row(rows, t), contiguous_row(out, t)
+        for d in range(len(new)):
+            new[d] = convert_for(new, row[d])
+            broken += row[d] * ZERO
+    return broken
+
+
+def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals, like, memory):  # type: ignore[no-untyped-def]
     """Write attention outputs (H, T, E) into `out`; each row's scaled maximum and exponential sum into shifts, totals.
+
+    Returns whether all outputs are finite.
 
     Args:
         q: (H, T, D). k: (K, S, D). v: (K, S, E); float32, or the bits of bfloat16.
         scale: above 0.
         off_by_one: whether a row may attend to nothing: a sum begins with e^0.
+        like: of the dtype of operands of products, see `tiles`.
         memory: for operands, as of `take_zeros`.
     """
-    like = operand_prototype(q)
+    memory[0] = memory.itemsize
     n_heads, n_queries, size = q.shape
     n_key_heads, n_keys, value_size = v.shape
     n_sharing = n_heads // n_key_heads
@@ -269,12 +294,14 @@ def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals, me
     keys = take_zeros(memory, n_key_blocks(n_keys) * scratch.shape[1], KEYS, like)
     values = take_zeros(memory, n_inner_steps(n_keys, like), round_up_to_lanes(value_size), like)
     n_inner = n_inner_steps(size, like)
-    queries = take_zeros(memory, QUERY_BATCH, n_inner, like)
+    queries = take_zeros(memory, _batch_size(n_queries), n_inner, like)
     scores = take_zeros(memory, QUERIES, KEYS, shifts)
     weights = take_zeros(memory, QUERIES, n_inner_steps(KEYS, like), like)
-    mixed = take_zeros(memory, QUERY_BATCH, round_up_to_lanes(value_size), shifts)
+    numbers = take_zeros(memory, QUERIES, KEYS, shifts)
+    mixed = take_zeros(memory, _batch_size(n_queries), round_up_to_lanes(value_size), shifts)
     of_rows = take_zeros(memory, 2, QUERY_BATCH, shifts)
     highest, sums = of_rows[0], of_rows[1]
+    broken = ZERO
     begin_products(like)
     for h in range(n_heads):
         if h % n_sharing == 0:
@@ -291,16 +318,20 @@ def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals, me
                 _multiply_visible(queries[here], key_block(keys, block, scratch)[:n_inner], scores, shape, ends)
                 if not _all_visible(shape, ends):
                     _mask_scores(scores, shape, ends, -np.inf)
-                _exponentials(scores, left_elements(weights), mixed[here], highest[here], sums[here], scale, shape[0])
+                new = left_elements(weights, numbers)
+                _exponentials(scores, new, mixed[here], highest[here], sums[here], scale, shape[0])
+                finish_left(weights, numbers[: shape[0]])
                 _add_by_queries(weights, values[n_inner_steps(block * KEYS, like) :], mixed[here], shape, ends)
             for t in range(some.stop - first):
                 share = ONE / sums[t]
-                row, new = mixed[t], contiguous_row(out[h], first + t)
-                for e in range(len(new)):
-                    new[e] = convert_for(new, row[e] * share)
+                row = mixed[t]
+                for e in range(len(row)):
+                    row[e] *= share
                 shifts[h, first + t] = highest[t] * scale
                 totals[h, first + t] = sums[t]
+            broken += _copy_converted(mixed[: some.stop - first, :value_size], out[h, some])
     end_products(like)
+    return broken == 0
 
 
 # -------------------------------------------------------------------- backward
@@ -323,10 +354,12 @@ def _differentiate(scores, slopes, logs, inner, scale, n_queries):  # type: igno
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
 def _row_dot_products(grads, out, sums):  # type: ignore[no-untyped-def]
-    """Write into `sums` (T,) the dot product of each row of results `out` (T, E) with that of its gradients."""
-    numbers = left_elements(grads)
+    """Write into `sums` (T,) the dot product of each row of results `out` (T, E) with that of its gradients.
+
+    Of bfloat16 they are as rounded as in the products from which the sums are subtracted.
+    """
     for t in range(len(out)):
-        row, a = contiguous_row(out, t), contiguous_row(numbers, t)
+        row, a = contiguous_row(out, t), contiguous_row(grads, t)
         total = ZERO
         for e in range(len(row)):
             total += to_float32(a[e]) * to_float32(row[e])
@@ -334,55 +367,83 @@ def _row_dot_products(grads, out, sums):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**OPTIONS)
-def _copy_converted(rows: np.ndarray, out: np.ndarray) -> None:
-    """Write rows into `out`, which may have fewer, converted to its dtype."""
-    for t in range(len(out)):
-        row, new = contiguous_row(rows, t), contiguous_row(out, t)
-        for d in range(len(new)):
-            new[d] = convert_for(new, row[d])
+def _copy_transposed(blocks: np.ndarray, rows: np.ndarray, out: np.ndarray) -> Any:
+    """Write transposed blocks (n N, KEYS) of gradients into `out` (S, D) by way of `rows` (KEYS, N), D of N numbers.
+
+    Returns NaN if a number is not finite, else 0.
+    """
+    broken, size = ZERO, rows.shape[1]
+    for block in range(n_key_blocks(len(out))):
+        some = slice(block * KEYS, min(len(out), (block + 1) * KEYS))
+        transpose_tiles(blocks[block * size : (block + 1) * size], rows)
+        broken += _copy_converted(rows[: some.stop - some.start, : out.shape[1]], out[some])
+    return broken
 
 
 @numba.njit(**OPTIONS)
 def _allocate_for_keys(memory, n_keys, size, scratch, like):  # type: ignore[no-untyped-def]
-    """Return zeros for the transposed operands of keys or values, in blocks, and float32 zeros for their gradients."""
+    """Return zeros in blocks for the transposed operands of keys or values, and, of float32, for their gradients."""
     n_blocks = n_key_blocks(n_keys)
-    gradients = take_zeros(memory, n_blocks * KEYS, round_up_to_lanes(size), np.zeros(1, np.float32))
+    gradients = take_zeros(memory, n_blocks * round_up_to_lanes(size), KEYS, np.zeros(1, np.float32))
     return take_zeros(memory, n_blocks * scratch.shape[1], KEYS, like), gradients
 
 
 @numba.njit(**OPTIONS)
-def _allocate_for_queries(memory, size, like):  # type: ignore[no-untyped-def]
-    """Return zeros for a left and a right operand of a batch of queries, or of the gradients of their results."""
-    left = take_zeros(memory, QUERY_BATCH, round_up_to_lanes(n_inner_steps(size, like)), like)
-    return left, take_zeros(memory, n_inner_steps(QUERY_BATCH, like), round_up_to_lanes(size), like)
+def _allocate_for_queries(memory, n_queries, size, like):  # type: ignore[no-untyped-def]
+    """Return zeros for a batch of queries as left operand, and for the transposes of its blocks, and scratch."""
+    wide, n_steps = round_up_to_lanes(size), n_inner_steps(QUERIES, like)
+    n_batch = _batch_size(n_queries)
+    left = take_zeros(memory, n_batch, round_up_to_lanes(n_inner_steps(size, like)), like)
+    across = take_zeros(memory, n_batch // QUERIES * wide, n_steps, like)
+    return left, across, take_zeros(memory, n_steps, wide, like)
 
 
-def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv, memory):  # type: ignore[no-untyped-def]
+@numba.njit(**OPTIONS)
+def _pack_queries(x, left, across, scratch):  # type: ignore[no-untyped-def]
+    """Pack rows of queries x (T, D) as left operand, and the transposes of blocks of them."""
+    pack_left(x, left)
+    wide = scratch.shape[1]
+    for start in range(0, len(x), QUERIES):
+        first = start // QUERIES * wide
+        pack_transposed(x[start : start + QUERIES], scratch, across[first : first + wide])
+
+
+@numba.njit(**OPTIONS)
+def _transposed_queries(left, across, here, scratch):  # type: ignore[no-untyped-def]
+    """Return the transpose of a block of queries that `_pack_queries` has packed, as a left operand."""
+    first = here.start // QUERIES * scratch.shape[1]
+    return transposed_left(left[here], across[first : first + scratch.shape[1]])
+
+
+def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv, like, memory):  # type: ignore[no-untyped-def]
     """Write the gradients of some heads into dq, dk and dv; weights are recomputed from the logsumexps `logs`.
+
+    Returns whether all gradients are finite.
 
     Args:
         grad, out: (H, T, E), the latter of `_attention`, as is logs; the others as of `_attention`.
         dq, dk, dv: like q, k and v.
-        memory: for operands, as of `take_zeros`.
     """
-    like, (n_heads, n_queries, size), (n_key_heads, n_keys, value_size) = operand_prototype(q), q.shape, v.shape
+    memory[0] = memory.itemsize
+    (n_heads, n_queries, size), (n_key_heads, n_keys, value_size) = q.shape, v.shape
     n_sharing = n_heads // n_key_heads
     n_inner, n_inner_values = n_inner_steps(size, like), n_inner_steps(value_size, like)
-    scratch, value_scratch = (
-        transposition_scratch(memory, n_inner, like),
-        transposition_scratch(memory, n_inner_values, like),
-    )
+    scratch = transposition_scratch(memory, n_inner, like)
+    value_scratch = transposition_scratch(memory, n_inner_values, like)
     keys, d_keys = _allocate_for_keys(memory, n_keys, size, scratch, like)
     values, d_values = _allocate_for_keys(memory, n_keys, value_size, value_scratch, like)
-    key_rows = take_zeros(memory, n_inner_steps(n_keys, like), round_up_to_lanes(size), like)
-    queries, query_rows = _allocate_for_queries(memory, size, like)
-    grads, grad_rows = _allocate_for_queries(memory, value_size, like)
+    wide, wide_values = round_up_to_lanes(size), round_up_to_lanes(value_size)
+    key_rows = take_zeros(memory, n_inner_steps(n_keys, like), wide, like)
+    queries, queries_across, query_scratch = _allocate_for_queries(memory, n_queries, size, like)
+    grads, grads_across, grad_scratch = _allocate_for_queries(memory, n_queries, value_size, like)
     scores, slopes = take_zeros(memory, QUERIES, KEYS, logs), take_zeros(memory, QUERIES, KEYS, logs)
-    d_queries = take_zeros(memory, QUERY_BATCH, round_up_to_lanes(size), logs)
-    left = take_zeros(memory, n_inner_steps(QUERIES, like), KEYS, like)
+    d_queries = take_zeros(memory, _batch_size(n_queries), wide, logs)
+    rows, value_rows = take_zeros(memory, KEYS, wide, logs), take_zeros(memory, KEYS, wide_values, logs)
+    right = take_zeros(memory, n_inner_steps(QUERIES, like), KEYS, like)
     slopes_scratch = take_zeros(memory, QUERIES, n_inner_steps(KEYS, like), like)
     of_rows = take_zeros(memory, 2, QUERY_BATCH, logs)
     inner, own_logs = of_rows[0], of_rows[1]
+    broken = ZERO
     begin_products(like)
     for h in range(n_heads):
         if h % n_sharing == 0:
@@ -397,15 +458,13 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
             _prefetch_heads(q, k, v, h + 1, some)
             _prefetch_head(grad, h + 1, some)
             _prefetch_head(out, h + 1, some)
-            pack_left(q[h, some], queries)
-            pack_left(grad[h, some], grads)
-            queries_right = left_to_right(queries, (n, size), query_rows)[: n_inner_steps(n, like)]
-            grads_right = left_to_right(grads, (n, value_size), grad_rows)[: n_inner_steps(n, like)]
-            _row_dot_products(grads, out[h, some], inner)
+            _pack_queries(q[h, some], queries, queries_across, query_scratch)
+            _pack_queries(grad[h, some], grads, grads_across, grad_scratch)
+            _row_dot_products(left_elements(grads, grad[h, some]), out[h, some], inner)
             own_logs[:n] = logs[h, some]
             d_queries[:] = ZERO
             for block, here, shape, ends in _visible_block_pairs(some, n_keys, last, window):
-                seen, steps = slice(block * KEYS, (block + 1) * KEYS), slice(n_inner_steps(here.start, like), None)
+                n_here = shape[0]
                 keys_here = key_block(keys, block, scratch)[:n_inner]
                 values_here = key_block(values, block, value_scratch)[:n_inner_values]
                 _multiply_visible(queries[here], keys_here, scores, shape, ends)
@@ -413,16 +472,23 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
                 if not _all_visible(shape, ends):
                     _mask_scores(scores, shape, ends, -np.inf)
                     _mask_scores(slopes, shape, ends, ZERO)
-                _differentiate(scores, slopes, own_logs[here], inner[here], scale, shape[0])
-                _add_by_keys(transposed_left(scores, shape[0], left), grads_right[steps], d_values[seen], shape, ends)
-                _add_by_keys(transposed_left(slopes, shape[0], left), queries_right[steps], d_keys[seen], shape, ends)
+                _differentiate(scores, slopes, own_logs[here], inner[here], scale, n_here)
+                grads_t = _transposed_queries(grads, grads_across, here, grad_scratch)
+                d_values_here = d_values[block * wide_values : (block + 1) * wide_values]
+                _add_by_keys(grads_t, right_operand(scores[:n_here], right), d_values_here, shape, ends)
+                queries_t = _transposed_queries(queries, queries_across, here, query_scratch)
+                d_keys_here = d_keys[block * wide : (block + 1) * wide]
+                _add_by_keys(queries_t, right_operand(slopes[:n_here], right), d_keys_here, shape, ends)
                 slopes_left = left_operand(slopes, slopes_scratch)
-                _add_by_queries(slopes_left, key_rows[n_inner_steps(seen.start, like) :], d_queries[here], shape, ends)
-            _copy_converted(d_queries[:n, :size], dq[h, some])
+                _add_by_queries(
+                    slopes_left, key_rows[n_inner_steps(block * KEYS, like) :], d_queries[here], shape, ends
+                )
+            broken += _copy_converted(d_queries[:n, :size], dq[h, some])
         if (h + 1) % n_sharing == 0:
-            _copy_converted(d_keys[:n_keys, :size], dk[h // n_sharing])
-            _copy_converted(d_values[:n_keys, :value_size], dv[h // n_sharing])
+            broken += _copy_transposed(d_keys, rows, dk[h // n_sharing])
+            broken += _copy_transposed(d_values, value_rows, dv[h // n_sharing])
     end_products(like)
+    return broken == 0
 
 
 # -------------------------------------------------------------------- compiled where they are asked for
@@ -434,20 +500,23 @@ def _heads_signature(narrow: bool) -> str:
 
 # Cache: valid for the life of the process: compiled for this processor.
 @cache
-def compile_attention(narrow: bool, narrow_results: bool) -> Any:
-    """Return the forward loop; operands are bfloat16 bits if `narrow`, results if `narrow_results`, else float32."""
+def compile_attention(operands: str, narrow: bool, narrow_results: bool) -> Any:
+    """Return the forward loop for operands of a dtype, such as "f4", given as the argument `like`.
+
+    Queries, keys and values are bfloat16 bits if `narrow`, results if `narrow_results`, else float32.
+    """
     x, y = _heads_signature(narrow), _heads_signature(narrow_results)
-    return _compile_later(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :], f4[:, :], i8[::1])", _attention)
+    signature = f"b1({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :], f4[:, :], {operands}[::1], i8[::1])"
+    return _compile_later(signature, _attention)
 
 
 # Cache: valid for the life of the process: compiled for this processor.
 @cache
-def compile_attention_backward(narrow: bool, narrow_results: bool) -> Any:
-    """Return the backward loop; q, k, v are bfloat16 bits if `narrow`, others if `narrow_results`, else float32."""
+def compile_attention_backward(operands: str, narrow: bool, narrow_results: bool) -> Any:
+    """Return the backward loop for operands of a dtype; q, k, v are bfloat16 bits if `narrow`, others as results."""
     x, y = _heads_signature(narrow), _heads_signature(narrow_results)
-    return _compile_later(
-        f"void({y}, {x}, {x}, {x}, {y}, f4[:, :], f4, i8, i8, {y}, {y}, {y}, i8[::1])", _attention_backward
-    )
+    others = f"f4[:, :], f4, i8, i8, {y}, {y}, {y}, {operands}[::1], i8[::1]"
+    return _compile_later(f"b1({y}, {x}, {x}, {x}, {y}, {others})", _attention_backward)
 
 
 def _compile_later(signature: str, loop: Any) -> Any:

@@ -7,6 +7,8 @@ registers, each step a register of the right matrix, times a number of the left 
 - of float32; or left and right of pairs, uint32: two bfloat16 that follow each other along K, the first in the lower
   bits. The processor multiplies and adds two pairs at once, and its sums are float32. Where it has no such instruction,
   or a slow one, bfloat16 become float32.
+- or float32 as parts for AMX, int32: pairs of three bfloat16 whose sum is the number. Rows of the first part are the
+  array, and each is followed by that of the other two, so that its stride is three times its size.
 
 `pack_left`, `pack_right` and `pack_right_transposed` make operands from parts of larger arrays, where a bfloat16 is
 represented by its bits (uint16).
@@ -22,7 +24,7 @@ from llvmlite import ir
 from numba import types
 
 from tricycle_accelerators import processor
-from tricycle_accelerators.compiled import amx_pairs
+from tricycle_accelerators.compiled import amx_pairs, amx_tiles
 from tricycle_accelerators.compiled.jit import (
     HAS_AMX,
     OPTIONS,
@@ -30,6 +32,7 @@ from tricycle_accelerators.compiled.jit import (
     contiguous_row,
     intrinsic,
     overload_by_types,
+    prefer_512_bit_registers,
     to_bfloat16_bits,
     to_float32,
 )
@@ -136,17 +139,35 @@ def _make_multiply(pairs: bool) -> Any:
 
 
 _multiply_float32 = _make_multiply(False)
-_multiply_bfloat16_pairs = amx_pairs.multiply_pairs if HAS_AMX else _make_multiply(HAS_BFLOAT)
+_multiply_vector_pairs = _make_multiply(HAS_BFLOAT)
 
 
 @overload_by_types
 def multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
-    """Write left (M, K) times right (K, N), of float32 or packed bfloat16 pairs, into `out`; add it there if `add`.
+    """Write left (M, K) times right (K, N), packed operands of one dtype, into `out`; add it there if `add`.
 
-    M is a multiple of ROWS, or of PAIR_ROWS, N of LANES, and there is at least one step. Products of pairs are made
-    between `begin_products` and `end_products`.
+    M is a multiple of ROWS, or of PAIR_ROWS, N of LANES, and there is at least one step. Products of pairs and of parts
+    are made between `begin_products` and `end_products`; by AMX with rows of a left operand in one piece.
     """
-    product = _multiply_bfloat16_pairs if left.dtype == types.uint32 else _multiply_float32
+    if HAS_AMX and left.dtype != types.float32:
+        by_tiles = amx_pairs.multiply_parts if left.dtype == types.int32 else amx_pairs.multiply_pairs
+
+        def call_tiles(left: Any, right: Any, out: Any, add: Any) -> None:
+            by_tiles(
+                left.ctypes.data,
+                left.strides[0],
+                right.ctypes.data,
+                right.strides[0],
+                out.ctypes.data,
+                out.strides[0],
+                out.shape[0],
+                out.shape[1],
+                right.shape[0],
+                add,
+            )
+
+        return call_tiles
+    product = _multiply_float32 if left.dtype == types.float32 else _multiply_vector_pairs
 
     def call(left: Any, right: Any, out: Any, add: Any) -> None:
         product(
@@ -169,7 +190,7 @@ def multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
 @overload_by_types
 def begin_products(like: Any) -> Any:
     """Prepare this thread for products of operands of the dtype of `like`: by AMX they are made in its tiles."""
-    if like.dtype == types.uint32 and HAS_AMX:
+    if like.dtype != types.float32 and HAS_AMX:
         return lambda like: amx_pairs.begin_tiles()
     return lambda like: None
 
@@ -177,7 +198,7 @@ def begin_products(like: Any) -> Any:
 @overload_by_types
 def end_products(like: Any) -> Any:
     """End what `begin_products` has begun, so that the system does not store tiles when it switches threads."""
-    if like.dtype == types.uint32 and HAS_AMX:
+    if like.dtype != types.float32 and HAS_AMX:
         return lambda like: amx_pairs.release_tiles()
     return lambda like: None
 
@@ -200,23 +221,39 @@ def aligned_zeros(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
     return flat[skip : skip + n_rows * n_columns].reshape(n_rows, n_columns)
 
 
+@overload_by_types
+def n_parts(like: Any) -> Any:
+    """Return the parts of an operand of the dtype of `like`: three of int32, else one."""
+    count = amx_tiles.N_PARTS if like.dtype == types.int32 else 1
+    return lambda like: count
+
+
+@overload_by_types
+def _first_part(operand: Any) -> Any:
+    """Return the first part of an operand, whose rows those of the others follow."""
+    if operand.dtype == types.int32:
+        return lambda operand: operand[:, : operand.shape[1] // amx_tiles.N_PARTS]
+    return lambda operand: operand
+
+
 @numba.njit(**OPTIONS)
 def take_zeros(memory: np.ndarray, n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
-    """Return zeros as `aligned_zeros`, in memory that nothing has taken yet; in new memory if not enough is left.
+    """Return zeros as `aligned_zeros`, of all parts, in memory that nothing has taken yet, or else in new memory.
 
     Views of an array in `memory` cost nothing; each of a new array counts references, which takes a while.
 
     Args:
         memory: (n,) int64, of which the first is the number of bytes taken; the caller keeps it.
     """
+    width = n_columns * n_parts(like)
     start = round_up(memory.ctypes.data + memory[0], 4 * LINE)
-    end = start + n_rows * n_columns * like.itemsize
+    end = start + n_rows * width * like.itemsize
     if end > memory.ctypes.data + memory.nbytes:
-        return aligned_zeros(n_rows, n_columns, like)
+        return _first_part(aligned_zeros(n_rows, width, like))
     memory[0] = end - memory.ctypes.data
-    array = numba.carray(address_to_pointer(start, like), (n_rows, n_columns))
+    array = numba.carray(address_to_pointer(start, like), (n_rows, width))
     array[:] = 0
-    return array
+    return _first_part(array)
 
 
 @numba.njit(inline="always")
@@ -233,18 +270,10 @@ def round_up_to_lanes(n: int) -> int:
 
 @overload_by_types
 def n_inner_steps(n: Any, like: Any) -> Any:
-    """Return the inner steps of a product over n numbers: n, or n / 2 rounded up if `like` is uint32 (pairs)."""
-    if like.dtype == types.uint32:
+    """Return the inner steps of a product over n numbers: n, or n / 2 rounded up if operands are of pairs."""
+    if like.dtype != types.float32:
         return lambda n, like: (n + 1) // 2
     return lambda n, like: n
-
-
-@overload_by_types
-def operand_prototype(x: Any) -> Any:
-    """Return a one-element array of x's packed dtype: uint32 pairs for uint16 with fast bfloat16, else float32."""
-    if x.dtype == types.uint16 and HAS_PAIRS:
-        return lambda x: np.zeros(1, np.uint32)
-    return lambda x: np.zeros(1, np.float32)
 
 
 @numba.njit(**OPTIONS)
@@ -256,9 +285,31 @@ def _copy(x: np.ndarray, out: np.ndarray) -> None:
             new[j] = to_float32(row[j])
 
 
+@numba.njit(**OPTIONS)
+def _split_rows(x: np.ndarray, out: np.ndarray) -> None:
+    """Write float32 rows x (N, K) into the top left corner of parts `out`, as pairs along K."""
+    between = out.strides[0] // n_parts(out)
+    for i in range(x.shape[0]):
+        source, result = x.ctypes.data + i * x.strides[0], out.ctypes.data + i * out.strides[0]
+        for j in range(0, x.shape[1], amx_tiles.TILE_PAIRS):
+            amx_pairs.split_row(source + 4 * j, min(amx_tiles.TILE_PAIRS, x.shape[1] - j), result + 2 * j, between)
+
+
+@numba.njit(**OPTIONS)
+def _split_row_pairs(x: np.ndarray, out: np.ndarray) -> None:
+    """Write float32 rows x (K, N) into the top left corner of parts `out`, as pairs of rows 2i and 2i + 1."""
+    between = out.strides[0] // n_parts(out)
+    for i in range((x.shape[0] + 1) // 2):
+        source, result = x.ctypes.data + 2 * i * x.strides[0], out.ctypes.data + i * out.strides[0]
+        has_second = 2 * i + 1 < x.shape[0]
+        for j in range(0, x.shape[1], amx_tiles.TILE_PAIRS):
+            n, first = min(amx_tiles.TILE_PAIRS, x.shape[1] - j), source + 4 * j
+            amx_pairs.split_rows(first, first + x.strides[0], n, n * has_second, result + 4 * j, between)
+
+
 @overload_by_types
 def pack_left(x: Any, out: Any) -> Any:
-    """Write rows x (N, K) into the top left corner of `out` as float32, or, if uint32, bfloat16 pairs along K.
+    """Write rows x (N, K) into the top left corner of `out` as float32, or as bfloat16 pairs or parts along K.
 
     If K is odd, the rest of `out` must be 0.
     """
@@ -272,16 +323,18 @@ def pack_left(x: Any, out: Any) -> Any:
                     new[j] = to_bfloat16_bits(row[j])
 
         return pairs
-
+    if out.dtype == types.int32:
+        return lambda x, out: _split_rows(x, out)
     return lambda x, out: _copy(x, out)
 
 
 @overload_by_types
 def pack_right(x: Any, out: Any) -> Any:
-    """Write x (K, N) to the top left corner of `out` as float32, or, if uint32, bfloat16 pairs of rows 2i, 2i + 1."""
+    """Write x (K, N) to the top left corner of `out` as float32, or as pairs or parts of rows 2i, 2i + 1."""
     if out.dtype == types.uint32:
 
         def pairs(x: Any, out: Any) -> None:
+            prefer_512_bit_registers()
             for i in range(x.shape[0] // 2):
                 first, second, new = contiguous_row(x, 2 * i), contiguous_row(x, 2 * i + 1), contiguous_row(out, i)
                 for j in range(len(first)):
@@ -294,7 +347,8 @@ def pack_right(x: Any, out: Any) -> Any:
                     new[j] = np.uint32(to_bfloat16_bits(last[j]))
 
         return pairs
-
+    if out.dtype == types.int32:
+        return lambda x, out: _split_row_pairs(x, out)
     return lambda x, out: _copy(x, out)
 
 
@@ -314,6 +368,18 @@ def transpose_tile(context: Any, source: Any, down: Any, result: Any, result_dow
 
 
 @numba.njit(**OPTIONS)
+def transpose_tiles(x: np.ndarray, out: np.ndarray) -> None:
+    """Write the transpose of x (M, N), of 4-byte numbers, of all parts; M and N are multiples of LANES."""
+    between, out_between = x.strides[0] // n_parts(x), out.strides[0] // n_parts(out)
+    for part in range(n_parts(x)):
+        for row in range(0, x.shape[0], LANES):
+            for column in range(0, x.shape[1], LANES):
+                source = x.ctypes.data + part * between + row * x.strides[0] + 4 * column
+                place = out.ctypes.data + part * out_between + column * out.strides[0] + 4 * row
+                transpose_tile(source, x.strides[0], place, out.strides[0])
+
+
+@numba.njit(**OPTIONS)
 def pack_right_transposed(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
     """Write the transpose of rows x (N, K) into `out` as right operand, LANES rows at a time by way of `scratch`.
 
@@ -322,54 +388,69 @@ def pack_right_transposed(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -
     """
     for start in range(0, x.shape[0], LANES):
         pack_left(x[start : start + LANES], scratch)
-        for column in range(0, scratch.shape[1], LANES):
-            place = out.ctypes.data + column * out.strides[0] + 4 * start
-            transpose_tile(scratch.ctypes.data + 4 * column, scratch.strides[0], place, out.strides[0])
+        transpose_tiles(scratch, out[:, start : start + LANES])
 
 
 @overload_by_types
 def left_operand(x: Any, out: Any) -> Any:
-    """Return float32 rows (N, K) as a left operand: unchanged, or as bfloat16 pairs in `out` if that is uint32."""
-    if out.dtype == types.uint32:
+    """Return float32 rows (N, K) as a left operand: unchanged, or packed in `out` if that has another dtype."""
+    if out.dtype == types.float32:
+        return lambda x, out: x
 
-        def pairs(x: Any, out: Any) -> Any:
-            pack_left(x, out)
-            return out
+    def packed(x: Any, out: Any) -> Any:
+        pack_left(x, out)
+        return out
 
-        return pairs
-    return lambda x, out: x
-
-
-@overload_by_types
-def transposed_left(x: Any, n: Any, out: Any) -> Any:
-    """Return x.T as a left operand: a view, or, if `out` is uint32, out.T with bfloat16 pairs of x[:n] packed in."""
-    if out.dtype == types.uint32:
-
-        def pairs(x: Any, n: Any, out: Any) -> Any:
-            pack_right(x[:n], out)
-            return out.T
-
-        return pairs
-    return lambda x, n, out: x.T
+    return packed
 
 
 @overload_by_types
-def left_elements(left: Any) -> Any:
-    """Return the elements of a left operand row by row: float32, or the bits of bfloat16."""
+def right_operand(x: Any, out: Any) -> Any:
+    """Return float32 rows (K, N) as a right operand: unchanged, or packed in `out` if that has another dtype."""
+    if out.dtype == types.float32:
+        return lambda x, out: x
+
+    def packed(x: Any, out: Any) -> Any:
+        pack_right(x, out)
+        return out
+
+    return packed
+
+
+@overload_by_types
+def pack_transposed(x: Any, scratch: Any, out: Any) -> Any:
+    """Write the transpose of rows x (K, M) into `out` as a left operand of pairs or parts; do nothing for float32.
+
+    Args:
+        scratch, out: zeros (steps, M) and (M, steps), both in whole registers.
+    """
+    if out.dtype == types.float32:
+        return lambda x, scratch, out: None
+
+    def pack(x: Any, scratch: Any, out: Any) -> None:
+        pack_right(x, scratch)
+        transpose_tiles(scratch, out)
+
+    return pack
+
+
+@overload_by_types
+def transposed_left(left: Any, packed: Any) -> Any:
+    """Return the transpose of float32 rows that are packed as `left`: a view, or what `pack_transposed` has written."""
+    return (lambda left, packed: left.T) if left.dtype == types.float32 else (lambda left, packed: packed)
+
+
+@overload_by_types
+def left_elements(left: Any, numbers: Any) -> Any:
+    """Return where a left operand is written row by row: float32, bits of bfloat16, or `numbers` (M, K) for parts."""
     if left.dtype == types.uint32:
-        return lambda left: left.view(np.uint16)
-    return lambda left: left
+        return lambda left, numbers: left.view(np.uint16)
+    return (lambda left, numbers: numbers) if left.dtype == types.int32 else (lambda left, numbers: left)
 
 
 @overload_by_types
-def left_to_right(left: Any, shape: Any, out: Any) -> Any:
-    """Return a left operand as a right one: itself if float32; of pairs, its part `shape` (N, K) repacked in `out`."""
-    if left.dtype == types.uint32:
-
-        def pairs(left: Any, shape: Any, out: Any) -> Any:
-            n_rows, size = shape
-            pack_right(left_elements(left)[:n_rows, :size], out)
-            return out
-
-        return pairs
-    return lambda left, shape, out: left
+def finish_left(left: Any, numbers: Any) -> Any:
+    """Pack rows of `numbers` into a left operand of parts; others have been written to `left_elements`."""
+    if left.dtype == types.int32:
+        return lambda left, numbers: pack_left(numbers, left)
+    return lambda left, numbers: None
