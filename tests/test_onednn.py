@@ -79,7 +79,7 @@ def test_operands_keep_shape_and_layout(shape):
 
 
 @USABLE
-@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (7, 5), (700, 30)])
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (7, 5), (700, 30), (3001, 70)])
 def test_matmul_operand_and_sums_converts_and_sums_over_rows(many_threads, shape):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     for array in (x, np.asfortranarray(x), x[::-1]):

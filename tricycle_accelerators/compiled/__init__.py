@@ -81,7 +81,7 @@ def register(array: type) -> None:
         (split_precision, (narrow.int8_split_matmul, narrow.bfloat16_split_matmul)),
         (amx_matmul, [k.matmul]),
         (tiled_matmul, [k.matmul]),
-        (elementwise, (*activated, k.softmax, k.sum_rows, k.sum_squares, k.apply_rope)),
+        (elementwise, (*activated, k.softmax, k.matmul_operand_and_sums, k.sum_rows, k.sum_squares, k.apply_rope)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (recurrence, (r.prepare_matrix, r.run_batch_parallel, r.project, *layers)),
         (experts, (m.route, m.mix_swiglu_experts, *by_expert)),

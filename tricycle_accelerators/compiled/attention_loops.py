@@ -215,6 +215,14 @@ def _mask_scores(scores: np.ndarray, shape: tuple[int, int], ends: tuple[int, in
             row[: max(0, min(stop, end + t - window))] = value
 
 
+@numba.njit(**OPTIONS)
+def _multiply_masked(left, right, out, shape, ends, value):  # type: ignore[no-untyped-def]
+    """Write left @ right (queries and keys) into `out` (QUERIES, KEYS), and `value` for keys that a query can't see."""
+    _multiply_visible(left, right, out, shape, ends)
+    if not _all_visible(shape, ends):
+        _mask_scores(out, shape, ends, value)
+
+
 # -------------------------------------------------------------------- forward
 @intrinsic
 def _largest(context: Any, place: Any) -> Any:
@@ -315,9 +323,7 @@ def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals, li
             sums[:] = ONE if off_by_one else ZERO
             highest[:] = ZERO if off_by_one else LOWEST
             for block, here, shape, ends in _visible_block_pairs(some, n_keys, last, window):
-                _multiply_visible(queries[here], key_block(keys, block, scratch)[:n_inner], scores, shape, ends)
-                if not _all_visible(shape, ends):
-                    _mask_scores(scores, shape, ends, -np.inf)
+                _multiply_masked(queries[here], key_block(keys, block, scratch)[:n_inner], scores, shape, ends, -np.inf)
                 new = left_elements(weights, numbers)
                 _exponentials(scores, new, mixed[here], highest[here], sums[here], scale, shape[0])
                 finish_left(weights, numbers[: shape[0]])
@@ -381,11 +387,17 @@ def _copy_transposed(blocks: np.ndarray, rows: np.ndarray, out: np.ndarray) -> A
 
 
 @numba.njit(**OPTIONS)
-def _allocate_for_keys(memory, n_keys, size, scratch, like):  # type: ignore[no-untyped-def]
-    """Return zeros in blocks for the transposed operands of keys or values, and, of float32, for their gradients."""
-    n_blocks = n_key_blocks(n_keys)
-    gradients = take_zeros(memory, n_blocks * round_up_to_lanes(size), KEYS, np.zeros(1, np.float32))
-    return take_zeros(memory, n_blocks * scratch.shape[1], KEYS, like), gradients
+def _allocate_for_keys(memory, n_keys, size, like):  # type: ignore[no-untyped-def]
+    """Return zeros for keys or values and their gradients.
+
+    For their transposes as operands in blocks, of `_pack_key_blocks`, and its scratch; for the gradients as
+    `_copy_transposed` takes them, and for its rows.
+    """
+    numbers, n_blocks, wide = np.zeros(1, np.float32), n_key_blocks(n_keys), round_up_to_lanes(size)
+    scratch = transposition_scratch(memory, n_inner_steps(size, like), like)
+    operands = take_zeros(memory, n_blocks * scratch.shape[1], KEYS, like)
+    gradients = take_zeros(memory, n_blocks * wide, KEYS, numbers)
+    return operands, scratch, gradients, take_zeros(memory, KEYS, wide, numbers)
 
 
 @numba.njit(**OPTIONS)
@@ -399,8 +411,9 @@ def _allocate_for_queries(memory, n_queries, size, like):  # type: ignore[no-unt
 
 
 @numba.njit(**OPTIONS)
-def _pack_queries(x, left, across, scratch):  # type: ignore[no-untyped-def]
-    """Pack rows of queries x (T, D) as left operand, and the transposes of blocks of them."""
+def _pack_queries(x, operands):  # type: ignore[no-untyped-def]
+    """Pack rows of queries x (T, D) as `_allocate_for_queries` has made room for them."""
+    left, across, scratch = operands
     pack_left(x, left)
     wide = scratch.shape[1]
     for start in range(0, len(x), QUERIES):
@@ -409,10 +422,18 @@ def _pack_queries(x, left, across, scratch):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**OPTIONS)
-def _transposed_queries(left, across, here, scratch):  # type: ignore[no-untyped-def]
-    """Return the transpose of a block of queries that `_pack_queries` has packed, as a left operand."""
-    first = here.start // QUERIES * scratch.shape[1]
-    return transposed_left(left[here], across[first : first + scratch.shape[1]])
+def _add_gradients(operands, here, weights, right, blocks, block, shape, ends):  # type: ignore[no-untyped-def]
+    """Add to a block of keys' gradients the products of weights (QUERIES, KEYS) with queries packed in `operands`.
+
+    Args:
+        right: memory for the weights as right operand. blocks: as of `_copy_transposed`.
+    """
+    left, across, scratch = operands
+    wide = scratch.shape[1]
+    first = here.start // QUERIES * wide
+    transposed = transposed_left(left[here], across[first : first + wide])
+    out = blocks[block * wide : (block + 1) * wide]
+    _add_by_keys(transposed, right_operand(weights[: shape[0]], right), out, shape, ends)
 
 
 def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv, like, memory):  # type: ignore[no-untyped-def]
@@ -428,21 +449,16 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
     (n_heads, n_queries, size), (n_key_heads, n_keys, value_size) = q.shape, v.shape
     n_sharing = n_heads // n_key_heads
     n_inner, n_inner_values = n_inner_steps(size, like), n_inner_steps(value_size, like)
-    scratch = transposition_scratch(memory, n_inner, like)
-    value_scratch = transposition_scratch(memory, n_inner_values, like)
-    keys, d_keys = _allocate_for_keys(memory, n_keys, size, scratch, like)
-    values, d_values = _allocate_for_keys(memory, n_keys, value_size, value_scratch, like)
-    wide, wide_values = round_up_to_lanes(size), round_up_to_lanes(value_size)
-    key_rows = take_zeros(memory, n_inner_steps(n_keys, like), wide, like)
-    queries, queries_across, query_scratch = _allocate_for_queries(memory, n_queries, size, like)
-    grads, grads_across, grad_scratch = _allocate_for_queries(memory, n_queries, value_size, like)
+    keys, scratch, d_keys, rows = _allocate_for_keys(memory, n_keys, size, like)
+    values, value_scratch, d_values, value_rows = _allocate_for_keys(memory, n_keys, value_size, like)
+    key_rows = take_zeros(memory, n_inner_steps(n_keys, like), rows.shape[1], like)
+    queries = _allocate_for_queries(memory, n_queries, size, like)
+    grads = _allocate_for_queries(memory, n_queries, value_size, like)
     scores, slopes = take_zeros(memory, QUERIES, KEYS, logs), take_zeros(memory, QUERIES, KEYS, logs)
-    d_queries = take_zeros(memory, _batch_size(n_queries), wide, logs)
-    rows, value_rows = take_zeros(memory, KEYS, wide, logs), take_zeros(memory, KEYS, wide_values, logs)
+    d_queries = take_zeros(memory, _batch_size(n_queries), rows.shape[1], logs)
     right = take_zeros(memory, n_inner_steps(QUERIES, like), KEYS, like)
     slopes_scratch = take_zeros(memory, QUERIES, n_inner_steps(KEYS, like), like)
-    of_rows = take_zeros(memory, 2, QUERY_BATCH, logs)
-    inner, own_logs = of_rows[0], of_rows[1]
+    inner, own_logs = take_zeros(memory, 1, QUERY_BATCH, logs)[0], take_zeros(memory, 1, QUERY_BATCH, logs)[0]
     broken = ZERO
     begin_products(like)
     for h in range(n_heads):
@@ -458,31 +474,21 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
             _prefetch_heads(q, k, v, h + 1, some)
             _prefetch_head(grad, h + 1, some)
             _prefetch_head(out, h + 1, some)
-            _pack_queries(q[h, some], queries, queries_across, query_scratch)
-            _pack_queries(grad[h, some], grads, grads_across, grad_scratch)
-            _row_dot_products(left_elements(grads, grad[h, some]), out[h, some], inner)
+            _pack_queries(q[h, some], queries)
+            _pack_queries(grad[h, some], grads)
+            _row_dot_products(left_elements(grads[0], grad[h, some]), out[h, some], inner)
             own_logs[:n] = logs[h, some]
             d_queries[:] = ZERO
             for block, here, shape, ends in _visible_block_pairs(some, n_keys, last, window):
-                n_here = shape[0]
                 keys_here = key_block(keys, block, scratch)[:n_inner]
                 values_here = key_block(values, block, value_scratch)[:n_inner_values]
-                _multiply_visible(queries[here], keys_here, scores, shape, ends)
-                _multiply_visible(grads[here], values_here, slopes, shape, ends)
-                if not _all_visible(shape, ends):
-                    _mask_scores(scores, shape, ends, -np.inf)
-                    _mask_scores(slopes, shape, ends, ZERO)
-                _differentiate(scores, slopes, own_logs[here], inner[here], scale, n_here)
-                grads_t = _transposed_queries(grads, grads_across, here, grad_scratch)
-                d_values_here = d_values[block * wide_values : (block + 1) * wide_values]
-                _add_by_keys(grads_t, right_operand(scores[:n_here], right), d_values_here, shape, ends)
-                queries_t = _transposed_queries(queries, queries_across, here, query_scratch)
-                d_keys_here = d_keys[block * wide : (block + 1) * wide]
-                _add_by_keys(queries_t, right_operand(slopes[:n_here], right), d_keys_here, shape, ends)
-                slopes_left = left_operand(slopes, slopes_scratch)
-                _add_by_queries(
-                    slopes_left, key_rows[n_inner_steps(block * KEYS, like) :], d_queries[here], shape, ends
-                )
+                _multiply_masked(queries[0][here], keys_here, scores, shape, ends, -np.inf)
+                _multiply_masked(grads[0][here], values_here, slopes, shape, ends, ZERO)
+                _differentiate(scores, slopes, own_logs[here], inner[here], scale, shape[0])
+                _add_gradients(grads, here, scores, right, d_values, block, shape, ends)
+                _add_gradients(queries, here, slopes, right, d_keys, block, shape, ends)
+                rows_here = key_rows[n_inner_steps(block * KEYS, like) :]
+                _add_by_queries(left_operand(slopes, slopes_scratch), rows_here, d_queries[here], shape, ends)
             broken += _copy_converted(d_queries[:n, :size], dq[h, some])
         if (h + 1) % n_sharing == 0:
             broken += _copy_transposed(d_keys, rows, dk[h // n_sharing])

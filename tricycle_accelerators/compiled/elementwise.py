@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels import FEW_ROWS
+from tricycle.kernels.explanation import UNAVAILABLE
+from tricycle.kernels.quantized import quantized_dtype
 from tricycle_accelerators import buffers, chunks, threads
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.providers import decline_when
@@ -155,6 +157,27 @@ def sum_rows(x: np.ndarray) -> np.ndarray:
 
     total: np.ndarray = chunks.sum_over_chunks(work, chunks.row_chunks(*x.shape))
     return total
+
+
+def _operand_and_sums_decline_reason(x: np.ndarray, precision: str) -> str | None:
+    """Return why x is not a large, contiguous float32 matrix of which bfloat16 are multiplied, or None if it is."""
+    if precision != "bfloat16" or "onednn" in UNAVAILABLE:
+        return "products of bfloat16 alone, where onednn multiplies any shape of them"
+    return "two axes alone" if x.ndim != 2 else large_array_decline_reason(x, dtypes=("float32",))
+
+
+@decline_when(_operand_and_sums_decline_reason)
+def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return a float32 matrix (R, C) as bfloat16, and the sum (C,) of its rows, in one pass; or NotImplemented."""
+    narrow = buffers.empty(x.shape, quantized_dtype("bfloat16"))
+    bits = narrow.view(np.uint16)
+
+    def work(piece: slice) -> np.ndarray:
+        sums = np.zeros(x.shape[1], np.float32)
+        load_loops("training_loops").narrow_and_add_rows(x[piece], bits[piece], sums)
+        return sums
+
+    return narrow, chunks.sum_over_chunks(work, chunks.row_chunks(*x.shape))
 
 
 def _rotate_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> str | None:

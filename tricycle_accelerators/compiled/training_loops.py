@@ -63,6 +63,17 @@ def add_rows(x: np.ndarray, sums: np.ndarray) -> None:
             sums[j] += to_float32(row[j])
 
 
+@compile_loop("void(f4[:, ::1], u2[:, ::1], f4[::1])")
+def narrow_and_add_rows(x: np.ndarray, bits: np.ndarray, sums: np.ndarray) -> None:
+    """Write float32 rows x (R, C) as bits of bfloat16, and add their sum to `sums` (C,) in place."""
+    for i in range(len(x)):
+        row, new = contiguous_row(x, i), contiguous_row(bits, i)
+        for j in range(len(row)):
+            new[j] = convert_for(new, row[j])
+        for j in range(len(row)):
+            sums[j] += row[j]
+
+
 # -------------------------------------------------------------------- tables
 @compile_loop("void(f4[:, :], i8[:], f4[:, :])")
 def scatter_add_rows(grad: np.ndarray, ids: np.ndarray, table: np.ndarray) -> None:
