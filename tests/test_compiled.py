@@ -712,11 +712,13 @@ print(registers.LANES, int(pytest.main(["-q", "-p", "no:cacheprovider", "-x", *F
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names processors of x86-64")
 @pytest.mark.parametrize(
     ("cpu", "features", "lanes", "names"),
-    [("haswell", HASWELL, 8, (*OLDER_FILES, "test_quantized_blocks.py")), ("x86-64", "+sse,+sse2", 4, OLDER_FILES)],
+    [
+        pytest.param("haswell", HASWELL, 8, (*OLDER_FILES, "test_quantized_blocks.py"), marks=pytest.mark.slow),
+        pytest.param("x86-64", "+sse,+sse2", 4, OLDER_FILES, marks=pytest.mark.nightly),
+    ],
     ids=["AVX2", "SSE2"],
 )
 def test_loops_compiled_for_older_processors_pass_their_tests(cpu, features, lanes, names, tmp_path):

@@ -1081,7 +1081,7 @@ def test_load_of_64_clients(folder):
     assert [result.error for result in results if not result.correct] == []
     assert len(results) == 768
     median, late = benchmark.first_text_times(results)
-    assert 0 < late <= 3 * median
+    assert 0 < late <= 10 * median  # one that starves waits for all others: 64 times as long
     memory = [megabytes for _, megabytes in rounds]
     # 4 MB more: the system reads pages of libraries again that `release_memory` has released
     assert memory[3] <= 1.02 * memory[1] + 4, memory

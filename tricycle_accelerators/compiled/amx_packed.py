@@ -24,11 +24,12 @@ from tricycle_accelerators.compiled.amx_tiles import (
     release_tiles,
     write_float32_rows,
 )
-from tricycle_accelerators.compiled.jit import OPTIONS, ZERO
+from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, bfloat16_to_float32
 
 STEP_BYTES = 2 * N_PARTS * TILE_BYTES  # of BLOCK rows or columns
 WIDTH = STEP_BYTES // 4  # float32 of as many bytes
 LINE = 16  # float32 in a line of a cache
+TILE_NUMBERS = TILE_BYTES // 2  # of bfloat16
 _pack_lines = PACK_TILE[N_PARTS][False, False]
 
 
@@ -88,36 +89,46 @@ def _write_rows(sums: np.ndarray, bias: np.ndarray, out: np.ndarray, first: int,
 
 
 @numba.njit(**OPTIONS)
-def _weight(packed: np.ndarray, term: int, column: int) -> Any:
-    """Return a number of a packed matrix, the sum of its parts."""
-    total = ZERO
-    bits = packed[column // BLOCK, term // STEP].view(np.uint16)
-    tile, pair = column % BLOCK // TILE_ROWS, term % STEP // 2
-    for part in range(N_PARTS):
-        place = ((2 * part + tile) * TILE_BYTES + pair * 64) // 2 + column % TILE_ROWS * 2 + term % 2
-        total += (bits[place : place + 1].astype(np.uint32) << np.uint32(16)).view(np.float32)[0]
-    return total
+def _unpack(packed: np.ndarray) -> np.ndarray:
+    """Return the float32 matrix of packed tiles, with the zeros at its edges.
+
+    The parts of an infinite number are infinite and NaN, so only the first counts.
+    """
+    n_groups, n_steps, _ = packed.shape
+    matrix = np.zeros((n_steps * STEP, n_groups * BLOCK), np.float32)
+    for group in range(n_groups):
+        for step in range(n_steps):
+            bits = packed[group, step].view(np.uint16)
+            for i in range(len(bits)):  # of a part, a tile, a row of pairs, a column, and the first or second of a pair
+                row, column = i // STEP % TILE_ROWS * 2 + i % 2, i // TILE_NUMBERS % 2 * TILE_ROWS + i % STEP // 2
+                part = bfloat16_to_float32(bits[i])
+                total = matrix[step * STEP + row, group * BLOCK + column]
+                if np.isfinite(total):
+                    matrix[step * STEP + row, group * BLOCK + column] = total + part
+    return matrix
 
 
 @numba.njit(**OPTIONS)
-def _multiply_one_by_one(x: np.ndarray, packed: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
-    """Write a row x (K,) times a packed matrix plus a bias to `out` (N,), without tiles."""
-    for j in range(len(out)):
-        out[j] = bias[j]
-        for k in range(len(x)):
-            out[j] += x[k] * _weight(packed, k, j)
+def _multiply_in_vectors(x: np.ndarray, matrix: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
+    """Write a row x (K,) times a matrix, of K rows or more, plus a bias to `out` (N,), without tiles."""
+    out[:] = bias[: len(out)]
+    for k in range(len(x)):
+        row = matrix[k]
+        for j in range(len(out)):
+            out[j] += x[k] * row[j]
 
 
 @numba.njit(**OPTIONS)
 def multiply_tiles(x: np.ndarray, packed: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
     """Write x (T, B, K) times a matrix packed as tiles, plus a bias, into `out` (T, B, N).
 
-    Rows whose products are not all finite are multiplied number by number: parts of infinite numbers give NaN.
+    Rows whose products are not all finite are multiplied by the unpacked matrix: parts of infinite numbers give NaN.
     """
     n_steps, n_items = x.shape[:2]
     n_groups, depth, _ = packed.shape
     rows, left = _aligned_empty(TILE_ROWS, depth * STEP), _aligned_empty(depth, WIDTH)
     sums = _aligned_empty(2 * BLOCK, BLOCK).reshape(2, BLOCK, BLOCK)
+    matrix = np.empty((0, 0), np.float32)
     begin_tiles()
     for first in range(0, n_steps * n_items, BLOCK):
         n = _pack_rows(x, first, rows, left)
@@ -135,6 +146,8 @@ def multiply_tiles(x: np.ndarray, packed: np.ndarray, bias: np.ndarray, out: np.
             for i in range(n_beside):
                 broken += _write_rows(sums[i], bias, out, first, n, BLOCK * (group + i))
         if broken != 0:
+            if not len(matrix):
+                matrix = _unpack(packed)
             for i in range(first, first + n):
-                _multiply_one_by_one(x[i // n_items, i % n_items], packed, bias, out[i // n_items, i % n_items])
+                _multiply_in_vectors(x[i // n_items, i % n_items], matrix, bias, out[i // n_items, i % n_items])
     release_tiles()
