@@ -11,12 +11,14 @@ from typing import Any
 import numba
 import numpy as np
 
+from tricycle_accelerators.compiled.amx_pairs import split_row
 from tricycle_accelerators.compiled.amx_tiles import (
     BLOCK,
     N_PARTS,
-    PACK_TILE,
+    ROW_BYTES,
     STEP,
     TILE_BYTES,
+    TILE_PAIRS,
     TILE_ROWS,
     begin_tiles,
     multiply_block_float32,
@@ -30,7 +32,6 @@ STEP_BYTES = 2 * N_PARTS * TILE_BYTES  # of BLOCK rows or columns
 WIDTH = STEP_BYTES // 4  # float32 of as many bytes
 LINE = 16  # float32 in a line of a cache
 TILE_NUMBERS = TILE_BYTES // 2  # of bfloat16
-_pack_lines = PACK_TILE[N_PARTS][False, False]
 
 
 @numba.njit(**OPTIONS)
@@ -42,24 +43,17 @@ def _aligned_empty(n_rows: int, n_columns: int) -> np.ndarray:
 
 
 @numba.njit(**OPTIONS)
-def _pack_rows(x: np.ndarray, first: int, rows: np.ndarray, left: np.ndarray) -> int:
-    """Pack up to BLOCK rows of x (T, B, K), from number `first` of all T B on; return how many.
-
-    By way of `rows`, unless they are whole tiles in x.
-    """
+def _pack_rows(x: np.ndarray, first: int, left: np.ndarray) -> int:
+    """Pack up to BLOCK rows of x (T, B, K), from number `first` of all T B on; return how many."""
     n_items, n_terms = x.shape[1:]
     n = min(BLOCK, x.shape[0] * n_items - first)
-    for tile in range((n + TILE_ROWS - 1) // TILE_ROWS):
-        top = first + tile * TILE_ROWS
-        place, down = x.ctypes.data + top // n_items * x.strides[0] + top % n_items * x.strides[1], x.strides[1]
-        if n_items % TILE_ROWS or n_terms % STEP:
-            place, down = rows.ctypes.data, rows.strides[0]
-            rows[:] = ZERO
-            for i in range(top, min(top + TILE_ROWS, first + n)):
-                rows[i - top, :n_terms] = x[i // n_items, i % n_items]
-        for step in range(len(left)):
-            result = left.ctypes.data + step * STEP_BYTES + tile * TILE_BYTES
-            _pack_lines(place + 4 * STEP * step, down, result, 2 * TILE_BYTES)
+    for row in range(n):
+        t, b = (first + row) // n_items, (first + row) % n_items
+        source = x.ctypes.data + t * x.strides[0] + b * x.strides[1]
+        place = left.ctypes.data + row // TILE_ROWS * TILE_BYTES + row % TILE_ROWS * ROW_BYTES
+        for term in range(0, n_terms, TILE_PAIRS):
+            result = place + term // STEP * STEP_BYTES + 2 * (term % STEP)
+            split_row(source + 4 * term, min(TILE_PAIRS, n_terms - term), result, 2 * TILE_BYTES)
     return n
 
 
@@ -126,12 +120,14 @@ def multiply_tiles(x: np.ndarray, packed: np.ndarray, bias: np.ndarray, out: np.
     """
     n_steps, n_items = x.shape[:2]
     n_groups, depth, _ = packed.shape
-    rows, left = _aligned_empty(TILE_ROWS, depth * STEP), _aligned_empty(depth, WIDTH)
+    left = _aligned_empty(depth, WIDTH)
+    if x.shape[2] % STEP:
+        left[:] = ZERO  # for the terms that the last step lacks
     sums = _aligned_empty(2 * BLOCK, BLOCK).reshape(2, BLOCK, BLOCK)
     matrix = np.empty((0, 0), np.float32)
     begin_tiles()
     for first in range(0, n_steps * n_items, BLOCK):
-        n = _pack_rows(x, first, rows, left)
+        n = _pack_rows(x, first, left)
         broken = ZERO
         for group in range(0, n_groups, 2):
             n_beside = min(2, n_groups - group)
