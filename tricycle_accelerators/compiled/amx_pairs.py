@@ -233,7 +233,7 @@ def _make_multiply_rows(n_tiles: int, n_parts: int) -> Any:
 def _make_multiply(n_parts: int) -> Any:
     """Return a Numba function that writes or adds a left operand times a right one.
 
-    They are given by addresses and bytes between rows.
+    They are given by addresses and bytes between rows; `along`, between pairs of a left operand, is always 4.
     """
     one, two, three, four = (_make_multiply_rows(n, n_parts) for n in range(1, N_AT_ONCE + 1))
 
@@ -241,6 +241,7 @@ def _make_multiply(n_parts: int) -> Any:
     def multiply(
         left: int,
         down: int,
+        along: int,
         right: int,
         right_down: int,
         result: int,

@@ -139,7 +139,7 @@ def _make_multiply(pairs: bool) -> Any:
 
 
 _multiply_float32 = _make_multiply(False)
-_multiply_vector_pairs = _make_multiply(HAS_BFLOAT)
+_multiply_pairs = amx_pairs.multiply_pairs if HAS_AMX else _make_multiply(HAS_BFLOAT)
 
 
 @overload_by_types
@@ -149,25 +149,8 @@ def multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
     M is a multiple of ROWS, or of PAIR_ROWS, N of LANES, and there is at least one step. Products of pairs and of parts
     are made between `begin_products` and `end_products`; by AMX with rows of a left operand in one piece.
     """
-    if HAS_AMX and left.dtype != types.float32:
-        by_tiles = amx_pairs.multiply_parts if left.dtype == types.int32 else amx_pairs.multiply_pairs
-
-        def call_tiles(left: Any, right: Any, out: Any, add: Any) -> None:
-            by_tiles(
-                left.ctypes.data,
-                left.strides[0],
-                right.ctypes.data,
-                right.strides[0],
-                out.ctypes.data,
-                out.strides[0],
-                out.shape[0],
-                out.shape[1],
-                right.shape[0],
-                add,
-            )
-
-        return call_tiles
-    product = _multiply_float32 if left.dtype == types.float32 else _multiply_vector_pairs
+    by_dtype = {types.float32: _multiply_float32, types.uint32: _multiply_pairs, types.int32: amx_pairs.multiply_parts}
+    product = by_dtype[left.dtype]
 
     def call(left: Any, right: Any, out: Any, add: Any) -> None:
         product(
