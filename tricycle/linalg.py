@@ -82,8 +82,15 @@ def _differentiable(node: Tensor, grad: Tensor, variables: Any) -> Sequence[Any]
     return gradient(ON_TENSORS, needs_grad, grad, *node.args, *results)
 
 
+def _solve_arrays(a: Array, b: Array) -> Array:
+    """Solve a x = b for arrays (..., n, n) and (..., n, k), whose leading axes CuPy's function does not broadcast."""
+    leading = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    same = [array_module(x).broadcast_to(x, (*leading, *x.shape[-2:])) for x in (a, b)]
+    return _computed("solve", "an invertible matrix", *same)
+
+
 # The functions that gradients call, of arrays; ON_TENSORS has those of Tensors
-ON_ARRAYS = SimpleNamespace(**{name: partial(_computed, name, "an invertible matrix") for name in ("solve", "inv")})
+ON_ARRAYS = SimpleNamespace(solve=_solve_arrays, inv=partial(_computed, "inv", "an invertible matrix"))
 
 
 # -------------------------------------------------------------------- parts of gradients, of arrays and Tensors
@@ -141,7 +148,7 @@ def solve(a: Operand, b: Operand) -> Tensor:
         np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except ValueError:
         raise ValueError(f"solve: shapes {a.shape} and {b.shape} do not broadcast in their leading axes") from None
-    x = _computed("solve", "an invertible matrix", *arrays)
+    x = ON_ARRAYS.solve(*arrays)
     return _record(solve, _solve_gradient, x, (a, b), (*arrays, x), "solve")
 
 
