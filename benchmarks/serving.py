@@ -98,7 +98,7 @@ class ExpectedAnswers:
         stream = self.tokeniser.stream(ids)
         parts = []
         for token in generate(self._model, ids, self.n_tokens, self._params):
-            if not self._params.is_stop_token(token):
+            if token not in self._params.stop_tokens:  # type: ignore[operator]
                 parts.append(stream.push([token]))
         return "".join(parts) + stream.flush()
 

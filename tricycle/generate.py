@@ -113,7 +113,7 @@ class Generation:
         """Sample the next token from logits (V,), append it to `tokens`, update `done`, and return the token."""
         token = self.sample(logits)
         self.tokens.append(token)
-        self.done = len(self.tokens) == self.max_length or self.sampling.is_stop_token(token)
+        self.done = len(self.tokens) == self.max_length or token in self.sampling.stop_tokens  # type: ignore[operator]
         return token
 
     def sample(self, logits: np.ndarray) -> int:

@@ -19,7 +19,7 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probabilities reach this sum (Holtzman et al. 2020).
         min_p: keep tokens at least this many times as probable as the most probable (Nguyen et al. 2024).
         seed: of the random generator of the text: an integer, several, or None for a random seed.
-        stop_tokens: one or several token ids; each ends the text, as its last token.
+        stop_tokens: one or several token ids, kept as a tuple; each ends the text, as its last token.
         n_vocab: sample only ids below this (a tokenizer may have fewer than the model); None for all.
     """
 
@@ -58,10 +58,6 @@ class SamplingParams:
     def for_text(self, i: int) -> Self:
         """Return the parameters for text i of a batch: a copy with i added to an integer seed, else self."""
         return replace(self, seed=self.seed + i) if isinstance(self.seed, (int, np.integer)) else self
-
-    def is_stop_token(self, token: int) -> bool:
-        """Return whether a token ends the text."""
-        return token in self.stop_tokens  # type: ignore[operator]
 
     def sample(
         self, logits: np.ndarray, generator: np.random.Generator, seen: Sequence[int] = (), n_prompt: int = 0

@@ -204,7 +204,7 @@ class _Text:
     def push(self, token: int) -> bool:
         """Add a token to the text; return whether it is complete: by a stop token, a stop string or its length."""
         self._n_tokens += 1
-        is_last = self.sampling.is_stop_token(token) or self._n_tokens == self.max_tokens
+        is_last = token in self.sampling.stop_tokens or self._n_tokens == self.max_tokens  # type: ignore[operator]
         decoded = "" if token in self._skipped else self._stream.push([token])
         self.text += self._filter.push(decoded + (self._stream.flush() if is_last else ""))
         if is_last:

@@ -152,7 +152,7 @@ class GenerationService(ModelService):
             # A model's files may name only the end of text as a stop token; the template shows the end of an answer.
             with contextlib.suppress(ValueError):  # a template may reject the short conversation that this uses
                 end = self.tokeniser.end_of_answer()
-                if end is not None and not defaults.chat.is_stop_token(end):
+                if end is not None and end not in defaults.chat.stop_tokens:  # type: ignore[operator]
                     chat = replace(defaults.chat, stop_tokens=(*defaults.chat.stop_tokens, end))  # type: ignore[misc]
                     self._defaults = replace(defaults, chat=chat)
 
