@@ -208,14 +208,15 @@ class Tricycle(Side):
         return {"step": step_ms, "rows": sorted(rows, key=lambda row: -row[2])}
 
     def memory(self) -> float:
-        """Return the peak memory in GB: of CuPy's pool, or of the process if no GPU is used."""
+        """Return the peak memory in GB: of CuPy's pool and a recording, or of the process if no GPU is used."""
         if not self.on_gpu:
             return super().memory()
         import cupy
 
-        return (
-            cupy.get_default_memory_pool().total_bytes() / 1e9
-        )  # the pool does not return memory, so this is the peak
+        recorder = self.state.recorded and self.state.recorded.recorder
+        recorded = recorder.n_bytes if recorder else 0
+        # pools do not return memory before a recording replaces the first updates, so this is the peak
+        return (cupy.get_default_memory_pool().total_bytes() + recorded) / 1e9
 
     def versions(self) -> str:
         """Return a line with the versions of Tricycle and of NumPy, or on a GPU of CuPy, cuBLASLt and cuDNN."""

@@ -31,7 +31,7 @@ from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.tensor import to_tensor
 from tricycle_accelerators import registry
-from tricycle_accelerators.cuda import attention, cudnn, elementwise, gemm, launch, losses, register
+from tricycle_accelerators.cuda import attention, cudnn, elementwise, gemm, graphs, launch, losses, register
 from tricycle_accelerators.cuda import compile as nvrtc
 from tricycle_accelerators.cuda.arrays import cast
 from tricycle_accelerators.cuda.launch import KERNELS, LaunchPlan, template_name, template_names
@@ -475,6 +475,19 @@ def test_dropout_masks_match_philox(dtype, device):
     assert generator.random() == again.random()
 
 
+def test_dropout_reads_its_seed_from_the_device_while_recorded(device, monkeypatch):
+    """A replay writes a new seed, so the recorded kernel takes an address."""
+    seeds, drawn = device(np.zeros(2, np.uint64)), []
+    recorder = SimpleNamespace(place_of_draw=lambda seed: drawn.append(seed) or seeds[1:])
+    seeds[1:] = np.random.default_rng(3).integers(2**63)
+    like, generator = device(np.zeros(1, np.float32)), np.random.default_rng(3)
+    token = graphs._recording.set(recorder)
+    found = kernels.dropout_mask(like, (7, 1001), 0.8, generator)
+    graphs._recording.reset(token)
+    np.testing.assert_array_equal(to_host(found), to_host(kernels.dropout_mask(like, (7, 1001), 0.8, generator)))
+    assert len(drawn) == 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rope_on_a_slice_of_packed_qkv_matches_reference(dtype, device, rng):
     packed, angles = rng.standard_normal((2, 5, 3, 4, 16)).astype(dtype), rng.standard_normal((5, 8))
@@ -779,6 +792,7 @@ DECLINE_REASONS = [
     ("rnn", (GATES, STATES, MATRIX.T, None, GATES > 0, False), None),
     ("lstm_backward", (GATES, GATES, STATES, MATRIX, None, GATES.astype(np.float16), STATES), "^float32, got float16$"),
     ("rnn_backward", (GATES, GATES, STATES, MATRIX, None, GATES, STATES, True), None),
+    ("new_recorder", (ROWS,), None),
 ]
 
 

@@ -16,6 +16,7 @@ import pytest
 from test_fake_device import VARIANTS
 
 from tricycle import devices, kernels
+from tricycle.autograd import Mode, graph_mode
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.debug import use_reference
 from tricycle.devices import to_cpu
@@ -128,6 +129,42 @@ def test_every_variant_trains_in_bfloat16(changes):
     state = new_state(config, text_tokens(), True)
     losses = np.array(read_steps(state, [train_step(state) for _ in range(60)]))[:, 0]
     assert np.isfinite(losses).all() and losses[-5:].mean() < 0.8 * losses[0]
+
+
+RECORDED = [{"precision": precision, "dropout": 0.1, "accumulation_steps": 2} for precision in TOLERANCES] + [
+    {"precision": "bfloat16", "positions": "rotary", "norm": "rms_norm"}
+]
+
+
+@pytest.mark.parametrize("changes", RECORDED, ids=str)
+def test_recorded_updates_give_the_bits_of_plain_ones(changes):
+    found = []
+    for mode in (nullcontext, lambda: graph_mode(Mode())):  # a mode of the graph prevents recordings
+        state = new_state(replace(SMALL, **changes), text_tokens(), True)
+        with mode():
+            losses = read_steps(state, [train_step(state) for _ in range(8)])
+        updates = [n_updates for n_updates, _ in state.optimiser.states.values()]
+        found.append((losses, updates, {name: to_cpu(p.array) for name, p in state.model.named_parameters()}))
+        assert state.recorded.problem == "" and (state.recorded.recorder is None) == (mode is not nullcontext)
+    assert found[0][:2] == found[1][:2]
+    for name, array in found[0][2].items():
+        np.testing.assert_array_equal(array, found[1][2][name], err_msg=name)
+
+
+def test_recordings_can_be_excluded(monkeypatch):
+    monkeypatch.setenv("TRICYCLE_KERNELS", "-cuda_graphs")
+    state = new_state(SMALL, text_tokens(), True)
+    read_steps(state, [train_step(state) for _ in range(4)])
+    assert state.recorded.problem == "nothing records here"
+
+
+def test_recorded_updates_go_on_after_a_rollback(tmp_path):
+    state = new_state(SMALL, text_tokens(), True)
+    read_steps(state, [train_step(state) for _ in range(4)])
+    state.save(tmp_path / "checkpoint.npz", None)
+    first = read_steps(state, [train_step(state) for _ in range(5)])
+    state.roll_back(tmp_path / "checkpoint.npz")
+    assert read_steps(state, [train_step(state) for _ in range(5)]) == first
 
 
 def test_non_finite_update_changes_no_weight():

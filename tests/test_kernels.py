@@ -249,6 +249,7 @@ MIXTURES |= {"sum_by_token", "sum_by_token_backward"}
 ELSEWHERE = {"quantized_matmul", "relu_squared", *MIXTURES}  # not in `tricycle.kernels`
 # helpers, and what draws
 NOT_OPS = {"run_independent", "run_over_batch", "prepare_matrix", "run_batch_parallel", "dropout_mask", "empty"}
+NOT_OPS |= {"new_recorder"}
 
 all_cases = pytest.mark.parametrize(
     ("name", "size"),

@@ -132,13 +132,13 @@ class GPT(BlockStack):
             raise ValueError(f"GPT: expected a cache for each of {len(self.blocks)} blocks, got {len(caches)}")
         if tokens.ndim not in (1, 2):
             raise ValueError(f"GPT: expected tokens of shape (batch, tokens), got {tokens.shape}")
-        n_tokens, window = tokens.shape[-1] if tokens.size else 0, self.config.context_window
+        n_tokens, window, xp = tokens.shape[-1] if tokens.size else 0, self.config.context_window, tokens.xp
         segments = caches[0].segments(n_tokens) if caches else ((0, n_tokens),)
         for seen, new in segments:
             if not 0 < new <= window - seen:
                 got = f"{new} after {seen} earlier ones" if seen else f"{new}"
                 raise ValueError(f"GPT(context_window={window}): expected 1 to {window} tokens, got {got}")
-        positions = positions if positions is not None else np.concatenate([np.arange(i, i + n) for i, n in segments])
+        positions = xp.concatenate([xp.arange(i, i + n) for i, n in segments]) if positions is None else positions
         x = self.dropout(to_compute_dtype(self._embed(tokens, positions), self.precision))
         for i, block in enumerate(self.blocks):
             x = caches[i].call(block, x, mask) if caches else self.run_block(block, x, None, mask)

@@ -126,6 +126,7 @@ class Optimiser:
         self.schedule = learning_rate if callable(learning_rate) else None
         self.learning_rate = learning_rate(1) if callable(learning_rate) else learning_rate
         self.n_steps, self._step_is_open = 0, False
+        self.n_replayed: Any = 0  # updates that are not in `states`, an input on the device while an update is recorded
         self.states: dict[Tensor, tuple[int, State]] = {}  # number of updates and state arrays of each parameter
 
     def step(self) -> None:
@@ -146,12 +147,13 @@ class Optimiser:
             factor = None if factor == 1 else float(factor)
         changes = not isinstance(factor, float) or factor > 0
         chosen = [(name, p) for name, p in named_parameters if changes and p.grad is not None and p.requires_grad]
-        jobs = []
+        counts = {self.states.get(p, (0, {}))[0] for _, p in chosen}
+        jobs, numbers = [], {n: n + 1 + self.n_replayed - n_skipped for n in counts}  # on a GPU, each is computed once
         for p, rule in [(p, self.rule_of(p, name)) for name, p in chosen]:
             n_updates, state = self.state_of(p, rule)
             self.states[p] = n_updates + 1, state
             decay = self.weight_decay if self.weight_decay and self.decays(p) else 0.0
-            step = Step(n_updates + 1 - n_skipped, self.learning_rate, decay)
+            step = Step(numbers[n_updates], self.learning_rate, decay)
             update: Any = rule.update if factor is None else partial(rule.scaled_update, factor=factor)
             call = partial(update, p.array, p.grad.array, state, step)  # type: ignore[union-attr]
             jobs.append((call, p.size, rule.is_parallelizable, rule.is_single_threaded))
@@ -220,8 +222,7 @@ def gradient_norm(model: Layer) -> Any:
     squares = kernels.run_independent(grads[0], jobs) if grads else []
     if not grads or not devices.on_gpu(grads[0]):
         return math.sqrt(sum(square.item() for square in squares))
-    xp = array_module(squares[0])
-    return xp.sqrt(xp.stack(squares).sum())
+    return array_module(squares[0]).sqrt(sum(squares))
 
 
 def clip_gradients(model: Layer, max_norm: float) -> Any:

@@ -51,6 +51,10 @@ class Session:
         """Return a context manager giving an update's batches, and label counts or None; here the next batch, None."""
         return nullcontext(([next(source)], None))
 
+    def run_update(self, update: Callable[..., Any], batches: Sequence[Any], n_labels: Any) -> Any:
+        """Return `update(batches, n_labels)`, the loss and norm of an update; a session may replay it instead."""
+        return update(batches, n_labels)
+
     def log(self, loss: Any, norm: Any) -> None:
         """Log the mean loss of an update and the gradient norm before clipping; by default do nothing."""
 
@@ -62,15 +66,11 @@ class Session:
         """Return whether to end training before the last step; by default False."""
         return False
 
-    def should_evaluate(self) -> bool:
-        """Return whether to save and evaluate the model now; by default False."""
-        return False
-
     def evaluate(self) -> None:
-        """Evaluate the held-out loss, or generate samples; by default do nothing."""
+        """If due, save the model, and evaluate the held-out loss or generate samples; by default do nothing."""
 
     def save(self) -> None:
-        """Save a checkpoint, before each evaluation and at the end; by default do nothing."""
+        """Save a checkpoint at the end of training; by default do nothing."""
 
 
 def train(
@@ -96,21 +96,23 @@ def train(
         NonFiniteError: a loss or a gradient is NaN or infinite, and the session does not recover.
     """
     batch_loss, session = batch_loss or supervised_loss(model, CrossEntropy()), session or Session(n_steps)
+
+    def update(inputs: Sequence[Any], n_labels: Sequence[Any] | None) -> tuple[Any, Any]:
+        grads = compute_gradients(model, batch_loss, inputs, n_labels, session.reducer, session.loss_scale)
+        return grads.loss, apply_gradients(model, optimiser, grads, max_norm, session.loss_scale)
+
     while True:
         try:
-            if session.should_evaluate():
-                session.save()
-                session.evaluate()
+            session.evaluate()
             if session.should_stop() or session.step >= session.n_steps:
                 session.save()
                 return session.step >= session.n_steps
-            with session.batches(batches) as (inputs, n_labels):
-                grads = compute_gradients(model, batch_loss, inputs, n_labels, session.reducer, session.loss_scale)
             if schedule is not None:
                 optimiser.learning_rate = schedule(session.step + 1)
-            norm = apply_gradients(model, optimiser, grads, max_norm, session.loss_scale)
+            with session.batches(batches) as (inputs, n_labels):
+                loss, norm = session.run_update(update, inputs, n_labels)
             session.step += 1
-            session.log(grads.loss, norm)
+            session.log(loss, norm)
         except NonFiniteError as error:
             session.recover(error)
 

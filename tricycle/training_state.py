@@ -7,7 +7,7 @@ division of batches among several processes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,7 @@ from tricycle.models import GPT, MAX_LOGITS
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimiser_rules.schedules import SCHEDULES
 from tricycle.optimisers import Optimiser, State
+from tricycle.recorded_updates import RecordedUpdates
 from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import BatchLossFn, NonFiniteError, Session, int_unless_on_gpu, supervised_loss, train
@@ -91,6 +92,7 @@ class TrainingState:
         processes: the processes among which the batches of an update are divided.
         batch_loss: the loss function of a batch; None for the cross-entropy of inputs and labels.
         draws: how far one batch advances the model's random generator; None until measured.
+        recorded: on a GPU, the recording of an update, which is replayed; None before the first update.
     """
 
     config: GPTConfig
@@ -110,6 +112,7 @@ class TrainingState:
     processes: ProcessGroup = SINGLE_PROCESS
     batch_loss: BatchLossFn | None = None
     draws: GeneratorAdvance | None = None
+    recorded: RecordedUpdates | None = field(default=None, repr=False, compare=False)
 
     PROGRESS = ("step", "total_steps", "seconds", "evaluated_step", "best_loss")
     LATER = ("samples_size", "n_skips", "n_rollbacks", "n_worse")  # missing in older checkpoints
@@ -337,6 +340,16 @@ class StateSession(Session):
             return None
         state.loss_scaling = like.xp.asarray(state.loss_scaling)
         return LossScale(state.loss_scaling)
+
+    def run_update(self, update: Callable[..., Any], batches: Sequence[Any], n_labels: Any) -> Any:
+        """Return the loss and norm of `update(batches, n_labels)`; on one GPU, replay it, if the loss is the usual."""
+        state, model = self.state, self.state.model
+        is_usual = type(state) is TrainingState and state.batch_loss is None and state.processes.size == 1
+        if not is_usual or model.recompute is not None or not next(model.parameters()).on_gpu:
+            return update(batches, n_labels)
+        if state.recorded is None or (state.recorded.model, state.recorded.optimiser) != (model, state.optimiser):
+            state.recorded = RecordedUpdates(model, state.optimiser)
+        return state.recorded.run(update, batches, n_labels, state.config, state.loss_scaling)
 
     @contextmanager
     def batches(self, source: CausalLMDataset) -> Iterator[tuple[list[Any], list[Any]]]:

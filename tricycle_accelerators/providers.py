@@ -20,7 +20,7 @@ from tricycle.kernels.explanation import PLAIN
 Run = TypeVar("Run", bound=Callable[..., Any])
 
 VARIABLE = "TRICYCLE_KERNELS"
-NAMES = ("numba", "amx", "mkl", "onednn", "numpy", "cuda")
+NAMES = ("numba", "amx", "mkl", "onednn", "numpy", "cuda", "cuda_graphs")
 
 
 def exclusion_reason(name: str) -> str | None:

@@ -120,19 +120,17 @@ class RunSession(StateSession):
             self._bar.close()
 
     # -------------------------------------------------------------------- between two updates
-    def should_evaluate(self) -> bool:
-        """Return whether evaluation or sample is due, also if resumed; not at step 0, the end, a skip, or if stopping.
-
-        The last step is not due, because the report evaluates it. A step after a skipped update is not due, because a
-        rollback may discard the weights.
-        """
-        state = self.state
-        is_due = state.step not in (0, state.total_steps) and _is_due(state) and not state.n_skips
-        return is_due and not self.should_stop()
-
     def evaluate(self) -> None:
-        """Run the evaluation and the sample that are due; a signal interrupts them, and training then stops."""
+        """Save, and run the evaluation and the sample that are due; a signal interrupts them, and training then stops.
+
+        None are at step 0 or if training stops; nor at the last step, because the report evaluates it, nor after a
+        skipped update, because a rollback may discard the weights.
+        """
         state, run = self.state, self.run
+        is_due = state.step not in (0, state.total_steps) and _is_due(state) and not state.n_skips
+        if not is_due or self.should_stop():
+            return
+        self.save()
         try:
             with run.interruptible():
                 if _evaluation_is_due(state):

@@ -10,7 +10,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.attention.cache import Segments
-from tricycle.devices import Array
+from tricycle.devices import Array, array_module
 from tricycle.initialisers import zeros
 from tricycle.layers import Embedding
 from tricycle.ops import Op, as_floating, as_tensor
@@ -37,17 +37,18 @@ class Rotary(Op):
             raise ValueError(f"Rotary: expected shape (batch, tokens, heads, head size), got {array.shape}")
         segments = ((offset, array.shape[1]),) if isinstance(offset, int) else offset
         dtype = "float64" if array.dtype == np.float64 else "float32"  # also for 16-bit inputs
-        cos, sin = map(x.xp.asarray, self.angles(array.shape[3], segments, dtype))
+        cos, sin = self.angles(array.shape[3], segments, array, dtype)
         backward = lambda grad, needs_grad: (apply_partial_rope(grad, cos, -sin),)  # the transposed matrix
         return record(apply_partial_rope(array, cos, sin), (x,), backward, "rotary")
 
-    def angles(self, head_size: int, segments: Segments, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
-        """Return the cosines and sines (T, R / 2) of all tokens' angles; callers must not change them."""
+    def angles(self, head_size: int, segments: Segments, like: Array, dtype: str = "float32") -> tuple[Array, ...]:
+        """Return cosines and sines (T, R / 2) of all tokens' angles on the device of `like`; do not change them."""
         n_channels = int(head_size * self.fraction)
         if n_channels % 2:
             raise ValueError(f"Rotary: expected an even number of rotated channels, got {n_channels}")
         scaled = self.scaling and self.scaling.scale_frequencies(_frequencies(self.base, n_channels)).tobytes()
-        return _angles(self.base, n_channels, scaled, segments, dtype, getattr(self.scaling, "attention_factor", 1))
+        key = dtype, getattr(self.scaling, "attention_factor", 1), array_module(like), str(like.device)
+        return _angles(self.base, n_channels, scaled, segments, *key)
 
 
 def apply_partial_rope(x: Array, cos: Array, sin: Array) -> Array:
@@ -66,16 +67,16 @@ def _frequencies(base: float, n_channels: int) -> np.ndarray:
     return frequencies
 
 
-# Cache: a pure function of numbers that all layers share. Callers must not change the result.
+# Cache: a pure function of numbers, on the current device, that all layers share. Callers must not change the result.
 @lru_cache(maxsize=16)
 def _angles(
-    base: float, n_channels: int, scaled: bytes | None, segments: Segments, dtype: str, factor: float
-) -> tuple[np.ndarray, np.ndarray]:
+    base: float, n_channels: int, scaled: bytes | None, segments: Segments, dtype: str, factor: float, xp: Any, _: str
+) -> tuple[Array, ...]:
     """Return cosines and sines (T, n_channels / 2) times `factor`; `scaled`: scaled frequencies as bytes, if any."""
     frequencies = _frequencies(base, n_channels) if scaled is None else np.frombuffer(scaled)
     positions = np.concatenate([np.arange(first, first + n_tokens) for first, n_tokens in segments])
     angles = positions[:, None] * frequencies
-    return (factor * np.cos(angles)).astype(dtype), (factor * np.sin(angles)).astype(dtype)  # writable, for kernels
+    return tuple(xp.asarray((factor * f(angles)).astype(dtype)) for f in (np.cos, np.sin))  # writable, for kernels
 
 
 # Constructors of RoPE scalings from a config, by name; `tricycle.attention.scaling` adds more.

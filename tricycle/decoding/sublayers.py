@@ -77,7 +77,7 @@ def fused_attention(x: Tensor, layer: Any, norm: Any, cache: Any = None, mask: A
         return None  # the layer raises the error
     if layer.query_norm is not None or layer.uses_shift or not (rotary is None or _is_known(rotary)):
         return None
-    rope = None if rotary is None else rotary.angles(layer.head_size, cache.segments(1))
+    rope = None if rotary is None else rotary.angles(layer.head_size, cache.segments(1), x.array)
     new = np.empty((1, 1, layer.n_key_heads, layer.head_size), FLOAT32)
     cached = cache.append(new, new)  # the kernel writes the key and the value
     linears, off_by_one = (_linear(layer.qkv), _linear(layer.projection)), op.softmax.off_by_one

@@ -8,10 +8,11 @@ Importing compiles nothing and does not need CuPy.
 from __future__ import annotations
 
 from tricycle import kernels
-from tricycle.kernels import activations, recurrent
+from tricycle.kernels import activations, recording, recurrent
 from tricycle_accelerators.cuda import (
     attention,
     elementwise,
+    graphs,
     losses,
     matrices,
     normalisation,
@@ -45,5 +46,6 @@ def register(array: type) -> None:
         (losses, [k.cross_entropy]),
         (attention, (k.attention, k.attention_backward)),
         (optimisers, [k.adamw]),
+        (graphs, [recording.new_recorder]),
         (recurrence, (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)),
     )

@@ -16,12 +16,14 @@ __device__ inline void philox(unsigned (&counter)[4], unsigned key0, unsigned ke
     }
 }
 
-// Each draw is 24 bits, as a float from 0 to below 1.
-template <class T> __global__ void random_mask(T* mask, i64 n, float keep, unsigned key0, unsigned key1) {
+// Each draw is 24 bits, as a float from 0 to below 1. The seed is read from the device where a pointer is given.
+template <class T>
+__global__ void random_mask(T* mask, i64 n, float keep, unsigned long long seed, const unsigned long long* seed_at) {
     const i64 block = (i64)blockIdx.x * blockDim.x + threadIdx.x, i = block * 4;
     if (i >= n) return;
     unsigned draws[4] = {(unsigned)block, (unsigned)(block >> 32), 0, 0};
-    philox(draws, key0, key1);
+    if (seed_at != nullptr) seed = *seed_at;
+    philox(draws, (unsigned)seed, (unsigned)(seed >> 32));
     const T kept = from_float<T>(1.0f / keep), none = from_float<T>(0.0f);
 #pragma unroll
     for (int k = 0; k < 4; ++k)

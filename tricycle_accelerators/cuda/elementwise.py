@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.devices import Array
-from tricycle_accelerators.cuda import arrays, launch
+from tricycle_accelerators.cuda import arrays, graphs, launch
 from tricycle_accelerators.cuda.arrays import f32, i32, i64
 from tricycle_accelerators.providers import decline_when
 
@@ -109,11 +109,9 @@ def dropout_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np
     """Return a mask, 0 or 1 / keep, dtype of `like`, seed from `generator`; NotImplemented if empty or float64."""
     kind, size = arrays.cuda_type(like.dtype), math.prod(shape)
     mask = arrays.empty_like(like, shape)
-    seed = int(generator.integers(2**63))
-    keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
-    launch.launch(
-        "dropout", "random_mask", (kind,), launch.plan_elementwise(size, 4), mask, i64(size), f32(keep), *keys
-    )
+    seed, seed_at = graphs.draw(lambda: int(generator.integers(2**63)))
+    plan, numbers = launch.plan_elementwise(size, 4), (i64(size), f32(keep), np.uint64(seed), seed_at)
+    launch.launch("dropout", "random_mask", (kind,), plan, mask, *numbers)
     return mask
 
 
