@@ -81,7 +81,7 @@ class Recorder:
         except BaseException as error:
             with suppress(RuntimeError):  # what failed has ended the recording, perhaps
                 self._stream.end_capture()
-            if not isinstance(error, Exception):
+            if isinstance(error, RecordingError) or not isinstance(error, Exception):
                 raise
             raise RecordingError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
