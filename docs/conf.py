@@ -31,6 +31,7 @@ extensions = [
     "repository",
     "mathml",
     "docstrings",
+    "navigation",
 ]
 
 # -------------------------------------------------------------------- pages
