@@ -25,7 +25,7 @@ from numba import types
 from numba.core import cgutils
 
 from tricycle_accelerators.compiled.jit import OPTIONS, BFloat, intrinsic
-from tricycle_accelerators.compiled.registers import INDEX, build_loop, load, offset_address, prefetch, store, transpose
+from tricycle_accelerators.compiled.registers import INDEX, build_loop, load, offset_address, store, transpose
 
 TILE_ROWS, TILE_PAIRS = 16, 16  # pairs of bfloat16 in a row of 64 bytes
 STEP = 2 * TILE_PAIRS  # terms of the sums that one instruction adds up
@@ -253,29 +253,6 @@ def multiply_rows_float32(context: Any, left: Any, right: Any, between: Any, sum
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 5), code
-
-
-@intrinsic
-def prefetch_rows(context: Any, place: Any, down: Any, n_rows: Any, n_bytes: Any) -> Any:
-    """Prefetch rows of one or two cache lines into the second-level cache (Numba intrinsic).
-
-    Its arguments are the address of the first, bytes from row to row, rows, and bytes of a row.
-    """
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place, down, n_rows, n_bytes = arguments
-        last = builder.sub(n_bytes, INDEX(1))
-
-        def prefetch_row(row: Any, _: list[Any]) -> list[Any]:
-            start = builder.add(place, builder.mul(down, row))
-            for address in (start, builder.add(start, last)):
-                prefetch(builder, address)
-            return []
-
-        build_loop(builder, n_rows, [], prefetch_row)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), code
 
 
 def _write_rows(narrow: bool) -> Any:
