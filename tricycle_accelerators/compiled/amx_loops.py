@@ -195,12 +195,7 @@ FLOAT32, BITS = types.float32, types.uint16
 
 @compile_loop([_signature(FLOAT32, FLOAT32), _signature(BITS, FLOAT32), _signature(BITS, BITS)])
 def multiply_large(
-    a: np.ndarray,
-    b: np.ndarray,
-    bias: np.ndarray,
-    out: np.ndarray,
-    n_inner: int,
-    scratch: np.ndarray,
+    a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarray, n_inner: int, scratch: np.ndarray
 ) -> bool:
     """Write a (M, K) @ b (K, N) + bias (N,), or (0,) for none, into `out`; return whether all results are finite.
 
@@ -222,9 +217,7 @@ def multiply_large(
     sums, edge = aligned_zeros(n_resident, BLOCK, bias), np.zeros((STEP, STEP), a.dtype)
     shift = np.zeros(n_columns + BLOCK, np.float32)
     shift[: len(bias)] = bias
-    broken = ZERO
-    near = NEAR_STEPS // _n_parts(a)
-    step_bytes = 2 * _n_parts(a) * TILE_BYTES
+    broken, near, step_bytes = ZERO, NEAR_STEPS // _n_parts(a), 2 * _n_parts(a) * TILE_BYTES
     begin_tiles()
     for start in range(0, len(b), n_inner):
         terms = slice(start, min(len(b), start + n_inner))
