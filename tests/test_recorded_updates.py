@@ -13,7 +13,7 @@ from tricycle.configs import GPTConfig
 from tricycle.debug import use_reference
 from tricycle.kernels.recording import RecordingError, new_recorder
 from tricycle.recorded_updates import MAX_RECORDINGS, RecordedUpdates
-from tricycle.training import train
+from tricycle.training import apply_gradients, compute_gradients, train
 from tricycle.training_state import StateSession, TrainingState, new_state
 
 CONFIG = GPTConfig(vocab_size=64, context_window=16, embedding_dim=16, n_heads=2, n_layers=2, batch_size=4, steps=40)
@@ -66,10 +66,16 @@ class RecordedSession(StateSession):
     def n_steps(self) -> float:
         return self.last
 
-    def run_update(self, update, batches, n_labels):
+    def replay(self, batch_loss, batches, n_labels, max_norm):
         if self.recorded is None:
-            return update(batches, n_labels)
-        return self.recorded.run(update, batches, n_labels)
+            return None
+        model, optimiser = self.state.model, self.state.optimiser
+
+        def update(batches):
+            grads = compute_gradients(model, batch_loss, batches, n_labels)
+            return grads.loss, apply_gradients(model, optimiser, grads, max_norm)
+
+        return self.recorded.replay(update, batches, *n_labels)
 
     def log(self, loss: Any, norm: Any) -> None:
         self.results.append((float(loss), float(norm)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,11 @@ from tricycle.tensor import Tensor
 N_WARM_UP = 1  # equal updates before one is recorded: they fill caches
 MAX_RECORDINGS = 8  # of one training run; then its settings change too often
 
+Update = Callable[[Sequence[Any]], tuple[Any, Any]]  # from batches to loss and norm
+
 
 class RecordedUpdates:
-    """Runs updates of a model; records the second of those with equal `settings`, and replays it from then on.
+    """Records the second of a model's updates with equal `settings`, and replays it from then on.
 
     After a change of settings (arrays that were replaced, an attribute of a layer, other shapes) an update is recorded
     anew. Learning rate, step number, tokens and random masks may change from replay to replay. The optimizer's state,
@@ -39,27 +40,28 @@ class RecordedUpdates:
         self._n_equal, self._n_recordings, self._n_replayed = 0, 0, 0
         self.recorder: Recorder | None = None
 
-    def run(self, update: Callable[..., Any], batches: Sequence[Any], n_labels: Any, *settings: Any) -> Any:
-        """Make an update by calling `update(batches, n_labels)` or a replay; return (loss, norm).
+    def replay(self, update: Update, batches: Sequence[Any], *settings: Any) -> tuple[Any, Any] | None:
+        """Make an update by a replay, recorded first if necessary, and return (loss, norm); None if it is to be called.
 
         Args:
+            update: makes an update of batches like these, and returns loss and norm.
             batches: pairs of Tensors.
             settings: further objects that require a new recording when others take their places.
         """
         if self.problem or current_modes.get() or reference_only.get():
-            return update(batches, n_labels)
-        found = [*settings, *(n_labels or ()), *self.settings(batches)]
+            return None
+        found = [*settings, *self.settings(batches)]
         if len(found) != len(self._settings) or not all(map(_is_same, found, self._settings)):
             self._settings, self._n_equal, self.recorder = found, 0, None
         self._n_equal += 1
         if self._n_equal <= N_WARM_UP:
-            return update(batches, n_labels)
+            return None
         if self.recorder is None:
-            self._record(partial(update, n_labels=n_labels), batches)
+            self._record(update, batches)
         else:
             self._count_update()
         if self.recorder is None:
-            return update(batches, n_labels)
+            return None
         loss, norm = self.recorder.replay(self._inputs(batches))
         self._n_replayed += 1
         return loss, norm
@@ -79,7 +81,7 @@ class RecordedUpdates:
             yield from (parameter.array, parameter.requires_grad)
             yield from self.optimiser.states.get(parameter, (0, {}))[1].values()
 
-    def _record(self, update: Callable[[Sequence[Any]], tuple[Any, Any]], batches: Sequence[Any]) -> None:
+    def _record(self, update: Update, batches: Sequence[Any]) -> None:
         """Record an update; on failure set `problem` and undo what the host has counted."""
         model, optimiser = self.model, self.optimiser
         before = {**vars(optimiser), "states": dict(optimiser.states)}

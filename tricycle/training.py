@@ -51,9 +51,8 @@ class Session:
         """Return a context manager giving an update's batches, and label counts or None; here the next batch, None."""
         return nullcontext(([next(source)], None))
 
-    def run_update(self, update: Callable[..., Any], batches: Sequence[Any], n_labels: Any) -> Any:
-        """Return `update(batches, n_labels)`, the loss and norm of an update; a session may replay it instead."""
-        return update(batches, n_labels)
+    def replay(self, batch_loss: BatchLossFn, batches: Sequence[Any], n_labels: Any, max_norm: float) -> Any:
+        """Make an update by replaying a recorded one, and return its loss and norm; by default do nothing: None."""
 
     def log(self, loss: Any, norm: Any) -> None:
         """Log the mean loss of an update and the gradient norm before clipping; by default do nothing."""
@@ -96,11 +95,6 @@ def train(
         NonFiniteError: a loss or a gradient is NaN or infinite, and the session does not recover.
     """
     batch_loss, session = batch_loss or supervised_loss(model, CrossEntropy()), session or Session(n_steps)
-
-    def update(inputs: Sequence[Any], n_labels: Sequence[Any] | None) -> tuple[Any, Any]:
-        grads = compute_gradients(model, batch_loss, inputs, n_labels, session.reducer, session.loss_scale)
-        return grads.loss, apply_gradients(model, optimiser, grads, max_norm, session.loss_scale)
-
     while True:
         try:
             session.evaluate()
@@ -110,9 +104,12 @@ def train(
             if schedule is not None:
                 optimiser.learning_rate = schedule(session.step + 1)
             with session.batches(batches) as (inputs, n_labels):
-                loss, norm = session.run_update(update, inputs, n_labels)
+                result = session.replay(batch_loss, inputs, n_labels, max_norm)
+                if result is None:
+                    grads = compute_gradients(model, batch_loss, inputs, n_labels, session.reducer, session.loss_scale)
+                    result = grads.loss, apply_gradients(model, optimiser, grads, max_norm, session.loss_scale)
             session.step += 1
-            session.log(loss, norm)
+            session.log(*result)
         except NonFiniteError as error:
             session.recover(error)
 

@@ -7,7 +7,7 @@ division of batches among several processes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,16 @@ from tricycle.optimisers import Optimiser, State
 from tricycle.recorded_updates import RecordedUpdates
 from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
-from tricycle.training import BatchLossFn, NonFiniteError, Session, int_unless_on_gpu, supervised_loss, train
+from tricycle.training import (
+    BatchLossFn,
+    NonFiniteError,
+    Session,
+    apply_gradients,
+    compute_gradients,
+    int_unless_on_gpu,
+    supervised_loss,
+    train,
+)
 
 # The assumed minimum number of updates of a run that is limited in minutes, until the first updates are timed.
 MIN_STEPS = 24
@@ -341,15 +350,20 @@ class StateSession(Session):
         state.loss_scaling = like.xp.asarray(state.loss_scaling)
         return LossScale(state.loss_scaling)
 
-    def run_update(self, update: Callable[..., Any], batches: Sequence[Any], n_labels: Any) -> Any:
-        """Return the loss and norm of `update(batches, n_labels)`; on one GPU, replay it, if the loss is the usual."""
-        state, model = self.state, self.state.model
+    def replay(self, batch_loss: BatchLossFn, batches: Sequence[Any], n_labels: Any, max_norm: float) -> Any:
+        """Replay an update and return its loss and norm, on one GPU, if the loss is the usual one; else return None."""
+        state, model, optimiser = self.state, self.state.model, self.state.optimiser
         is_usual = type(state) is TrainingState and state.batch_loss is None and state.processes.size == 1
         if not is_usual or model.recompute is not None or not next(model.parameters()).on_gpu:
-            return update(batches, n_labels)
-        if state.recorded is None or (state.recorded.model, state.recorded.optimiser) != (model, state.optimiser):
-            state.recorded = RecordedUpdates(model, state.optimiser)
-        return state.recorded.run(update, batches, n_labels, state.config, state.loss_scaling)
+            return None
+        if state.recorded is None or (state.recorded.model, state.recorded.optimiser) != (model, optimiser):
+            state.recorded = RecordedUpdates(model, optimiser)
+
+        def update(batches: Sequence[Any]) -> tuple[Any, Any]:
+            grads = compute_gradients(model, batch_loss, batches, n_labels, None, self.loss_scale)
+            return grads.loss, apply_gradients(model, optimiser, grads, max_norm, self.loss_scale)
+
+        return state.recorded.replay(update, batches, *n_labels, state.config, state.loss_scaling)
 
     @contextmanager
     def batches(self, source: CausalLMDataset) -> Iterator[tuple[list[Any], list[Any]]]:
