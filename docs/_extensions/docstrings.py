@@ -39,6 +39,7 @@ def document_reference_kernels(app: Sphinx) -> None:
         quantized_blocks,
         quantized_heads,
         ragged_attention,
+        recording,
         recurrent,
         row_attention,
         sublayers,
