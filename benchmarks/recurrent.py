@@ -62,11 +62,11 @@ def torch_step(cell: str, *sizes: int) -> Step:
     layer, (inputs, *arrays) = getattr(torch.nn, cell)(width, width, batch_first=True), random_arrays(cell, *sizes)
     for p, array in zip(layer.parameters(), arrays):
         p.data.copy_(torch.from_numpy(array))
-    x, ones = torch.from_numpy(inputs).requires_grad_(), torch.ones(inputs.shape)
+    x = torch.from_numpy(inputs).requires_grad_()
 
     def step() -> list[np.ndarray]:
         outputs, _ = layer(x)
-        outputs.backward(ones)
+        outputs.backward(torch.ones_like(outputs))  # Tricycle's `backward` creates them, too
         gradients = [t.grad.numpy() for t in (x, *layer.parameters())]
         x.grad = None
         layer.zero_grad()

@@ -14,11 +14,10 @@ import pytest
 from programs import call, good
 from test_threads import run_threads
 
-from tricycle import to_tensor
+from tricycle import kernels, to_tensor
 from tricycle.configs import GPTConfig
 from tricycle.debug import use_reference
 from tricycle.devices import owns_memory
-from tricycle.kernels import recurrent
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
@@ -58,15 +57,15 @@ def test_large_array_is_aligned_and_owns_its_memory(arena):
 
 
 @on_unix
-def test_arrays_of_recurrent_layers_reuse_memory(arena):
+def test_empty_array_of_a_kernel_reuses_memory(arena):
     like = np.empty(3, np.float16)
-    first = recurrent.empty(like, (2, MB))
+    first = kernels.empty(like, (2, MB))
     assert (first.shape, first.dtype) == ((2, MB), np.float16)
     place = address(first)
     del first
-    assert address(recurrent.empty(like, (MB, 2))) == place
+    assert address(kernels.empty(like, (MB, 2))) == place
     with use_reference():
-        assert recurrent.empty(like, (MB, 2)).base is None
+        assert kernels.empty(like, (MB, 2)).base is None
 
 
 def test_small_array_uses_numpy_memory(arena):

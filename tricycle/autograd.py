@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from types import EllipsisType
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -152,10 +151,9 @@ class GradientSums:
 
     def take(self, node: Node) -> Array | None:
         """Remove and return the complete gradient of a node, its slices added to the sum; None if it has none."""
-        grad = self.arrays.pop(node, None)
-        if node not in self.slices:
+        grad, slices = self.arrays.pop(node, None), self.slices.pop(node, None)
+        if slices is None:
             return grad
-        slices = self.slices.pop(node)
         if grad is None:
             return sum_slices(slices, node.array).astype(node.array.dtype, copy=False)
         if id(node) not in self.owned:
@@ -174,12 +172,11 @@ class GradientSums:
 
 def sum_slices(slices: list[SlicedGradient], like: Array) -> Array:
     """Return the sum of sliced gradients as an array like `like`, 0 elsewhere; a view if they adjoin in memory."""
-    xp = array_module(like)
-    neighbours = _neighbours(slices, like.shape)
-    if neighbours:
+    if neighbours := _neighbours(slices, like.shape):
         whole = joined_view(neighbours)  # no copy if they are adjacent in memory
-        return xp.concatenate(neighbours, axis=-1) if whole is None else whole
-    total = xp.zeros_like(like, order="C")
+        return array_module(like).concatenate(neighbours, axis=-1) if whole is None else whole
+    total = kernels.empty(like, like.shape)
+    total[...] = 0
     _add_slices(total, slices)
     return total
 
@@ -188,7 +185,7 @@ def _add_slices(total: Array, slices: list[SlicedGradient]) -> None:
     """Add each slice's gradient to `total` in place, repeatedly for elements that its index selects repeatedly."""
     for array, index, unique in slices:
         parts = index if isinstance(index, tuple) else (index,)
-        if unique or all(isinstance(part, (int, np.integer, slice, type(None), EllipsisType)) for part in parts):
+        if unique or all(isinstance(part, (int, np.integer, slice, type(None), type(...))) for part in parts):
             total[index] += array
         else:
             array_module(total).add.at(total, index, array)  # sums the gradients of an element selected twice

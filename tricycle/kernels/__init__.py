@@ -129,6 +129,12 @@ def multiply(a: Array, b: Array) -> Array:
 
 
 @kernel
+def empty(like: Array, shape: tuple[int, ...]) -> Array:
+    """Return an uninitialized array of the dtype and device of `like`; a provider may use memory of deleted arrays."""
+    return array_module(like).empty(shape, like.dtype)
+
+
+@kernel
 def add(a: Array, b: Array, out: Array | None = None) -> Array:
     """Compute a + b for arrays of one shape; write it into `out` if given, which may be a or b."""
     return a + b if out is None else array_module(a).add(a, b, out=out)

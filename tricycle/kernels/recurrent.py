@@ -27,12 +27,6 @@ from tricycle.kernels.in_place import upcasting_in_place
 
 
 @kernel
-def empty(like: Array, shape: tuple[int, ...]) -> Array:
-    """Return an uninitialized array of the dtype and device of `like`; a provider may use memory of deleted arrays."""
-    return array_module(like).empty(shape, like.dtype)
-
-
-@kernel
 def prepare_matrix(matrix: Array) -> Array:
     """Return a matrix for many products `x @ matrix`: itself, or a copy in a provider's layout."""
     return matrix

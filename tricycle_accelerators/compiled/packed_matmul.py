@@ -2,8 +2,8 @@
 
 The import compiles the loops or loads cached machine code.
 
-The columns of a recurrent layer's weights are cut into panels, each of which stays in a core's first cache while the
-rows of a step go by.
+The columns of a recurrent layer's weights are cut into panels, of which PART_TERMS rows stay in a core's first cache
+while the rows of all steps go by.
 
 Shapes: R rows, K terms, N columns; P panels of PANEL columns.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 
 from tricycle_accelerators.compiled import amx_packed
-from tricycle_accelerators.compiled.jit import HAS_AMX, OPTIONS, compile_loop, intrinsic, overload_by_types
+from tricycle_accelerators.compiled.jit import HAS_AMX, OPTIONS, ZERO, compile_loop, intrinsic, overload_by_types
 from tricycle_accelerators.compiled.registers import (
     INDEX,
     LANES,
@@ -31,19 +31,29 @@ from tricycle_accelerators.compiled.registers import (
 
 N_VECTORS = 2  # of a panel's row
 PANEL = N_VECTORS * LANES  # columns
+PART_TERMS = 2**14 // (4 * PANEL)  # rows of a panel that are multiplied at a time: 16 kB
 MOST_ROWS = 12 if N_REGISTERS == 32 else 6  # of a tile: its sums, a row of a panel and one number fit into registers
 
 
 @intrinsic
 def _tile(
-    context: Any, n_rows: Any, rows: Any, row_size: Any, panel: Any, n_terms: Any, bias: Any, out: Any, out_size: Any
+    context: Any,
+    n_rows: Any,
+    rows: Any,
+    row_size: Any,
+    panel: Any,
+    n_terms: Any,
+    others: Any,
+    others_size: Any,
+    out: Any,
+    out_size: Any,
 ) -> Any:
-    """Write `n_rows` rows (K,) times a panel (K, PANEL) plus a bias (PANEL,) to `out` (Numba intrinsic).
+    """Write `n_rows` rows (K,) times a panel (K, PANEL) plus others (n_rows, PANEL) to `out` (Numba intrinsic).
 
     Args:
         n_rows: 1 to MOST_ROWS.
-        rows, panel, bias, out: addresses.
-        row_size, out_size: bytes from one row to the next.
+        rows, panel, others, out: addresses.
+        row_size, others_size, out_size: bytes from one row to the next; 0 for the same.
         n_terms: K, 1 or more.
     """
 
@@ -60,47 +70,71 @@ def _tile(
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8), code
+    return types.void(*[types.int64] * 9), code
 
 
 def _write_tile(
-    builder: Any, n_rows: int, rows: Any, row_size: Any, panel: Any, n_terms: Any, bias: Any, out: Any, out_size: Any
+    builder: Any,
+    n_rows: int,
+    rows: Any,
+    row_size: Any,
+    panel: Any,
+    n_terms: Any,
+    others: Any,
+    others_size: Any,
+    out: Any,
+    out_size: Any,
 ) -> None:
-    """Emit code that writes `n_rows` rows times a panel, plus the bias, to `out`."""
-    along, places = INDEX(4 * LANES), range(N_VECTORS)
-    first = [load(builder, offset_address(builder, bias, along, i), VECTOR) for i in places]
+    """Emit code that writes `n_rows` rows times a panel, plus the others, to `out`."""
+
+    def place(start: Any, size: Any, i: int) -> Any:
+        """Emit the address of vector i of the tile."""
+        row = offset_address(builder, start, size, i // N_VECTORS)
+        return offset_address(builder, row, INDEX(4 * LANES), i % N_VECTORS)
+
+    first = [load(builder, place(others, others_size, i), VECTOR) for i in range(n_rows * N_VECTORS)]
     operands = rows, row_size, INDEX(4), panel, INDEX(4 * PANEL)
-    sums = build_product_sums(builder, (n_rows, N_VECTORS), False, operands, n_terms, first)
-    for i, value in enumerate(sums):
-        row = offset_address(builder, out, out_size, i // N_VECTORS)
-        store(builder, value, offset_address(builder, row, along, i % N_VECTORS))
+    for i, value in enumerate(build_product_sums(builder, (n_rows, N_VECTORS), False, operands, n_terms, first)):
+        store(builder, value, place(out, out_size, i))
+
+
+@compile_loop(types.void(types.Array(types.float32, 2, "A", readonly=True), types.float32[:, :, ::1]))
+def _fill_panels(matrix: np.ndarray, panels: np.ndarray) -> None:
+    """Write the columns of a matrix (K, N) to panels (P, K, PANEL), and zeros after the last."""
+    n_terms, n_columns = matrix.shape
+    for p in range(len(panels)):
+        n = min(PANEL, n_columns - p * PANEL)
+        for k in range(n_terms):
+            for j in range(n):
+                panels[p, k, j] = matrix[k, p * PANEL + j]
+            panels[p, k, n:] = ZERO
 
 
 def pack_panels(matrix: np.ndarray) -> np.ndarray:
     """Copy a float32 matrix (K, N) to panels of PANEL columns each, (P, K, PANEL); zeros fill up the last panel."""
     n_terms, n_columns = matrix.shape
-    n_panels = -(-n_columns // PANEL)
-    panels = np.zeros((n_panels, n_terms, PANEL), np.float32)
-    n_full = n_columns // PANEL
-    panels[:n_full] = matrix[:, : n_full * PANEL].reshape(n_terms, n_full, PANEL).swapaxes(0, 1)
-    panels[n_full:, :, : n_columns - n_full * PANEL] = matrix[:, n_full * PANEL :]
+    panels = np.empty((-(-n_columns // PANEL), n_terms, PANEL), np.float32)
+    _fill_panels(matrix, panels)
     return panels
 
 
 @numba.njit(inline="always")
 def _rows_times_panel(
-    x: np.ndarray, t: int, panels: np.ndarray, p: int, bias: np.ndarray, out: int, out_size: int
+    x: np.ndarray, t: int, panels: np.ndarray, p: int, bias: np.ndarray, out: int, out_size: int, start: int
 ) -> None:
-    """Write x[t] (B, K) times a panel, plus its part of the bias, to an address."""
-    n_rows = x.shape[1]
+    """Write x[t] (B, K) times a panel's terms from `start` on, plus the bias or the sums so far, to an address."""
+    n_rows, n_terms = x.shape[1], min(PART_TERMS, x.shape[2] - start)
     n_tiles = (n_rows + MOST_ROWS - 1) // MOST_ROWS
-    of_x, row_size = x.ctypes.data + t * x.strides[0], x.strides[1]
-    of_panel, of_bias = panels.ctypes.data + p * panels.strides[0], bias.ctypes.data + 4 * PANEL * p
+    of_x, row_size = x.ctypes.data + t * x.strides[0] + 4 * start, x.strides[1]
+    of_panel = panels.ctypes.data + p * panels.strides[0] + start * panels.strides[1]
+    others, others_size = (out, out_size) if start else (bias.ctypes.data + 4 * PANEL * p, 0)
     first = 0
     for tile in range(n_tiles):
         last = (tile + 1) * n_rows // n_tiles  # as many rows in each as can be: few make poor use of a panel
-        place = out + first * out_size
-        _tile(last - first, of_x + first * row_size, row_size, of_panel, x.shape[2], of_bias, place, out_size)
+        place, of_others = out + first * out_size, others + first * others_size
+        _tile(
+            last - first, of_x + first * row_size, row_size, of_panel, n_terms, of_others, others_size, place, out_size
+        )
         first = last
 
 
@@ -112,15 +146,17 @@ def _multiply_panels(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, out: n
     """
     n_steps, n_rows, n_columns = out.shape
     n_full = n_columns // PANEL
-    for p in range(n_full):  # a panel stays in the first cache while all rows go by
-        for t in range(n_steps):
-            place = out.ctypes.data + t * out.strides[0] + 4 * PANEL * p
-            _rows_times_panel(x, t, panels, p, bias, place, out.strides[1])
+    for p in range(n_full):
+        for start in range(0, x.shape[2], PART_TERMS):
+            for t in range(n_steps):
+                place = out.ctypes.data + t * out.strides[0] + 4 * PANEL * p
+                _rows_times_panel(x, t, panels, p, bias, place, out.strides[1], start)
     if n_full == len(panels):
         return
     edge = np.empty((n_rows, PANEL), np.float32)
     for t in range(n_steps):
-        _rows_times_panel(x, t, panels, n_full, bias, edge.ctypes.data, 4 * PANEL)
+        for start in range(0, x.shape[2], PART_TERMS):
+            _rows_times_panel(x, t, panels, n_full, bias, edge.ctypes.data, 4 * PANEL, start)
         for b in range(n_rows):
             for j in range(n_columns - n_full * PANEL):
                 out[t, b, n_full * PANEL + j] = edge[b, j]

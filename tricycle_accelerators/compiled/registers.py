@@ -107,14 +107,14 @@ def build_product_sums(
     n_steps: Any,
     initial_sums: Sequence[Any],
 ) -> list[Any]:
-    """Emit LLVM for a tile's sums of products, each row from `initial_sums`; return sum registers, row by row.
+    """Emit LLVM for a tile's sums of products, each from its initial sum; return sum registers, row by row.
 
     Args:
         tile_shape: rows of the left matrix; registers of columns of the right one.
         bfloat16_pairs: each step is of two bfloat16 that follow each other, not of a float32.
         addresses_and_strides: left, and bytes from row to row and step to step; right, and bytes from step to step.
         n_steps: 1 or more.
-        initial_sums: the sums that each row begins with, one register for each register of columns.
+        initial_sums: a register for each sum, row by row.
     """
     n_rows, n_vectors = tile_shape
     left, down, along, right, right_along = addresses_and_strides
@@ -136,7 +136,7 @@ def build_product_sums(
                 )
         return new
 
-    return build_loop(builder, n_steps, [*initial_sums] * n_rows, add_products)
+    return build_loop(builder, n_steps, initial_sums, add_products)
 
 
 def _broadcast(builder: Any, number: Any) -> Any:

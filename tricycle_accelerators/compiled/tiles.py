@@ -67,7 +67,7 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         *operands, result, result_down, n_steps, add = arguments
-        zeros = [ir.Constant(VECTOR, [0.0] * LANES)] * n_vectors
+        zeros = [ir.Constant(VECTOR, [0.0] * LANES)] * (ROWS * n_vectors)
         sums = build_product_sums(builder, (ROWS, n_vectors), pairs, operands, n_steps, zeros)
         places = [
             builder.add(offset_address(builder, result, result_down, row), INDEX(4 * LANES * column))

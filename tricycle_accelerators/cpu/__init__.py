@@ -51,11 +51,11 @@ def register(array: type) -> None:
         array,
         (matrices, products),
         (quantized, [quantized_matmul]),
-        (elementwise, (*activated, k.multiply, k.add, k.apply_rope)),
+        (elementwise, (*activated, k.empty, k.multiply, k.add, k.apply_rope)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (tables, [k.embedding_backward]),
         (losses, [k.cross_entropy]),
         (attention, (batched.run_over_batch, *attending)),
         (optimisers, (k.adamw, muon.orthogonalize, k.run_independent)),
-        (recurrence, (r.empty, r.run_batch_parallel, *layers)),
+        (recurrence, (r.run_batch_parallel, *layers)),
     )

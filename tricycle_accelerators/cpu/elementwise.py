@@ -133,6 +133,11 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     return np.divide(1, out, out=out)
 
 
+def empty(like: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an uninitialized array of the dtype of `like`: from 1 MiB on in memory of deleted arrays if possible."""
+    return buffers.empty(shape, like.dtype)
+
+
 def _shared_decline_reason(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> str | None:
     """Return why threads do not share the arrays: few elements, other shapes, 16 bits, not contiguous; else None."""
     if a.size < 2 * chunks.CHUNK_SIZE:

@@ -12,15 +12,10 @@ import numpy as np
 from tricycle.kernels import recurrent
 from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.recurrent import Piece
-from tricycle_accelerators import buffers, threads
+from tricycle_accelerators import threads
 from tricycle_accelerators.providers import decline_when
 
 ITEMS = 32  # of a thread at a time
-
-
-def empty(like: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an uninitialized array of the dtype of `like`: from 1 MiB on in memory of deleted arrays if possible."""
-    return buffers.empty(shape, like.dtype)
 
 
 def _pipeline_decline_reason(gates: np.ndarray, pieces: list[Piece], *_: Any, **__: Any) -> str | None:
