@@ -196,14 +196,25 @@ def _add_products(n_tiles: int, n_parts: int) -> Any:
     return add_products
 
 
-def _make_multiply_rows(n_tiles: int, n_parts: int) -> Any:
-    """Return a Numba function for 16 rows times `n_tiles` tiles of columns, with arguments of `_make_multiply`."""
+def _make_tile(n_tiles: int, n_parts: int) -> Any:
+    """Return a Numba function for 16 rows times `n_tiles` tiles of columns, with the arguments of a tile in `tiles.py`.
+
+    `along`, between the pairs of a left operand, is always 4.
+    """
     load_sums, store_sums = _move_sums(n_tiles, "tileloadd64"), _move_sums(n_tiles, "tilestored64")
     clear_sums, add_products, scratch = _clear_sums(n_tiles), _add_products(n_tiles, n_parts), _scratch(n_parts)
 
     @numba.njit(**OPTIONS)
     def multiply_rows(
-        left: int, down: int, right: int, right_down: int, result: int, result_down: int, n_steps: int, add: bool
+        left: int,
+        down: int,
+        along: int,
+        right: int,
+        right_down: int,
+        result: int,
+        result_down: int,
+        n_steps: int,
+        add: bool,
     ) -> None:
         between, right_between = down // n_parts, right_down // n_parts
         if add:
@@ -230,42 +241,4 @@ def _make_multiply_rows(n_tiles: int, n_parts: int) -> Any:
     return multiply_rows
 
 
-def _make_multiply(n_parts: int) -> Any:
-    """Return a Numba function that writes or adds a left operand times a right one.
-
-    They are given by addresses and bytes between rows; `along`, between pairs of a left operand, is always 4.
-    """
-    one, two, three, four = (_make_multiply_rows(n, n_parts) for n in range(1, N_AT_ONCE + 1))
-
-    @numba.njit(**OPTIONS)
-    def multiply(
-        left: int,
-        down: int,
-        along: int,
-        right: int,
-        right_down: int,
-        result: int,
-        result_down: int,
-        n_rows: int,
-        n_columns: int,
-        n_steps: int,
-        add: bool,
-    ) -> None:
-        for column in range(0, n_columns, N_AT_ONCE * TILE_PAIRS):
-            n_tiles = min(N_AT_ONCE, (n_columns - column) // TILE_PAIRS)
-            b = right + 4 * column
-            for row in range(0, n_rows, TILE_ROWS):
-                a, c = left + row * down, result + row * result_down + 4 * column
-                if n_tiles == 4:
-                    four(a, down, b, right_down, c, result_down, n_steps, add)
-                elif n_tiles == 3:
-                    three(a, down, b, right_down, c, result_down, n_steps, add)
-                elif n_tiles == 2:
-                    two(a, down, b, right_down, c, result_down, n_steps, add)
-                else:
-                    one(a, down, b, right_down, c, result_down, n_steps, add)
-
-    return multiply
-
-
-multiply_pairs, multiply_parts = _make_multiply(1), _make_multiply(N_PARTS)
+PAIR_TILES, PART_TILES = ([_make_tile(n, n_parts) for n in range(1, N_AT_ONCE + 1)] for n_parts in (1, N_PARTS))

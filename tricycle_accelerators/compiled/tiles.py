@@ -101,12 +101,22 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
     return tile
 
 
-def _make_multiply(pairs: bool) -> Any:
-    """Return a Numba function for products of packed operands at addresses: float32, or bfloat16 pairs."""
-    tiles = [_tile(n, pairs) for n in range(1, 5)]
-    one, two, three, four = tiles
+def _make_tiles(pairs: bool) -> list[Any]:
+    """Return tiles of float32, or of bfloat16 pairs, with 1 to VECTORS registers of columns."""
+    return [_tile(n, pairs) for n in range(1, VECTORS + 1)]
 
-    @numba.njit(types.void(*[types.intp] * 10, types.boolean), **OPTIONS)
+
+def _make_multiply(tiles: list[Any], tile_rows: int) -> Any:
+    """Return a Numba function for products of packed operands at addresses by the n-th of up to four tiles.
+
+    Args:
+        tiles: functions with the arguments of `_tile`, of 1, 2, ... registers of columns.
+        tile_rows: of each.
+    """
+    width = len(tiles)
+    one, two, three, four = (*tiles, *tiles[-1:] * 3)[:4]
+
+    @numba.njit(**OPTIONS)
     def product(
         left: int,
         down: int,
@@ -120,10 +130,10 @@ def _make_multiply(pairs: bool) -> Any:
         n_steps: int,
         add: bool,
     ) -> None:
-        for column in range(0, n_columns, VECTORS * LANES):
-            n_vectors = min(VECTORS, (n_columns - column) // LANES)
+        for column in range(0, n_columns, width * LANES):
+            n_vectors = min(width, (n_columns - column) // LANES)
             b = right + 4 * column
-            for row in range(0, n_rows, ROWS):
+            for row in range(0, n_rows, tile_rows):
                 a = left + row * down
                 c = result + row * result_down + 4 * column
                 if n_vectors == 4:
@@ -138,8 +148,9 @@ def _make_multiply(pairs: bool) -> Any:
     return product
 
 
-_multiply_float32 = _make_multiply(False)
-_multiply_pairs = amx_pairs.multiply_pairs if HAS_AMX else _make_multiply(HAS_BFLOAT)
+_multiply_float32 = _make_multiply(_make_tiles(False), ROWS)
+_multiply_pairs = _make_multiply(amx_pairs.PAIR_TILES if HAS_AMX else _make_tiles(HAS_BFLOAT), PAIR_ROWS)
+_multiply_parts = _make_multiply(amx_pairs.PART_TILES, PAIR_ROWS)
 
 
 @overload_by_types
@@ -149,7 +160,7 @@ def multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
     M is a multiple of ROWS, or of PAIR_ROWS, N of LANES, and there is at least one step. Products of pairs and of parts
     are made between `begin_products` and `end_products`; by AMX with rows of a left operand in one piece.
     """
-    by_dtype = {types.float32: _multiply_float32, types.uint32: _multiply_pairs, types.int32: amx_pairs.multiply_parts}
+    by_dtype = {types.float32: _multiply_float32, types.uint32: _multiply_pairs, types.int32: _multiply_parts}
     product = by_dtype[left.dtype]
 
     def call(left: Any, right: Any, out: Any, add: Any) -> None:
