@@ -131,7 +131,7 @@ def multiply(a: Array, b: Array) -> Array:
 @kernel
 def empty(like: Array, shape: tuple[int, ...]) -> Array:
     """Return an uninitialized array of the dtype and device of `like`; a provider may use memory of deleted arrays."""
-    return array_module(like).empty(shape, like.dtype)
+    return array_module(like).empty_like(like, order="C", shape=shape)
 
 
 @kernel
