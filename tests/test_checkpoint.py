@@ -220,6 +220,11 @@ save_checkpoint(path, model)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + {free} * 2**20,) * 2)
 try:
+    bytearray(2**30)
+    print("no limit")
+except MemoryError:
+    pass
+try:
     {statement}
 except MemoryError:
     print("too little")
@@ -229,6 +234,8 @@ else:
     path = tmp_path / "large.safetensors"
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+    if done.stdout.startswith("no limit"):
+        pytest.skip("an emulator does not limit memory")
     assert done.stdout == ("enough\n" if statement.startswith("save") and free > 50 else "too little\n")
     assert os.listdir(tmp_path) == [path.name]
 

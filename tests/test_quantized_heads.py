@@ -196,7 +196,7 @@ def test_compiled_attention_matches_reference(window, off_by_one, n_heads, key_h
     expected, _ = kernels.attention.reference(*exact, options, off_by_one)
     np.testing.assert_allclose(found, expected, 1e-5, 1e-6)
     with use_reference():
-        np.testing.assert_allclose(quantized_attention(q, keys, values, options, off_by_one), expected, 1e-5, 1e-6)
+        np.testing.assert_allclose(quantized_attention(q, keys, values, options, off_by_one), expected, 1e-5, 3e-6)
     one, cut = options._replace(offset=n_keys - 4), slice(None, n_keys - 3)
     alone = attention.quantized_attention(q[:, :1], keys[:, cut], values[:, cut], one, off_by_one)
     np.testing.assert_array_equal(alone, found[:, :1])
