@@ -8,6 +8,7 @@ Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multipli
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -29,6 +30,7 @@ from tricycle_accelerators.compiled.amx_tiles import (
     write_float32_rows,
 )
 from tricycle_accelerators.compiled.jit import (
+    HAS_AMX,
     OPTIONS,
     ZERO,
     compile_loop,
@@ -42,6 +44,11 @@ INNER = 384  # terms
 RIGHT_BYTES = 2**20  # of columns that stay in a core's second cache while all rows go by
 LEFT_BYTES = 2**23  # of rows that are laid out at once where they do not lie in rows, for they share cache lines
 NEAR_STEPS = 12  # of a group of rows of bfloat16 that stay in a core's first cache
+
+
+def _compile_for_amx(*signatures: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return the decorator `compile_loop`; without AMX it compiles at a call, since LLVM would end the process here."""
+    return compile_loop([*signatures] if HAS_AMX else None)
 
 
 def even_inner(n_inner: int) -> int:
@@ -81,7 +88,7 @@ def _make_pack_tiles(n_parts: int) -> Any:
     pairs, pairs_transposed = pack[True, False], pack[True, True]
     size = 2 if n_parts == 1 else 4
 
-    @numba.njit(types.void(*[types.intp] * 3, types.boolean, types.intp), **OPTIONS)
+    @numba.njit(**OPTIONS)
     def pack_tiles(source: int, down: int, across: int, is_left: bool, result: int) -> None:
         in_rows = across == size
         for _ in range(2):
@@ -142,7 +149,7 @@ def _n_parts(x: Any) -> Any:
     return lambda x: n_parts
 
 
-@compile_loop(types.void(types.Array(types.float32, 2, "A", readonly=True), types.float32[:, :, ::1]))
+@_compile_for_amx(types.void(types.Array(types.float32, 2, "A", readonly=True), types.float32[:, :, ::1]))
 def pack_as_tiles(matrix: np.ndarray, packed: np.ndarray) -> None:
     """Write a matrix (K, N), whose rows or columns are contiguous, as tiles for `amx_packed.py`, its edges with zeros.
 
@@ -193,7 +200,7 @@ def _signature(operand: Any, result: Any) -> Any:
 FLOAT32, BITS = types.float32, types.uint16
 
 
-@compile_loop([_signature(FLOAT32, FLOAT32), _signature(BITS, FLOAT32), _signature(BITS, BITS)])
+@_compile_for_amx(_signature(FLOAT32, FLOAT32), _signature(BITS, FLOAT32), _signature(BITS, BITS))
 def multiply_large(
     a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarray, n_inner: int, scratch: np.ndarray
 ) -> bool:
