@@ -76,7 +76,8 @@ def test_exported_model_round_trips(tmp_path: Path, name: str) -> None:
             theirs = theirs[:n_rows]
         np.testing.assert_array_equal(theirs, parameter.numpy(), err_msg=key)
     assert not expected
-    np.testing.assert_array_equal(logits(loaded.model, TOKENS), logits(model, TOKENS))
+    # BLAS may add up in another order for weights in columns
+    np.testing.assert_allclose(logits(loaded.model, TOKENS), logits(model, TOKENS), 1e-4, 1e-5)
     assert loaded.tokeniser.encode("the thing") == bpe_tokeniser().encode("the thing").tolist()
     names = read_gguf_header(tmp_path / "a.gguf").tensors
     assert all(f"blk.{layer}.attn_k_norm.weight" in names for layer in range(model.config.n_layers))

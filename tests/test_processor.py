@@ -24,6 +24,7 @@ def set_cpuinfo(monkeypatch, tmp_path):
             path.write_text(text, encoding="utf-8")
         monkeypatch.setattr(processor, "CPUINFO", path)
         monkeypatch.setattr("platform.processor", lambda: python)
+        monkeypatch.delenv("NPY_DISABLE_CPU_FEATURES", raising=False)
 
     yield tell
     processor.vendor_and_features.cache_clear()
