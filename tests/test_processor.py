@@ -15,6 +15,7 @@ flags\t\t: fpu avx2 avx512f avx512_bf16
 def set_cpuinfo(monkeypatch, tmp_path):
     """Return a function that sets the text of cpuinfo (None: no such file) and the name that Python gives."""
     path = tmp_path / "cpuinfo"
+    monkeypatch.delenv("NPY_DISABLE_CPU_FEATURES", raising=False)
 
     def tell(text: str | None, python: str = "") -> None:
         processor.vendor_and_features.cache_clear()
@@ -24,7 +25,6 @@ def set_cpuinfo(monkeypatch, tmp_path):
             path.write_text(text, encoding="utf-8")
         monkeypatch.setattr(processor, "CPUINFO", path)
         monkeypatch.setattr("platform.processor", lambda: python)
-        monkeypatch.delenv("NPY_DISABLE_CPU_FEATURES", raising=False)
 
     yield tell
     processor.vendor_and_features.cache_clear()
