@@ -73,19 +73,9 @@ def _tile(
     return types.void(*[types.int64] * 9), code
 
 
-def _write_tile(
-    builder: Any,
-    n_rows: int,
-    rows: Any,
-    row_size: Any,
-    panel: Any,
-    n_terms: Any,
-    others: Any,
-    others_size: Any,
-    out: Any,
-    out_size: Any,
-) -> None:
-    """Emit code that writes `n_rows` rows times a panel, plus the others, to `out`."""
+def _write_tile(builder: Any, n_rows: int, *operands: Any) -> None:
+    """Emit code that writes `n_rows` rows times a panel, plus others, to `out`; `operands` as of `_tile`."""
+    rows, row_size, panel, n_terms, others, others_size, out, out_size = operands
 
     def place(start: Any, size: Any, i: int) -> Any:
         """Emit the address of vector i of the tile."""
@@ -93,8 +83,8 @@ def _write_tile(
         return offset_address(builder, row, INDEX(4 * LANES), i % N_VECTORS)
 
     first = [load(builder, place(others, others_size, i), VECTOR) for i in range(n_rows * N_VECTORS)]
-    operands = rows, row_size, INDEX(4), panel, INDEX(4 * PANEL)
-    for i, value in enumerate(build_product_sums(builder, (n_rows, N_VECTORS), False, operands, n_terms, first)):
+    strided = rows, row_size, INDEX(4), panel, INDEX(4 * PANEL)
+    for i, value in enumerate(build_product_sums(builder, (n_rows, N_VECTORS), False, strided, n_terms, first)):
         store(builder, value, place(out, out_size, i))
 
 
