@@ -413,7 +413,8 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda header: header[NORM].update(data_offsets=[1, 2, 3]), "first and.* last byte"),
     (lambda header: header.update({NORM: 3}), r"norm\.weight: .*object"),
     (lambda header: header.update(__metadata__=[]), "object.*metadata"),
-    (lambda header: header.pop(NORM), "missing model.norm.weight"),
+    (lambda header: header.pop(NORM), "bytes .* belong to no tensor"),
+    (lambda header: header.update({"model.norm.scale": header.pop(NORM)}), "missing model.norm.weight"),
 ]
 
 
@@ -450,6 +451,13 @@ def test_truncated_file_raises(n_bytes: int, folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:n_bytes])
     refuse(folder, "cut off")
+
+
+@pytest.mark.parametrize("n_bytes", [1, 8])
+def test_bytes_after_the_last_tensor_raise(n_bytes: int, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes() + bytes(n_bytes))
+    refuse(folder, "belong to no tensor")
 
 
 def test_invalid_headers(folder: Path) -> None:

@@ -57,7 +57,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Any], int]
         first, end = _check_entry(path, name, entry, size - start)
         ranges.append((first, end, name))
         infos[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), start + first)
-    _check_overlaps(path, ranges)
+    _check_ranges(path, ranges, size - start)
     return infos, metadata, start
 
 
@@ -122,13 +122,15 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 
-def _check_overlaps(path: Path, ranges: list[tuple[int, int, str]]) -> None:
-    """Raise a ValueError if two of the (start, end, tensor name) ranges overlap."""
+def _check_ranges(path: Path, ranges: list[tuple[int, int, str]], n_bytes: int) -> None:
+    """Raise a ValueError if the (start, end, tensor name) ranges overlap, or leave out some of the `n_bytes` bytes."""
     end, previous = 0, ""
-    for start, last, name in sorted(ranges):
+    for start, last, name in [*sorted(ranges), (n_bytes, n_bytes, "")]:
         if start < end:
             raise ValueError(f"{path}: the values of {previous} and {name} overlap")
-        end, previous = max(end, last), name
+        if start > end:
+            raise ValueError(f"{path}: bytes {end} to {start - 1} of {n_bytes} belong to no tensor")
+        end, previous = last, name
 
 
 # -------------------------------------------------------------------- writing
