@@ -340,7 +340,7 @@ def locked(array: np.ndarray) -> np.ndarray:
         (elementwise.swiglu, (BIG[0, 0],), "no rows"),
         (elementwise.swiglu_backward, (BIG, BIG), None),
         (elementwise.swiglu_backward, (BIG, BIG.astype(np.float64)), "one dtype.*float64"),
-        (elementwise.sum_rows, (BIG,), "bfloat16, got float32"),
+        (elementwise.sum_rows, (BIG.astype(np.float64),), "float32 or bfloat16, got float64"),
         (elementwise.sum_rows, (BIG[0],), "two axes"),
         (elementwise.sum_squares, (BIG,), "fewer than 262144"),
         (elementwise.sum_squares, (np.ones(300_000),), "float32, got float64"),

@@ -43,10 +43,12 @@ def flatten_alike(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -
     return [a.reshape(-1) for a in (changed[0], np.ascontiguousarray(grad), *changed[1:])]
 
 
-def thread_slices(n_rows: int, least: int) -> list[slice]:
-    """Return slices of a multiple of 16 rows: two per thread if each has `least`, else one; the last may overrun."""
-    n_parts = threads.n_threads() * (2 if n_rows >= 2 * threads.n_threads() * least else 1)
-    step = max(1, -(-n_rows // n_parts // 16) * 16)  # BLAS likes even blocks
+def thread_slices(n_rows: int) -> list[slice]:
+    """Return a slice of rows for each thread, of a multiple of 16 rows; the last may end after `n_rows`.
+
+    Two slices per thread were slower, also beside other programs: matrices are packed for each slice.
+    """
+    step = max(1, -(-n_rows // threads.n_threads() // 16) * 16)  # BLAS likes even blocks
     return [slice(start, start + step) for start in range(0, n_rows, step)]
 
 

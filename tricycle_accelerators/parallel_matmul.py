@@ -11,7 +11,6 @@ from tricycle_accelerators.matmul_plan import longer_axis
 
 # Writes a b + bias into the last: (N, K), (K, M), (M,) or None, (N, M), in one thread.
 Multiply = Callable[[np.ndarray, np.ndarray, "np.ndarray | None", np.ndarray], None]
-MIN_SLICE = 512  # rows, or columns, in each of two parts for a thread; of fewer each thread gets one
 
 
 def multiply_in_parallel(
@@ -26,7 +25,7 @@ def multiply_by_rows(
     multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray
 ) -> None:
     """Write a @ b + bias into `out` by `multiply(a, b, bias, out)` on slices of the rows, divided among threads."""
-    threads.parallel_for(lambda part: multiply(a[part], b, bias, out[part]), chunks.thread_slices(len(a), MIN_SLICE))
+    threads.parallel_for(lambda part: multiply(a[part], b, bias, out[part]), chunks.thread_slices(len(a)))
 
 
 def multiply_by_columns(
@@ -37,7 +36,7 @@ def multiply_by_columns(
     def work(part: slice) -> None:
         multiply(a, b[:, part], None if bias is None else bias[part], out[:, part])
 
-    threads.parallel_for(work, chunks.thread_slices(b.shape[1], MIN_SLICE))
+    threads.parallel_for(work, chunks.thread_slices(b.shape[1]))
 
 
 def with_contiguous_axis(matrix: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import buffers, chunks, matmul_plan, parallel_matmul, processor, threads
+from tricycle_accelerators import buffers, chunks, matmul_plan, processor, threads
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.compiled.tiled_matmul import even_slices
 from tricycle_accelerators.providers import decline_when, exclusion_reason
@@ -93,7 +93,8 @@ def matmul(
         total = chunks.sum_over_chunks(some_terms, even_slices(len(b), BLOCK, threads.n_threads()))
         np.add(total, 0 if bias is None else bias, out=product, casting="unsafe")
     else:
-        threads.parallel_for(some_results, _slices(product.shape[share == "columns"]))
+        longer = product.shape[share == "columns"]
+        threads.parallel_for(some_results, even_slices(longer, BLOCK, threads.n_threads()))
     return product if all(are_finite) or a.dtype != np.float32 else NotImplemented
 
 
@@ -128,12 +129,6 @@ def _scratch(n_bytes: int) -> np.ndarray:
     if memory is None or len(memory) < n_bytes + LINE:
         memory = _thread.memory = buffers.empty((n_bytes + LINE,), np.uint8)
     return memory[-memory.ctypes.data % LINE :][:n_bytes]
-
-
-def _slices(size: int) -> list[slice]:
-    """Return slices of whole blocks of rows or columns: two for each thread if there are many, else one."""
-    n_threads = threads.n_threads()
-    return even_slices(size, BLOCK, n_threads * (2 if size >= 2 * n_threads * parallel_matmul.MIN_SLICE else 1))
 
 
 def _fits(x: np.ndarray) -> bool:

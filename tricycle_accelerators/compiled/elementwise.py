@@ -141,18 +141,18 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
 
 
 def _sum_rows_decline_reason(x: np.ndarray) -> str | None:
-    """Return why x is not a large, contiguous bfloat16 matrix, or None if it is."""
-    return "two axes alone" if x.ndim != 2 else large_array_decline_reason(x, dtypes=("bfloat16",))
+    """Return why x is not a large, contiguous float32 or bfloat16 matrix, or None if it is."""
+    return "two axes alone" if x.ndim != 2 else large_array_decline_reason(x)
 
 
 @decline_when(_sum_rows_decline_reason)
 def sum_rows(x: np.ndarray) -> np.ndarray:
-    """Sum a bfloat16 matrix (R, C) over rows to float32 (C,) by Numba in threads; NotImplemented for other arrays."""
-    bits = x.view(np.uint16)
+    """Sum a matrix (R, C) over rows to float32 (C,) by Numba in threads; NotImplemented for small or other arrays."""
+    rows = view_for_loops(x)
 
     def work(piece: slice) -> np.ndarray:
         sums = np.zeros(x.shape[1], np.float32)
-        load_loops("training_loops").add_rows(bits[piece], sums)
+        load_loops("training_loops").add_rows(rows[piece], sums)
         return sums
 
     total: np.ndarray = chunks.sum_over_chunks(work, chunks.row_chunks(*x.shape))

@@ -47,7 +47,7 @@ def route(
     else:
         threads.parallel_for(
             lambda part: loop(logits[part], added, *options, weights[part], scores[part], selected[part]),
-            chunks.thread_slices(len(logits), MIN_PART_ROWS),
+            chunks.thread_slices(len(logits)),
         )
     return weights, scores, selected
 

@@ -9,8 +9,6 @@ from tricycle_accelerators.compiled.elementwise import large_array_decline_reaso
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.providers import decline_when
 
-LEAST_COLUMNS = 64  # of a thread
-
 
 def _embedding_backward_decline_reason(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> str | None:
     """Return why the loop cannot run: `grad` not large, contiguous float32, or ids not int64; else None."""
@@ -23,7 +21,5 @@ def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.nda
     """Sum the rows of `grad` with equal token ids into a table (n_rows, C) with Numba loops; threads divide columns."""
     table = buffers.zeros((n_rows, grad.shape[1]), np.float32)
     add = load_loops("training_loops").scatter_add_rows
-    threads.parallel_for(
-        lambda part: add(grad[:, part], ids, table[:, part]), chunks.thread_slices(grad.shape[1], LEAST_COLUMNS)
-    )
+    threads.parallel_for(lambda part: add(grad[:, part], ids, table[:, part]), chunks.thread_slices(grad.shape[1]))
     return table

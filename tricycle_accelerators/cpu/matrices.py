@@ -70,7 +70,7 @@ def matmul(
     if share == "terms" and n_rows <= matmul_plan.MAX_INNER_SPLIT_ROWS and right == "rows":
         product = _multiply_few_rows(a, b)
     elif share == "terms":
-        terms = chunks.thread_slices(n_inner, n_inner)  # one part per thread, because each part needs a separate sum
+        terms = chunks.thread_slices(n_inner)
         product = chunks.sum_over_chunks(lambda part: blas.multiply(a[:, part], b[part]), terms)
     elif share == "pieces of columns":
         product = _multiply_column_chunks(a, b)
@@ -124,7 +124,7 @@ def _multiply_column_chunks(a: np.ndarray, b: np.ndarray) -> np.ndarray:
             columns = slice(start, min(start + step, part.stop))
             np.matmul(a, b[:, columns], out=product[:, columns])
 
-    threads.parallel_for(work, chunks.thread_slices(n_columns, 16 * step))
+    threads.parallel_for(work, chunks.thread_slices(n_columns))
     return product
 
 

@@ -50,7 +50,7 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = Non
     if matrix.transposed:
         threads.parallel_for(multiply_columns, matrix.row_chunks(threads.n_threads()))
     else:
-        threads.parallel_for(multiply_rows, chunks.thread_slices(len(x), FEW_ROWS))
+        threads.parallel_for(multiply_rows, chunks.thread_slices(len(x)))
     if bias is not None:
         product += bias
     return product.astype(x.dtype, copy=False)

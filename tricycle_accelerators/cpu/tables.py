@@ -22,5 +22,5 @@ def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.nda
         def columns(part: slice) -> None:
             table[present, part] = np.add.reduceat(grad[order, part], starts, axis=0)
 
-        threads.parallel_for(columns, chunks.thread_slices(grad.shape[1], 64))
+        threads.parallel_for(columns, chunks.thread_slices(grad.shape[1]))
     return table

@@ -161,9 +161,8 @@ def _multiply_upcast(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, resu
 
     n_inner = len(b)
     share = matmul_plan.inner_or_longer_axis((*a.shape, b.shape[1]))
-    if share == "terms":  # one part per thread, because each part needs a separate sum
-        terms = chunks.thread_slices(n_inner, n_inner)
-        _write(chunks.sum_over_chunks(some_terms, terms), bias, result)
+    if share == "terms":
+        _write(chunks.sum_over_chunks(some_terms, chunks.thread_slices(n_inner)), bias, result)
     elif share == "rows":
         parallel_matmul.multiply_by_rows(multiply, a, _to_float32(b), bias, result)
     else:

@@ -110,5 +110,5 @@ def _multiply_bfloat16(x: np.ndarray, matrix: library.PackedMatrix, exact: bool)
 
 # -------------------------------------------------------------------- threads
 def _share_rows(work: Callable[[slice], None], n_rows: int) -> None:
-    """Call `work` with slices of the rows, of at least about 64, in threads."""
-    threads.parallel_for(work, [slice(part.start, min(part.stop, n_rows)) for part in chunks.thread_slices(n_rows, 64)])
+    """Call `work` with slices of the rows in threads."""
+    threads.parallel_for(work, [slice(part.start, min(part.stop, n_rows)) for part in chunks.thread_slices(n_rows)])
