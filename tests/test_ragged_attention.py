@@ -123,3 +123,10 @@ def test_ragged_cache_processes_single_tokens_together(settings, monkeypatch):
     single = (Tensor(x.array[:, :1], False) for x in (q, k, v))
     RaggedCache([KeyValueCache(9)], [1]).attend(op, *single, mask[:, :1], None)
     assert shapes == []
+
+
+@pytest.mark.parametrize(("n_queries", "precision"), [(16, "float32"), (17, "bfloat16")])
+def test_cached_attention_of_many_queries_has_the_precision_of_the_layer(n_queries, precision):
+    op, qkv = Attention(), [Tensor(normal(1, n_queries, n, 8, seed=n), False) for n in (4, 2, 2)]
+    found = KeyValueCache(32).attend(op, *qkv, None, None, precision="bfloat16")
+    np.testing.assert_array_equal(found.array, op(*qkv, None, None, precision).array)

@@ -67,8 +67,8 @@ class MultiHead(Layer):
         self.softmax_scales = scales
 
     def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, mask: Mask) -> Tensor:
-        """Append keys and values to the cache; return each text's attention to its cached ones, computed in float32."""
-        return cache.attend(self.attention, q, k, v, mask, self.softmax_scales)
+        """Append keys and values to the cache; return each text's attention to its cached ones."""
+        return cache.attend(self.attention, q, k, v, mask, self.softmax_scales, precision=self.precision)
 
 
 def merge_heads(x: Tensor) -> Tensor:

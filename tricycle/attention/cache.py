@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from tricycle.devices import Array, array_module
+from tricycle.kernels import FEW_ROWS
 from tricycle.tensor import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,10 +57,10 @@ class KeyValueCache:
         """Return `layer(x, self, *args, **options)`; a `RaggedCache` may call the layer once for each text."""
         return layer(x, self, *args, **options)
 
-    def attend(self, op: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-        """Append keys and values; return attention `op` of q to all, in float32: converting them would take longer."""
+    def attend(self, op: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any, precision: str = "float32") -> Tensor:
+        """Append keys and values; return attention `op` of q to all; of few queries in float32, to convert no keys."""
         cached = [Tensor(x, False) for x in self.append(k.array, v.array)]
-        return op(Tensor(q.array, False), *cached, *options, "float32")
+        return op(Tensor(q.array, False), *cached, *options, precision if q.shape[1] > FEW_ROWS else "float32")
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """Append keys, values (B, T, K, D), ValueError if full; return views of those stored, at least those in use."""

@@ -64,7 +64,7 @@ class RaggedCache(KeyValueCache):
             return super().call(layer, x, *args, **options)
         return concatenate_texts([layer(x[:, rows], text, *args, **options) for rows, text in self.texts(x.shape[1])])
 
-    def attend(self, op: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+    def attend(self, op: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any, precision: str = "float32") -> Tensor:
         """Append keys and values of all texts; return attention `op` of each text's queries to its cached keys.
 
         The first texts with one new token each are processed together, if no mask and only plain softmax is used.
@@ -81,7 +81,7 @@ class RaggedCache(KeyValueCache):
             results.append(Tensor(together[None], False))
         for rows, cache in self.texts(q.shape[1])[n_together:]:
             parts = (Tensor(x.array[:, rows], False) for x in (q, k, v))
-            results.append(cache.attend(op, *parts, *options))
+            results.append(cache.attend(op, *parts, *options, precision=precision))
         return concatenate_texts(results)
 
 
