@@ -125,8 +125,7 @@ class KeyValueCache:
             raise ValueError("KeyValueCache: expected attention without token shift to truncate, got one with it")
         if not self.can_truncate(length):
             raise ValueError(f"KeyValueCache: expected a position whose window is still stored, got {length}")
-        self._first, self.length = self._first if length else 0, length
-        self.last = {}
+        self._first, self.length, self.last = self._first if length else 0, length, {}
 
     @property
     def keys(self) -> Array:
