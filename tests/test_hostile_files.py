@@ -43,6 +43,9 @@ REGRESSIONS = {
     "characters that a terminal obeys": ("config of a run", "config.json", '{"\\u001b[2J\\u0007": 1}'),
     "a text that is a pipe": ("texts to evaluate", "texts/a.txt", os.mkfifo),
     "a text without end": ("texts to evaluate", "texts/a.txt", lambda path: path.symlink_to("/dev/zero")),
+    "cached tokens without end": ("cache of texts", "validation.npy", lambda path: path.symlink_to("/dev/zero")),
+    "a terabyte of cached text": ("cache of texts", "validation.bin", lambda path: path.open("wb").truncate(2**40)),
+    "cached hashes that are a pipe": ("cache of texts", "hashes.json", os.mkfifo),
     "an answer without end": ("downloads", "response.http", "HTTP/1.1 200 Fine\r\n\r\n"),
     "a length of 5,000 digits": ("downloads", "response.http", f"{HTTP}\r\nContent-Length: {'9' * 5000}\r\n\r\n"),
 }

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from tricycle.pretrained.tokenisers import load_tokeniser
-from tricycle.system.files import add_path_to_errors
+from tricycle.system.files import add_path_to_errors, read_json
 from tricycle.system.locks import FolderLock
 from tricycle.tokeniser import BPETokeniser, Tokeniser
 from tricycle_datasets.download import cache_folder, file_sha256
@@ -151,7 +151,7 @@ class Corpus:
             shutil.rmtree(left_over, ignore_errors=True)
         with add_path_to_errors(folder), tempfile.TemporaryDirectory(dir=folder, prefix=_BUILDING) as temporary:
             self._write(Path(temporary), self._given or untrained.train(self._sample(), self._progress))
-            hashes = json.dumps({name: file_sha256(Path(temporary, name)) for name in _FILES})
+            hashes = json.dumps({name: _size_and_hash(Path(temporary, name)) for name in _FILES})
             Path(temporary, "hashes.json").write_text(hashes, encoding="utf-8")
             try:
                 for name in (*_FILES, "hashes.json"):
@@ -304,15 +304,26 @@ class _TokenWriter:
 
 
 def _intact(folder: Path) -> bool:
-    """Return whether all files of a cache folder have the hashes stored when it was built."""
+    """Return whether all files of a cache folder have the sizes and hashes stored when it was built.
+
+    Sizes are compared first: a device, or a file that a disk error has made huge, would be hashed for ever.
+    """
     try:
-        hashes = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
-        return hashes == {name: file_sha256(folder / name) for name in _FILES}
-    except (OSError, ValueError, RecursionError):
+        stored = read_json(folder / "hashes.json")
+        files = [(folder / name, *stored[name]) for name in _FILES]
+        if not all(path.is_file() and path.stat().st_size == size for path, size, _ in files):
+            return False
+        return all(file_sha256(path) == sha256 for path, _, sha256 in files)
+    except (OSError, ValueError, TypeError, LookupError):
         return False
+
+
+def _size_and_hash(path: Path) -> tuple[int, str]:
+    """Return a file's number of bytes and its SHA-256."""
+    return path.stat().st_size, file_sha256(path)
 
 
 def _digest(folder: Path) -> str:
     """Return a hash (20 hexadecimal digits) of the tokens and texts, from the folder's hashes.json."""
-    hashes = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
-    return hashlib.sha256("".join(hashes[name] for name in _FILES).encode("ascii")).hexdigest()[:20]
+    stored = read_json(folder / "hashes.json")
+    return hashlib.sha256("".join(stored[name][1] for name in _FILES).encode("ascii")).hexdigest()[:20]
