@@ -33,6 +33,7 @@ REGRESSIONS = {
     "a metric that is a text": ("metrics", "metrics.jsonl", '{"step": 1, "loss": "low"}\n'),
     "a metric that nests deeply": ("metrics", "metrics.jsonl", '{"step": ' + "[" * 100_000),
     "a number among files": ("config of a run", "data.json", '{"data": "text", "files": [1]}'),
+    "a list as the name of the data": ("config of a run", "data.json", '{"data": [], "files": []}'),
     "a config that nests deeply": ("config of a run", "config.json", "[" * 100_000),
     "millions of lists": ("config of others", "config.json", "[" + "[]," * 2_000_000 + "[]]"),
     "millions of lists in a header": (

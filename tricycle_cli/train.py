@@ -435,7 +435,8 @@ def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
     files: Any = data.get("files")
     track = data.get("track", [])
     are_paths = isinstance(files, list) and all(isinstance(name, str) for name in files)
-    is_known = data.get("data") in CORPORA and data.get("on_nan", "skip") in get_args(OnNaN)
+    # in a list: a value such as [] cannot be looked up in a dict
+    is_known = data.get("data") in [*CORPORA] and data.get("on_nan", "skip") in get_args(OnNaN)
     are_trackers = isinstance(track, list) and all(name in NAMES for name in track)
     tasks = data.get("evaluate_tasks", [])
     are_tasks = isinstance(tasks, list) and all(name in TASK_NAMES for name in tasks)
