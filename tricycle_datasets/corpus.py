@@ -28,7 +28,7 @@ HELD_OUT_BYTES = 4 * 10**6  # more would take longer at every final evaluation, 
 SAMPLE_BYTES = 2**24  # the most training text that the tokenizer is trained on
 _BLOCK = 2**16  # a larger training text is sampled evenly in blocks of this many bytes
 _HASHED_AT_ONCE = 2**26  # bytes
-_FORMAT = 1  # of the cache: increase it whenever the files of the same corpus change
+_FORMAT = 2  # of the cache: increase it whenever the files of the same corpus change
 _BUILDING = ".build-"  # the prefix of temporary folders
 _FILES = ("tokeniser.json", "train.npy", "validation.npy", "validation.bin")
 
@@ -306,7 +306,7 @@ class _TokenWriter:
 def _intact(folder: Path) -> bool:
     """Return whether all files of a cache folder have the sizes and hashes stored when it was built.
 
-    Sizes are compared first: a device, or a file that a disk error has made huge, would be hashed for ever.
+    Sizes are compared first, because to hash a device, or a file that a disk error has made huge, would not end.
     """
     try:
         stored = read_json(folder / "hashes.json")

@@ -58,7 +58,7 @@ class KeyValueCache:
         return layer(x, self, *args, **options)
 
     def attend(self, op: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any, precision: str = "float32") -> Tensor:
-        """Append keys and values; return attention `op` of q to all; of few queries in float32, to convert no keys."""
+        """Append keys, values; return attention `op` of q to all, in float32 if converting them would take longer."""
         cached = [Tensor(x, False) for x in self.append(k.array, v.array)]
         return op(Tensor(q.array, False), *cached, *options, precision if q.shape[1] > FEW_ROWS else "float32")
 
