@@ -42,7 +42,8 @@ from tricycle_accelerators.compiled.tiles import aligned_zeros
 
 INNER = 384  # terms
 RIGHT_BYTES = 2**20  # of columns that stay in a core's second cache while all rows go by
-LEFT_BYTES = 2**23  # of rows that are laid out at once where they do not lie in rows, for they share cache lines
+LEFT_BYTES = 2**23  # of rows that are laid out at once
+MOST_LAYOUTS = 4  # of the same rows of the left matrix, one for each group of columns, before they are laid out at once
 NEAR_STEPS = 12  # of a group of rows of bfloat16 that stay in a core's first cache
 
 
@@ -69,11 +70,23 @@ def _group_bytes(n_parts: int, n_inner: int) -> int:
     return (n_inner + STEP - 1) // STEP * 2 * n_parts * TILE_BYTES
 
 
+@numba.njit(**OPTIONS)
+def _n_left_groups(n_rows: int, in_rows: bool, n_columns: int, n_resident: int, group_bytes: int) -> int:
+    """Return how many groups of the left matrix's rows are laid out at once: one, when its turn comes, or what fits.
+
+    More than one if rows are not contiguous, for they share cache lines then, or if each would be laid out many times.
+    """
+    if in_rows and n_columns <= MOST_LAYOUTS * n_resident:
+        return 1
+    return _n_groups(n_rows, group_bytes, LEFT_BYTES)
+
+
 def scratch_bytes(a: np.ndarray, n_columns: int, n_inner: int) -> int:
     """Return the bytes of scratch memory for `multiply_large` of `a` and `n_columns`, `n_inner` terms at a time."""
     group = _group_bytes(N_PARTS if a.dtype == np.float32 else 1, n_inner)
-    n_left = 1 if a.strides[1] == a.itemsize else _n_groups(len(a), group, LEFT_BYTES)
-    return int((n_left + _n_groups(n_columns, group, RIGHT_BYTES)) * group)
+    n_right = _n_groups(n_columns, group, RIGHT_BYTES)
+    n_left = _n_left_groups(len(a), a.strides[1] == a.itemsize, n_columns, n_right * BLOCK, group)
+    return int((n_left + n_right) * group)
 
 
 # -------------------------------------------------------------------- operands
@@ -216,9 +229,9 @@ def multiply_large(
     """
     n_rows, n_columns = out.shape
     group_bytes = _group_bytes(_n_parts(a), n_inner)
-    in_rows = a.strides[1] == a.itemsize
-    n_at_once = n_rows if in_rows else _n_groups(n_rows, group_bytes, LEFT_BYTES) * BLOCK
     n_resident = _n_groups(n_columns, group_bytes, RIGHT_BYTES) * BLOCK
+    n_left = _n_left_groups(n_rows, a.strides[1] == a.itemsize, n_columns, n_resident, group_bytes)
+    n_at_once = n_rows if n_left == 1 else n_left * BLOCK
     right = scratch.ctypes.data
     left = right + n_resident // BLOCK * group_bytes
     sums, edge = aligned_zeros(n_resident, BLOCK, bias), np.zeros((STEP, STEP), a.dtype)
@@ -230,14 +243,14 @@ def multiply_large(
         terms = slice(start, min(len(b), start + n_inner))
         n_steps = (terms.stop - start + STEP - 1) // STEP
         for top in range(0, n_rows, n_at_once):
-            if not in_rows:
+            if n_left > 1:
                 pack_operand(a[top : top + n_at_once, terms], True, edge, left, group_bytes)
             for first in range(0, n_columns, n_resident):
                 columns = slice(first, min(n_columns, first + n_resident))
                 pack_operand(b[terms, columns].T, False, edge, right, group_bytes)
                 for row in range(top, min(n_rows, top + n_at_once), BLOCK):
                     rows, of_left = slice(row, min(n_rows, row + BLOCK)), left
-                    if in_rows:
+                    if n_left == 1:
                         pack_operand(a[rows, terms], True, edge, left, group_bytes)
                     else:
                         of_left += (row - top) // BLOCK * group_bytes
