@@ -60,8 +60,10 @@ def even_inner(n_inner: int) -> int:
 
 @numba.njit(**OPTIONS)
 def _n_groups(size: int, group_bytes: int, most_bytes: int) -> int:
-    """Return how many groups of BLOCK of `size` rows or columns are laid out at once: at least one, and all if few."""
-    return max(1, min((size + BLOCK - 1) // BLOCK, most_bytes // group_bytes))
+    """Return how many groups of BLOCK of `size` rows or columns are laid out at once: about equally many each time."""
+    n_groups, most = (size + BLOCK - 1) // BLOCK, max(1, most_bytes // group_bytes)
+    n_times = (n_groups + most - 1) // most
+    return (n_groups + n_times - 1) // n_times
 
 
 @numba.njit(**OPTIONS)
@@ -174,10 +176,10 @@ def pack_as_tiles(matrix: np.ndarray, packed: np.ndarray) -> None:
 
 # -------------------------------------------------------------------- products
 @overload_by_types
-def _multiply_block(x: Any, left: Any, right: Any, sums: Any, n_steps: Any, add: Any) -> Any:
-    """Write (or add) the products of two groups that are laid out from matrices like x to an address of sums."""
+def _multiply_block(x: Any, left: Any, right: Any, before: Any, sums: Any, n_steps: Any, add: Any) -> Any:
+    """Write products of two groups that are laid out from matrices like x, plus the sums `before` if `add`, to sums."""
     multiply = multiply_block_bfloat16 if x.dtype == types.uint16 else multiply_block_float32
-    return lambda x, left, right, sums, n_steps, add: multiply(left, right, sums, n_steps, add)
+    return lambda x, left, right, before, sums, n_steps, add: multiply(left, right, before, sums, n_steps, add)
 
 
 @overload_by_types
@@ -234,7 +236,8 @@ def multiply_large(
     n_at_once = n_rows if n_left == 1 else n_left * BLOCK
     right = scratch.ctypes.data
     left = right + n_resident // BLOCK * group_bytes
-    sums, edge = aligned_zeros(n_resident, BLOCK, bias), np.zeros((STEP, STEP), a.dtype)
+    sums_so_far, sums = aligned_zeros(n_resident, BLOCK, bias), aligned_zeros(BLOCK, BLOCK, bias)
+    edge = np.zeros((STEP, STEP), a.dtype)
     shift = np.zeros(n_columns + BLOCK, np.float32)
     shift[: len(bias)] = bias
     broken, near, step_bytes = ZERO, NEAR_STEPS // _n_parts(a), 2 * _n_parts(a) * TILE_BYTES
@@ -255,16 +258,16 @@ def multiply_large(
                     else:
                         of_left += (row - top) // BLOCK * group_bytes
                     for step in range(0, n_steps, near):
-                        of_step, n_near = step * step_bytes, min(near, n_steps - step)
+                        of_step, n_near, is_last = step * step_bytes, min(near, n_steps - step), step + near >= n_steps
                         for column in range(columns.start, columns.stop, BLOCK):
                             of_right = right + (column - first) // BLOCK * group_bytes + of_step
-                            of_sums = sums.ctypes.data + (column - first) * 4 * BLOCK
-                            _multiply_block(a, of_left + of_step, of_right, of_sums, n_near, step > 0)
-                            if step + near < n_steps:
+                            before = sums_so_far.ctypes.data + (column - first) * 4 * BLOCK
+                            of_sums = sums.ctypes.data if is_last else before  # the last are in the first cache
+                            _multiply_block(a, of_left + of_step, of_right, before, of_sums, n_near, step > 0)
+                            if not is_last:
                                 continue
                             if column + BLOCK > n_columns:
-                                block, part = sums[column - first :], out[rows, column:]
-                                broken += _write_edge(block, shift[column:], start > 0, part)
+                                broken += _write_edge(sums, shift[column:], start > 0, out[rows, column:])
                                 continue
                             # addresses, for views of arrays here would take a fifth of the time of a product
                             place = out.ctypes.data + row * out.strides[0] + column * out.itemsize

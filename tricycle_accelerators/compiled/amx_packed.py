@@ -137,8 +137,8 @@ def multiply_tiles(x: np.ndarray, packed: np.ndarray, bias: np.ndarray, out: np.
                 multiply_rows_float32(left.ctypes.data, right, between, sums.ctypes.data, depth)
             else:
                 for i in range(n_beside):
-                    of_group = right + i * packed.strides[0]
-                    multiply_block_float32(left.ctypes.data, of_group, sums[i].ctypes.data, depth, False)
+                    of_group, of_sums = right + i * packed.strides[0], sums[i].ctypes.data
+                    multiply_block_float32(left.ctypes.data, of_group, of_sums, of_sums, depth, False)
             for i in range(n_beside):
                 broken += _write_rows(sums[i], bias, out, first, n, BLOCK * (group + i))
         if broken != 0:
