@@ -114,6 +114,21 @@ def test_more_columns_of_memory_than_are_laid_out_at_once_are_multiplied():
 
 
 @needs_amx
+@pytest.mark.parametrize(("shape", "dtype"), [((70, 40, 11_000), np.float32), ((70, 3000, 900), bfloat16)])
+def test_rows_that_meet_many_groups_of_columns_are_laid_out_once(shape, dtype):
+    n_rows, n_inner, n_columns = shape
+    loops, a, b = load_loops("amx_loops"), draw(n_rows, n_inner, dtype), draw(n_inner, n_columns, dtype)
+    group = loops._group_bytes(3 if dtype == np.float32 else 1, n_inner)
+    for n, n_left in ((n_columns // 4, 1), (n_columns, 3)):
+        n_right = loops._n_groups(n, group, loops.RIGHT_BYTES)
+        assert loops.scratch_bytes(a, n, n_inner) == (n_left + n_right) * group
+    out = np.empty((n_rows, n_columns), dtype)
+    assert amx_matmul.multiply(a, b, None, out)
+    expected = a.astype(np.float64) @ b.astype(np.float64)
+    np.testing.assert_allclose(out.astype(np.float64), expected, 2**-8 if dtype == bfloat16 else 1e-4, 1e-6 * n_inner)
+
+
+@needs_amx
 def test_rows_that_lie_in_one_place_are_multiplied(large):
     a, b = np.broadcast_to(draw(1, 70), (40, 70)), np.broadcast_to(draw(1, 70), (48, 70)).T
     for left, right in ((a, b), (a[::-1], b), (a, np.ascontiguousarray(b))):
