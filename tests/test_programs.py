@@ -295,6 +295,27 @@ def test_interrupted_run_resumes_with_equal_results(tmp_path, finished, text, na
     assert differences(folder, finished[0]) == []
 
 
+@POSIX_ONLY
+def test_run_that_stops_after_an_evaluation_counts_it_once(tmp_path, text):
+    """The resumed run evaluates the same step again, and writes its sample again."""
+    words = [
+        "--max-learning-rate",
+        "1e-30",
+        "--min-learning-rate",
+        "1e-30",
+    ]  # so that only the first evaluation is best
+    words += ["--sample-interval", "4"]
+    runs = tmp_path / "run", tmp_path / "whole"
+    snippet = "usual = updates.RunSession.evaluate\ndef evaluate(session):\n    usual(session)\n"
+    snippet += "    if session.step == 8:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+    done = call_with(f"{snippet}updates.RunSession.evaluate = evaluate", *quick(text, runs[0], *words))
+    assert done.returncode == 0 and "stopped after step 8" in done.stdout, done.stderr
+    good(call(TRAIN, "--resume", runs[0]))
+    good(call(TRAIN, *quick(text, runs[1], *words)))
+    assert load_checkpoint(runs[1] / "last.safetensors").about["progress"]["n_worse"] == 1
+    assert differences(*runs) == []
+
+
 @pytest.mark.slow
 @POSIX_ONLY
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", -signal.SIGTERM)])

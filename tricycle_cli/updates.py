@@ -104,6 +104,7 @@ class RunSession(StateSession):
         self._started = 0.0
         self._is_updating = False
         self._is_new, self._is_stopping, self._is_interrupted = True, False, False
+        self._saved_step = -1  # the step of the latest checkpoint that was saved before an evaluation
         self.run.truncate_to(self.state)
         if not self.run.has(self.run.last):
             try:
@@ -131,6 +132,7 @@ class RunSession(StateSession):
         if not is_due or self.should_stop():
             return
         self.save()
+        self._saved_step = state.step
         try:
             with run.interruptible():
                 if _evaluation_is_due(state):
@@ -147,9 +149,11 @@ class RunSession(StateSession):
         return not (self._is_new or self.waiting) and (self._is_stopping or self.run.should_stop())
 
     def save(self) -> None:
-        """Save the last checkpoint; do nothing after an interrupted evaluation, before which it was saved."""
-        if not self._is_interrupted:  # the checkpoint was saved before the evaluation
-            self.run.save(self.state, self.run.last)
+        """Save the last checkpoint, but not after an evaluation that has not ended training: resumed runs repeat it."""
+        state = self.state
+        will_repeat = state.step == self._saved_step and state.step != state.total_steps
+        if not (self._is_interrupted or will_repeat):
+            self.run.save(state, self.run.last)
 
     # -------------------------------------------------------------------- updates
     @contextlib.contextmanager
