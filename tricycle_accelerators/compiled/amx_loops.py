@@ -1,7 +1,8 @@
 """Blocked matrix product of float32 or bfloat16 by AMX tiles, compiled by Numba.
 
 Groups of 32 columns of the right matrix are laid out as tiles until a core's second cache is half full; then groups of
-32 rows of the left one, each laid out when its turn comes, meet them all. INNER terms of the sums are added at a time.
+32 rows of the left one meet them all. A group of rows is laid out when its turn comes, or once where it would be laid
+out many times. INNER terms of the sums are added at a time.
 
 Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication".
 """

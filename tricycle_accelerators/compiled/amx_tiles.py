@@ -164,8 +164,8 @@ def _multiply_block(n_parts: int) -> Any:
     """
     products: tuple[tuple[int, int], ...] = BFLOAT16_PRODUCTS if n_parts == 1 else FLOAT32_PRODUCTS
     step_bytes = 2 * n_parts * TILE_BYTES
-    # A right operand in the first cache displaces the left one, which is read again soon. With six products for each
-    # part that costs less than to read it from the second cache.
+    # A right operand in the first cache displaces the left one, which is read again soon. For float32, whose first
+    # right part is loaded twice in a step, products of a training step took 1.03 of the time when loaded like bfloat16.
     loads = (LOAD, LEFT), (LOAD_PAST_FIRST_CACHE if n_parts == 1 else LOAD, RIGHT)
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
