@@ -13,7 +13,6 @@ from tricycle_accelerators import blas, buffers, matmul_plan, threads
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.providers import decline_when
 
-NEAR = 2**20  # numbers of the left matrix that stay in the third cache while panels go by
 MANY = 8  # panels for each thread, of which it does not matter that one takes one more
 
 
@@ -72,8 +71,7 @@ def matmul(
         rows, columns = part
         loops.multiply_large(a[rows], b[:, columns], shifts[columns], product[rows, columns])
 
-    most = max(1, NEAR // min(a.shape[1], loops.STEPS))
-    threads.parallel_for(work, _parts((n_rows, n_columns), most, loops.ROWS, loops.PANEL))
+    threads.parallel_for(work, _parts((n_rows, n_columns), loops.ROWS, loops.PANEL))
     return product
 
 
@@ -97,8 +95,8 @@ def _is_float32(*arrays: np.ndarray | None) -> bool:
     return all(array is None or (array.dtype == np.float32 and array.flags.behaved) for array in arrays)
 
 
-def _parts(shape: tuple[int, int], most: int, row_step: int, panel: int) -> list[tuple[slice, slice]]:
-    """Return (rows, columns) of parts, largest first, that keep all threads busy; about `most` rows, whole tiles.
+def _parts(shape: tuple[int, int], row_step: int, panel: int) -> list[tuple[slice, slice]]:
+    """Return (rows, columns) of parts of whole tiles and panels, largest first, that keep all threads busy.
 
     The largest come first, so that no thread is left alone with one.
     """
@@ -108,7 +106,7 @@ def _parts(shape: tuple[int, int], most: int, row_step: int, panel: int) -> list
     else:
         across = math.gcd(n_threads, n_panels)
         down = n_threads // across
-    rows = even_slices(shape[0], row_step, max(down, -(-shape[0] // most)))
+    rows = even_slices(shape[0], row_step, down)
     columns = even_slices(shape[1], panel, across)
     columns.sort(key=lambda some: some.start - some.stop)
     return [(some, others) for others in columns for some in rows]
