@@ -40,8 +40,8 @@ def test_chunks_are_balanced_over_threads(n_workers, n_rows, row_size):
 
 
 @pytest.mark.parametrize("shape", [(4096, 1152), (512, 50304), (2048, 512), (128, 2112)])
-def test_causal_chunks_are_balanced(n_workers, shape):
-    parts = tiled_matmul._parts(shape, 2048, 4, 64)
+def test_parts_of_a_tiled_product_are_balanced(n_workers, shape):
+    parts = tiled_matmul._parts(shape, 4, 64)
     done = np.zeros(shape, int)
     busy = [0] * n_workers
     for part in parts:
