@@ -74,6 +74,16 @@ def test_small_array_uses_numpy_memory(arena):
     assert not buffers.zeros((4, 4), np.float32).any()
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (5, 7), (3, 2**18)])
+def test_aligned_array_of_any_size_starts_at_a_cache_line(arena, shape):
+    others = [np.empty(1 + i, np.uint8) for i in range(20)]  # so that malloc's next address is any
+    for dtype in (np.uint8, np.float32, np.float64):
+        array = buffers.aligned_empty(shape, dtype)
+        assert (array.shape, array.dtype) == (shape, dtype) and array.flags.c_contiguous
+        assert address(array) % buffers.ALIGNMENT == 0
+        others.append(array)
+
+
 @on_unix
 def test_memory_is_reused_after_the_last_view_is_deleted(arena):
     first = some(2)

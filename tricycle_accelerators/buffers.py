@@ -215,6 +215,14 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return array
 
 
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return an uninitialized array as `empty` does, which starts at a multiple of ALIGNMENT (64) bytes."""
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = empty((size + ALIGNMENT,), np.uint8)
+    return memory[-memory.ctypes.data % ALIGNMENT :][:size].view(dtype).reshape(shape)
+
+
 def release() -> None:
     """Return all unused memory of this allocator to the operating system."""
     with _arena.lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from functools import cache
 from typing import Any
@@ -18,7 +17,6 @@ NO_BIAS = np.empty(0, np.float32)
 ALL = slice(None)
 BLOCK = 32  # rows or columns of a block, and terms of a step
 _thread = threading.local()  # memory: bytes that grow to the largest size asked for
-LINE = 64  # bytes of a line of a cache: tiles that cross lines take four times as long to load
 
 
 # Cache: valid for the life of the process: depends on the processor and on TRICYCLE_KERNELS.
@@ -113,9 +111,7 @@ def pack_as_tiles(matrix: np.ndarray) -> np.ndarray:
     if 4 not in matrix.strides:
         matrix = np.ascontiguousarray(matrix)
     shape = -(-matrix.shape[1] // BLOCK), -(-len(matrix) // BLOCK), load_loops("amx_packed").WIDTH
-    size = math.prod(shape)
-    flat = buffers.empty((size + LINE // 4,), np.float32)  # in large pages: a step reads all of it
-    packed = flat[-(flat.ctypes.data // 4) % (LINE // 4) :][:size].reshape(shape)
+    packed = buffers.aligned_empty(shape, np.float32)  # in large pages: a step reads all of it
     load_loops("amx_loops").pack_as_tiles(matrix, packed)
     return packed
 
@@ -123,12 +119,12 @@ def pack_as_tiles(matrix: np.ndarray) -> np.ndarray:
 def _scratch(n_bytes: int) -> np.ndarray:
     """Return this thread's bytes for operands that are laid out, from the start of a cache line; the next call's, too.
 
-    They stay in caches from one product to the next.
+    They stay in caches from one product to the next. Tiles that cross cache lines take four times as long to load.
     """
     memory = getattr(_thread, "memory", None)
-    if memory is None or len(memory) < n_bytes + LINE:
-        memory = _thread.memory = buffers.empty((n_bytes + LINE,), np.uint8)
-    return memory[-memory.ctypes.data % LINE :][:n_bytes]
+    if memory is None or len(memory) < n_bytes:
+        memory = _thread.memory = buffers.aligned_empty((n_bytes,), np.uint8)
+    return memory[:n_bytes]
 
 
 def _fits(x: np.ndarray) -> bool:

@@ -16,10 +16,12 @@ import numba
 import numpy as np
 from numba import types
 
+from tricycle_accelerators import buffers
 from tricycle_accelerators.compiled import amx_packed
 from tricycle_accelerators.compiled.jit import HAS_AMX, OPTIONS, ZERO, compile_loop, intrinsic, overload_by_types
 from tricycle_accelerators.compiled.registers import (
     INDEX,
+    INSTRUCTION_SET,
     LANES,
     N_REGISTERS,
     VECTOR,
@@ -29,10 +31,10 @@ from tricycle_accelerators.compiled.registers import (
     store,
 )
 
-N_VECTORS = 2  # of a panel's row
+# Rows of a tile, and registers of a panel's row: sums, a row of a panel and one number fit into registers.
+MOST_ROWS, N_VECTORS = (12, 2) if N_REGISTERS == 32 else (INSTRUCTION_SET.tile_rows, INSTRUCTION_SET.tile_vectors)
 PANEL = N_VECTORS * LANES  # columns
-PART_TERMS = 2**14 // (4 * PANEL)  # rows of a panel that are multiplied at a time: 16 kB
-MOST_ROWS = 12 if N_REGISTERS == 32 else 6  # of a tile: its sums, a row of a panel and one number fit into registers
+PART_TERMS = 2**13 // (4 * LANES)  # rows of a panel that are multiplied at a time: 16 kB, or 24 kB of three registers
 
 
 @intrinsic
@@ -103,7 +105,7 @@ def _fill_panels(matrix: np.ndarray, panels: np.ndarray) -> None:
 def pack_panels(matrix: np.ndarray) -> np.ndarray:
     """Copy a float32 matrix (K, N) to panels of PANEL columns each, (P, K, PANEL); zeros fill up the last panel."""
     n_terms, n_columns = matrix.shape
-    panels = np.empty((-(-n_columns // PANEL), n_terms, PANEL), np.float32)
+    panels = buffers.aligned_empty((-(-n_columns // PANEL), n_terms, PANEL), np.float32)
     _fill_panels(matrix, panels)
     return panels
 
