@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 from test_quantized_blocks import block_rows
 
-from tricycle import blocks
+from tricycle import blocks, models
 from tricycle.configs import ModelConfig
 from tricycle.debug import use_reference
 from tricycle.finetuning.lora import Adapter, LoRAConfig, LoRATarget, LowRankUpdate
 from tricycle.kernels import ScoreOptions
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.kernels.quantized_blocks import BlockMatrix
-from tricycle.kernels.sublayers import Linear, Norm, attention_sublayer, mlp_sublayer
+from tricycle.kernels.sublayers import AttentionState, Linear, Norm, Sublayer, Sublayers, run_sublayers
+from tricycle.layers import RMSNorm
 from tricycle.models import GPT
+from tricycle.parameter import Parameter
 from tricycle.weights import quantize, set_memory_order
 from tricycle_accelerators import compiled, threads
 from tricycle_accelerators.compiled import attention, sublayers
@@ -51,21 +53,30 @@ def decoded(model: GPT, **cache_options) -> np.ndarray:
 
 
 @pytest.fixture
-def n_fused(monkeypatch) -> list[str]:
-    """Return a list that grows by a name with each sublayer that Numba computes."""
-    names = []
-    for name in ("mlp_sublayer", "attention_sublayer"):
-        kernel = {"mlp_sublayer": mlp_sublayer, "attention_sublayer": attention_sublayer}[name]
-        (decline_reason, run), *others = kernel.implementations_for(np.ndarray)
+def n_fused(monkeypatch) -> list[int]:
+    """Return a list that grows by the number of sublayers with each call that Numba computes."""
+    numbers = []
+    (decline_reason, run), *others = run_sublayers.implementations_for(np.ndarray)
 
-        def counted(*arguments, name=name, run=run):
-            result = run(*arguments)
-            if result is not NotImplemented:
-                names.append(name)
-            return result
+    def counted(x, sublayers, states):
+        result = run(x, sublayers, states)
+        if result is not NotImplemented:
+            numbers.append(len(sublayers))
+        return result
 
-        monkeypatch.setitem(kernel.implementations, np.ndarray, [(decline_reason, counted), *others])
-    return names
+    monkeypatch.setitem(run_sublayers.implementations, np.ndarray, [(decline_reason, counted), *others])
+    return numbers
+
+
+@pytest.fixture
+def without_fusing(monkeypatch) -> Callable[[], None]:
+    """Return a function after whose call layers compute one after the other."""
+
+    def stop() -> None:
+        for module in (blocks, models):
+            monkeypatch.setattr(module, "FUSED", {})
+
+    return stop
 
 
 # -------------------------------------------------------------------- models
@@ -90,12 +101,65 @@ def n_fused(monkeypatch) -> list[str]:
     ids=str,
 )
 @pytest.mark.parametrize("weights", ["float32", "int8", "bfloat16"])
-def test_logits_have_the_same_bits_as_from_separate_layers(weights, fields, per_layer, n_fused, monkeypatch):
+def test_logits_have_the_same_bits_as_from_separate_layers(weights, fields, per_layer, n_fused, without_fusing):
     model = new_model(weights, **fields)
     fused = decoded(model)
-    assert len(n_fused) == N_NEW * SIZES["n_layers"] * per_layer
-    monkeypatch.setattr(blocks, "FUSED_SUBLAYERS", {})
+    # all blocks at once if all sublayers can be fused, else each one that can
+    assert n_fused == ([4] * N_NEW if per_layer == 2 else [1] * (N_NEW * SIZES["n_layers"] * per_layer))
+    without_fusing()
     np.testing.assert_array_equal(fused, decoded(model))
+
+
+@needs_numba
+def test_other_sublayers_are_fused_if_one_is_declined(n_fused, without_fusing):
+    model = new_model(**LLAMA)
+    last = model.blocks[1].mlp.projection
+    last.weights.array = last.weights.array.copy("C")
+    fused = decoded(model)
+    assert n_fused == [1] * (3 * N_NEW)
+    without_fusing()
+    np.testing.assert_array_equal(fused, decoded(model))
+
+
+@needs_numba
+@pytest.mark.parametrize("name", ["weights", "array", "gain", "eps", "in place", "block", "method"])
+def test_change_between_tokens_counts_from_the_next_token_on(name, without_fusing, monkeypatch):
+    """A model whose parameters are known from the token before, and one that never fuses, are changed alike."""
+
+    def change(model: GPT) -> None:
+        norm, up = model.blocks[1].mlp_norm, model.blocks[1].mlp.up
+        if name == "weights":
+            up.weights = Parameter(up.weights.array * 2, "matrix")
+        elif name == "array":
+            up.weights.array = up.weights.array * 2
+        elif name == "gain":
+            norm.gain.array = norm.gain.array * 2
+        elif name == "eps":
+            norm.eps = 10.0
+        elif name == "in place":
+            up.weights.array *= 2
+            norm.gain.array *= 2
+        elif name == "block":
+            model.blocks.reverse()
+        else:
+            forward = RMSNorm.forward
+            monkeypatch.setattr(RMSNorm, "forward", lambda self, x, *args: forward(self, x * 2 + 1, *args))
+
+    def run(model: GPT) -> list[np.ndarray]:
+        caches, logits = model.new_caches(), []
+        with model.evaluating():
+            model(np.array([[1, 2, 3]]), caches)
+            for t in range(4):
+                if t == 2:
+                    change(model)
+                logits.append(model(np.array([[t]]), caches).numpy())
+        monkeypatch.undo()
+        return logits
+
+    fused = run(new_model(**LLAMA))
+    without_fusing()
+    separate = run(new_model(**LLAMA))
+    np.testing.assert_array_equal(fused, separate)
 
 
 @needs_numba
@@ -104,7 +168,7 @@ def test_few_bit_precisions_fuse_as_well(n_fused):
     expected = decoded(model)
     model.use_precision("bfloat16")
     np.testing.assert_allclose(decoded(model), expected, 0.1, 0.1)  # the prompt has 16-bit products
-    assert len(n_fused) == 2 * N_NEW * SIZES["n_layers"] * 2
+    assert n_fused == [4] * (2 * N_NEW)
 
 
 class Doubled(blocks.MLPBlock):
@@ -149,23 +213,23 @@ def adapt(model: GPT) -> None:
 
 @needs_numba
 @pytest.mark.parametrize("change", [use_own_mlp, adapt, lambda model: model.blocks[0].mlp.up.freeze()])
-def test_changed_models_give_the_same_as_without_fusing(change: Callable[[GPT], None], monkeypatch):
+def test_changed_models_give_the_same_as_without_fusing(change: Callable[[GPT], None], without_fusing):
     model = new_model(**LLAMA)
     before = decoded(model)
     change(model)
     after = decoded(model)
     assert np.array_equal(before, after) == (change not in (use_own_mlp, adapt))
-    monkeypatch.setattr(blocks, "FUSED_SUBLAYERS", {})
+    without_fusing()
     np.testing.assert_array_equal(after, decoded(model))
 
 
 @needs_numba
 @pytest.mark.parametrize("dtype", ["int8", "float16"])
-def test_caches_of_fewer_bits_are_left_to_separate_kernels(dtype, n_fused, monkeypatch):
+def test_caches_of_fewer_bits_are_left_to_separate_kernels(dtype, n_fused, without_fusing):
     model = new_model(**LLAMA)
     fused = decoded(model, dtype=dtype)
-    assert n_fused == ["mlp_sublayer"] * (N_NEW * SIZES["n_layers"])
-    monkeypatch.setattr(blocks, "FUSED_SUBLAYERS", {})
+    assert n_fused == [1] * (N_NEW * SIZES["n_layers"])
+    without_fusing()
     np.testing.assert_array_equal(fused, decoded(model, dtype=dtype))
 
 
@@ -216,14 +280,14 @@ NORMS = [(True, True), (True, False), (False, False)]
 KINDS = ["float32", "int8", "bfloat16", "Q8_0", "Q4_K"]
 
 
-def assert_close_for_all_threads(kernel, arguments: list, monkeypatch, tolerance: float = 2e-2) -> None:
+def assert_close_for_all_threads(arguments: tuple, monkeypatch, tolerance: float = 2e-2) -> None:
     """Compare with the reference, whose products do not round x to 8 or 16 bits, and one with three threads."""
-    expected = kernel.reference(*arguments)
+    expected = run_sublayers.reference(*arguments)
     results = []
     for n_threads in (1, 3):
         monkeypatch.setattr(threads, "n_threads", lambda n=n_threads: n)
         monkeypatch.setattr(attention, "MIN_SHARED_BYTES", 0)
-        results += [kernel(*arguments) for _ in range(3)]
+        results += [run_sublayers(*arguments) for _ in range(3)]
     np.testing.assert_allclose(results[0], expected, 0, tolerance * float(np.abs(expected - arguments[0]).max()))
     assert all(np.array_equal(result, results[0]) for result in results)
 
@@ -234,15 +298,10 @@ def assert_close_for_all_threads(kernel, arguments: list, monkeypatch, tolerance
 @pytest.mark.parametrize("norm", NORMS)
 def test_mlp_matches_the_reference(kind, activation, norm, n_fused, monkeypatch):
     hidden = 512 if activation == "swiglu" else 256
-    arguments = [
-        normal(1, 256),
-        norm_of(256, *norm),
-        linear(kind, 256, hidden),
-        linear(kind, 256, 256, False),
-        activation,
-    ]
-    assert_close_for_all_threads(mlp_sublayer, arguments, monkeypatch)
-    assert n_fused == ["mlp_sublayer"] * 6
+    linears = linear(kind, 256, hidden), linear(kind, 256, 256, False)
+    sublayers = Sublayers([Sublayer(norm_of(256, *norm), *linears, activation)])
+    assert_close_for_all_threads((normal(1, 256), sublayers, [None]), monkeypatch)
+    assert n_fused == [1] * 6
 
 
 @needs_numba
@@ -255,13 +314,14 @@ def test_attention_matches_the_reference(kind, n_rotated, window, off_by_one, no
     angles = normal(1, n_rotated // 2, seed=7)
     rope = (np.cos(angles), np.sin(angles)) if n_rotated else None
     cached = normal(1, 150, 2, 64, seed=8), normal(1, 150, 2, 64, seed=9)
-    arguments = [normal(1, 256), norm_of(256, *norm), linear(kind, 256, 8 * 64), linear(kind, 256, 256, seed=2)]
-    arguments += [rope, cached, ScoreOptions(0.125, 149, window), off_by_one]
+    linears = linear(kind, 256, 8 * 64), linear(kind, 256, 256, seed=2)
+    state = AttentionState(rope, cached, ScoreOptions(0.125, 149, window), off_by_one)
+    arguments = normal(1, 256), Sublayers([Sublayer(norm_of(256, *norm), *linears)]), [state]
     written = [array[0, -1].copy() for array in cached]
-    assert_close_for_all_threads(attention_sublayer, arguments, monkeypatch)
-    assert n_fused == ["attention_sublayer"] * 6
+    assert_close_for_all_threads(arguments, monkeypatch)
+    assert n_fused == [1] * 6
     last = [array[0, -1].copy() for array in cached]
-    attention_sublayer.reference(*arguments)
+    run_sublayers.reference(*arguments)
     for array, found, before in zip(cached, last, written):
         assert not np.array_equal(found, before)
         np.testing.assert_allclose(found, array[0, -1], 0, 0.05)
@@ -272,34 +332,37 @@ def test_attention_matches_the_reference(kind, n_rotated, window, off_by_one, no
 def test_infinity_and_nan_are_left_to_the_reference(bad, n_fused):
     x = normal(1, 256)
     x[0, 3] = bad
-    arguments = norm_of(256, False, False), linear("Q8_0", 256, 512), linear("Q8_0", 256, 256), "swiglu"
+    sublayer = Sublayer(norm_of(256, False, False), linear("Q8_0", 256, 512), linear("Q8_0", 256, 256), "swiglu")
     with np.errstate(all="ignore"):
-        assert np.isnan(mlp_sublayer(x, *arguments)).all() and not n_fused
+        assert np.isnan(run_sublayers(x, Sublayers([sublayer]), [None])).all() and not n_fused
 
 
-ROW, NORM, UP = normal(1, 64), norm_of(64, True, True), linear("float32", 64, 128)
-DOWN, CACHED, OPTIONS = linear("float32", 64, 64), (normal(1, 5, 1, 32), normal(1, 5, 1, 32)), ScoreOptions(0.2, 4)
+ROW, NORM, UP, DOWN = normal(1, 64), norm_of(64, True, True), linear("float32", 64, 128), linear("float32", 64, 64)
+MLP, ATTENTION = Sublayer(NORM, UP, DOWN, "swiglu"), Sublayer(NORM, linear("float32", 64, 128), DOWN)
+CACHED, OPTIONS = (normal(1, 5, 1, 32), normal(1, 5, 1, 32)), ScoreOptions(0.2, 4)
 
 
 @needs_numba
 @pytest.mark.parametrize(
-    ("arguments", "phrase"),
+    ("x", "changes", "phrase"),
     [
-        ((ROW, NORM, UP, DOWN, "swiglu"), None),
-        ((normal(2, 64), NORM, UP, DOWN, "swiglu"), "one row.*2, 64"),
-        ((ROW.astype(np.float64), NORM, UP, DOWN, "swiglu"), "float64"),
-        ((ROW, NORM._replace(gain=NORM.gain.astype(np.float64)), UP, DOWN, "swiglu"), "parameters of float32"),
-        ((ROW, NORM, UP._replace(bias=UP.bias[::2]), DOWN, "swiglu"), "parameters of float32"),
-        ((ROW, NORM, Linear(UP.weights.copy("C"), None), DOWN, "swiglu"), "matrix by columns"),
-        ((ROW, NORM, linear("float16", 64, 128), DOWN, "swiglu"), "int8 or bfloat16"),
-        ((ROW, NORM, UP, DOWN, "gelu"), "64 and 128 channels"),
-        ((ROW[:, :32].copy(), NORM, UP, DOWN, "swiglu"), "32 and 64 channels"),
-        ((ROW, NORM, UP._replace(bias=UP.bias[:64]), DOWN, "swiglu"), "a bias for 128"),
+        (ROW, {}, None),
+        (normal(2, 64), {}, "one row.*2, 64"),
+        (ROW.astype(np.float64), {}, "float64"),
+        (ROW, {"norm": NORM._replace(gain=NORM.gain.astype(np.float64))}, "parameters of float32"),
+        (ROW, {"first": UP._replace(bias=UP.bias[::2])}, "parameters of float32"),
+        (ROW, {"first": Linear(UP.weights.copy("C"), None)}, "matrix by columns"),
+        (ROW, {"first": linear("float16", 64, 128)}, "int8 or bfloat16"),
+        (ROW, {"activation": "gelu"}, "64 and 128 channels"),
+        (ROW[:, :32].copy(), {}, "32 and 64 channels"),
+        (ROW, {"first": UP._replace(bias=UP.bias[:64])}, "a bias for 128"),
     ],
 )
-def test_mlp_declines_with_a_reason(arguments, phrase):
-    reason = sublayers.mlp_sublayer.decline_reason(*arguments)
-    assert reason is None if phrase is None else re.search(phrase, reason)
+def test_mlp_declines_with_a_reason(x, changes, phrase):
+    arguments = x, Sublayers([MLP._replace(**changes)]), [None]
+    for _ in range(2):  # the second time from memory
+        reason = sublayers.run_sublayers.decline_reason(*arguments)
+        assert reason is None if phrase is None else re.search(phrase, reason)
 
 
 @needs_numba
@@ -316,6 +379,6 @@ def test_mlp_declines_with_a_reason(arguments, phrase):
     ],
 )
 def test_attention_declines_with_a_reason(rope, cached, options, phrase):
-    arguments = ROW, NORM, linear("float32", 64, 128), DOWN, rope, cached, options, False
-    reason = sublayers.attention_sublayer.decline_reason(*arguments)
+    arguments = ROW, Sublayers([MLP, ATTENTION]), [None, AttentionState(rope, cached, options, False)]
+    reason = sublayers.run_sublayers.decline_reason(*arguments)
     assert reason is None if phrase is None else re.search(phrase, reason)

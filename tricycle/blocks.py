@@ -22,15 +22,14 @@ from tricycle.layers import MIXTURES, Dense, Dropout, Generator, Layer, LayerNor
 from tricycle.ops import as_tensor, reshape, sigmoid, split_heads
 from tricycle.tensor import Operand, Tensor
 
-# By the type of a sublayer: return x + part(norm(x), *args) of one token without gradients by one kernel, or None.
-FUSED_SUBLAYERS: dict[type, Any] = {}  # `tricycle.decoding.sublayers` adds functions
+# By the type of a sublayer or block, a function for one token without gradients: see `tricycle.decoding.sublayers`.
+FUSED: dict[type, Any] = {}
 
 
 def activation_dtype(x: Tensor, precision: str, *layers: Any) -> Any:
     """Return the 16-bit dtype for activations of `layers`; None (as x) for few rows in evaluation, or no `dtype`."""
-    if precision == "float32" or (math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating()):
-        return None
-    if not all(accepts_argument(layer, "dtype") for layer in layers):
+    is_short = math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating()
+    if precision == "float32" or is_short or not all(accepts_argument(layer, "dtype") for layer in layers):
         return None
     dtype = kernels.matmul_operand(x.array[:0], precision).dtype
     return None if dtype == x.dtype else dtype
@@ -273,10 +272,9 @@ class TransformerBlock(Layer):
             return norm(self._add(x, self._run(part, x, x.dtype, *args)))
         if self.norm_placement == "output":
             return self._add(x, norm(self._run(part, x, x.dtype, *args)))
-        if post_norm is None and x.array.size == x.array.shape[-1] and is_evaluating():
-            fused = FUSED_SUBLAYERS.get(type(part)) if getattr(self, "scale", 1) == 1 else None
-            if fused and (y := fused(x, part, norm, *args)) is not None:
-                return y
+        fused = FUSED.get(type(part)) if post_norm is None and getattr(self, "scale", 1) == 1 else None
+        if fused and (y := fused(x, part, norm, *args)) is not None:
+            return y
         out = self._run(part, self._normalize(norm, part, x), x.dtype, *args)
         return self._add(x, out if post_norm is None else post_norm(out))
 

@@ -19,7 +19,7 @@ from tricycle.attention.attend import Attention, Mask
 from tricycle.attention.cache import KeyValueCache, takes_ragged
 from tricycle.attention.rotary import POSITIONS
 from tricycle.autograd import current_modes, grad_enabled_for
-from tricycle.blocks import TransformerBlock, accepts_argument, activation_dtype, call_with_dtype, new_norm
+from tricycle.blocks import FUSED, TransformerBlock, accepts_argument, activation_dtype, call_with_dtype, new_norm
 from tricycle.configs.model import ModelConfig
 from tricycle.devices import Array
 from tricycle.functions import linear, new_softmax, softcap, to_compute_dtype
@@ -136,10 +136,12 @@ class GPT(BlockStack):
         segments = caches[0].segments(n_tokens) if caches else ((0, n_tokens),)
         for seen, new in segments:
             if not 0 < new <= window - seen:
-                got = f"{new} after {seen} earlier ones" if seen else f"{new}"
-                raise ValueError(f"GPT(context_window={window}): expected 1 to {window} tokens, got {got}")
+                raise ValueError(f"GPT(context_window={window}): expected 1 to {window} tokens, got {new} after {seen}")
         positions = xp.concatenate([xp.arange(i, i + n) for i, n in segments]) if positions is None else positions
         x = self.dropout(to_compute_dtype(self._embed(tokens, positions), self.precision))
+        fused = FUSED.get(type(self.blocks[0])) if caches else None
+        if fused and (y := fused(x, self.blocks, caches, mask)) is not None:
+            return y
         for i, block in enumerate(self.blocks):
             x = caches[i].call(block, x, mask) if caches else self.run_block(block, x, None, mask)
         return x

@@ -49,8 +49,7 @@ def document_reference_kernels(app: Sphinx) -> None:
         quantized_blocks.dequantize_blocks,
         quantized_heads.quantized_attention,
         ragged_attention.ragged_attention,
-        sublayers.mlp_sublayer,
-        sublayers.attention_sublayer,
+        sublayers.run_sublayers,
     )
     for kernel in (*KERNELS.values(), *others):
         setattr(sys.modules[kernel.reference.__module__], kernel.reference.__name__, kernel.reference)

@@ -1,8 +1,12 @@
-"""Fused sublayers of blocks for one token: when the kernels of `kernels/sublayers.py` can replace the layers."""
+"""Fused sublayers of blocks for one token: when the kernel of `kernels/sublayers.py` can replace the layers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -10,34 +14,33 @@ from tricycle.activation import GeLU, SwiGLU
 from tricycle.attention.attend import Attention
 from tricycle.attention.cache import KeyValueCache
 from tricycle.attention.rotary import Rotary
-from tricycle.blocks import FUSED_SUBLAYERS, MLPBlock, MultiHeadSelfAttention
+from tricycle.autograd import is_evaluating
+from tricycle.blocks import FUSED, GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention, TransformerBlock
 from tricycle.functions import Softmax, Softmax1
-from tricycle.kernels.sublayers import Linear, Norm, attention_sublayer, mlp_sublayer
+from tricycle.kernels.sublayers import AttentionState, Linear, Norm, Sublayer, Sublayers, run_sublayers
 from tricycle.layers import Dense, Dropout, LayerNorm, RMSNorm
 from tricycle.tensor import Tensor
 
 FLOAT32 = np.dtype(np.float32)
 KERNEL_NAMES = {SwiGLU: "swiglu", GeLU: "gelu"}
-# The methods that the kernels replace, by the types of layers that they know. Users may override each of them.
+BLOCKS = TransformerBlock, GPT2TransformerBlock
+# The methods that the kernel replaces, by the types of layers that it knows. Users may override each of them.
 _NAMES: dict[type, tuple[str, ...]] = {
     **dict.fromkeys((Dense, LayerNorm, RMSNorm, Dropout, Rotary, GeLU, MLPBlock, Attention), ("forward",)),
     **dict.fromkeys((Softmax, Softmax1), ("attend",)),
+    **dict.fromkeys(BLOCKS, ("forward", "add_sublayer")),
     SwiGLU: ("forward", "_gate"),
     MultiHeadSelfAttention: ("forward", "_project", "_attend_to_cached"),
 }
 REPLACED = {kind: [(name, getattr(kind, name)) for name in names] for kind, names in _NAMES.items()}
+_KINDS, _METHODS = zip(*((kind, name) for kind, names in _NAMES.items() for name in names))
+_array = attrgetter("array")
 
 
-def _is_known(*layers: Any) -> bool:
-    """Return whether all layers have types in REPLACED, and the methods listed there, without an override or hook."""
-    for layer in layers:
-        kind, own = type(layer), vars(layer)
-        if kind not in REPLACED:
-            return False
-        for name, method in REPLACED[kind]:
-            if name in own or getattr(kind, name) is not method:
-                return False
-    return True
+def _is_known(layer: Any) -> bool:
+    """Return whether a layer has a type in REPLACED, and the methods listed there, without an override or hook."""
+    kind, own = type(layer), vars(layer)
+    return kind in REPLACED and not any(name in own or getattr(kind, name) is not f for name, f in REPLACED[kind])
 
 
 def _linear(layer: Any) -> Linear:
@@ -50,40 +53,133 @@ def _norm(layer: Any, x: Tensor) -> Norm:
     return Norm(layer._gains(x), None if layer.bias is None else layer.bias.array, layer.eps, layer._subtract_mean)
 
 
-def fused_mlp(x: Tensor, mlp: Any, norm: Any) -> Tensor | None:
-    """Return x + mlp(norm(x)) of one token x (1, 1, C) by one kernel; None unless all parts are of the basic types."""
-    activation = mlp.activation
-    if type(x.array) is not np.ndarray or x.array.dtype != FLOAT32 or type(activation) not in KERNEL_NAMES:
-        return None
-    if not _is_known(mlp, norm, mlp.up, activation, mlp.projection, mlp.dropout) or x.array.shape[-1] != norm.size:
-        return None  # in the last case the layer raises the error
-    if type(activation) is GeLU and not activation.approximate:
-        return None
-    linears = _linear(mlp.up), _linear(mlp.projection)
-    y = mlp_sublayer(x.array.reshape(1, -1), _norm(norm, x), *linears, KERNEL_NAMES[type(activation)])
-    return Tensor(y.reshape(x.array.shape), False, x.is_batched)
+def _layers(part: Any, norm: Any) -> list[Any]:
+    """Return the layers of a sublayer whose types and methods decide whether the kernel can replace them."""
+    if type(part) is MLPBlock:
+        return [norm, part, part.activation, part.up, part.projection, part.dropout]
+    if type(part) is MultiHeadSelfAttention:
+        op, rotary = part.attention, part.rotary
+        rest = [] if rotary is None else [rotary]
+        return [norm, part, op, op.softmax, part.qkv, part.projection, part.dropout, *rest]
+    return [norm, part]
 
 
-def fused_attention(x: Tensor, layer: Any, norm: Any, cache: Any = None, mask: Any = None) -> Tensor | None:
-    """Return x + layer(norm(x), cache) of one token x (1, 1, C) by one kernel; None unless all parts are basic."""
+def _sublayer(part: Any, norm: Any, x: Tensor) -> Sublayer | None:
+    """Return the parameters of x + part(norm(x)), or None unless all layers are of the basic types."""
+    if x.array.shape[-1] != norm.size or not all(map(_is_known, _layers(part, norm))):
+        return None  # in the first case the layer raises the error
+    if type(part) is MLPBlock:
+        if type(part.activation) is GeLU and not part.activation.approximate:
+            return None
+        return Sublayer(_norm(norm, x), _linear(part.up), _linear(part.projection), KERNEL_NAMES[type(part.activation)])
+    if part.query_norm is not None or part.uses_shift:
+        return None
+    return Sublayer(_norm(norm, x), _linear(part.qkv), _linear(part.projection))
+
+
+def _has_room(layer: Any, cache: Any) -> bool:
+    """Return whether a cache stores one text in float32 and has room for a token."""
+    return type(cache) is KeyValueCache and cache.dtype in (None, FLOAT32) and cache.length < layer.context_window
+
+
+def _new_state(layer: Any, cache: Any, x: Tensor) -> AttentionState:
+    """Return what an attention layer needs for the next token, for which a place in the cache is taken."""
     op, rotary = layer.attention, layer.rotary
-    if type(x.array) is not np.ndarray or x.array.dtype != FLOAT32 or mask is not None:
-        return None
-    if type(cache) is not KeyValueCache or cache.dtype not in (None, FLOAT32) or cache.length >= layer.context_window:
-        return None
-    if not _is_known(layer, norm, layer.qkv, op, op.softmax, layer.projection, layer.dropout):
-        return None
-    if x.array.shape[-1] != norm.size:
-        return None  # the layer raises the error
-    if layer.query_norm is not None or layer.uses_shift or not (rotary is None or _is_known(rotary)):
-        return None
-    rope = None if rotary is None else rotary.angles(layer.head_size, cache.segments(1), x.array)
+    rope: Any = None if rotary is None else rotary.angles(layer.head_size, cache.segments(1), x.array)
     new = np.empty((1, 1, layer.n_key_heads, layer.head_size), FLOAT32)
     cached = cache.append(new, new)  # the kernel writes the key and the value
-    linears, off_by_one = (_linear(layer.qkv), _linear(layer.projection)), op.softmax.off_by_one
-    row = x.array.reshape(1, -1)
-    y = attention_sublayer(row, _norm(norm, x), *linears, rope, cached, op.score_options(new, cached[0]), off_by_one)
+    return AttentionState(rope, cached, op.score_options(new, cached[0]), op.softmax.off_by_one)
+
+
+def _run(x: Tensor, sublayers: Sublayers, states: Sequence[AttentionState | None]) -> Tensor:
+    """Return one token x (..., C) after sublayers."""
+    y = run_sublayers(x.array.reshape(1, -1), sublayers, states)
     return Tensor(y.reshape(x.array.shape), False, x.is_batched)
 
 
-FUSED_SUBLAYERS[MLPBlock], FUSED_SUBLAYERS[MultiHeadSelfAttention] = fused_mlp, fused_attention
+def _is_token(x: Tensor) -> bool:
+    """Return whether x is one token (..., C) of float32 on a CPU, without gradients."""
+    array = x.array
+    return array.size == array.shape[-1] and type(array) is np.ndarray and array.dtype == FLOAT32 and is_evaluating()
+
+
+def fused_sublayer(x: Tensor, part: Any, norm: Any, cache: Any = None, mask: Any = None) -> Tensor | None:
+    """Return x + part(norm(x), cache) of one token x (1, 1, C) by one kernel; None unless all layers are basic."""
+    has_cache = type(part) is MultiHeadSelfAttention
+    if mask is not None or not _is_token(x) or (has_cache and not _has_room(part, cache)):
+        return None
+    sublayer = _sublayer(part, norm, x)
+    if sublayer is None:
+        return None
+    return _run(x, Sublayers([sublayer]), [_new_state(part, cache, x) if has_cache else None])
+
+
+# -------------------------------------------------------------------- all blocks
+class _Blocks:
+    """The sublayers of blocks, valid until a layer, an attribute of one, a method or a parameter's array is replaced.
+
+    To look for that takes less time than to collect the parameters again for each token.
+
+    Attributes:
+        sublayers: None if the blocks have to compute one after the other.
+    """
+
+    def __init__(self, blocks: Sequence[Any], x: Tensor) -> None:
+        self.blocks = list(blocks)
+        pairs = [pair for block in blocks for pair in _pairs(block)] if all(map(_is_plain, blocks)) else []
+        layers = [*blocks, *(layer for part, norm in pairs for layer in _layers(part, norm))]
+        self._layers = layers
+        self._attributes = [vars(layer).values() for layer in layers]  # views, which change with the layers
+        self._tensors = [value for values in self._attributes for value in values if isinstance(value, Tensor)]
+        self._contents = self._read()
+        sublayers = [_sublayer(part, norm, x) for part, norm in pairs if not getattr(norm, "unit_offset", False)]
+        known = [sublayer for sublayer in sublayers if sublayer is not None]
+        self.sublayers = Sublayers(known) if len(known) == 2 * len(self.blocks) else None
+
+    def _read(self) -> list[Any]:
+        """Return the layers' types, attributes and parameter arrays, and all methods that the kernel replaces."""
+        attributes = chain.from_iterable(self._attributes)
+        return [*map(type, self._layers), *attributes, *map(_array, self._tensors), *map(getattr, _KINDS, _METHODS)]
+
+    def are(self, blocks: Sequence[Any]) -> bool:
+        """Return whether `blocks` are the same, and nothing in them has been replaced."""
+        if len(blocks) != len(self.blocks) or not all(map(is_, blocks, self.blocks)):
+            return False
+        contents = self._read()
+        return len(contents) == len(self._contents) and all(map(is_, contents, self._contents))
+
+
+def _pairs(block: Any) -> list[tuple[Any, Any]]:
+    """Return the sublayers of a block with their norms."""
+    return [(block.attention, block.attention_norm), (block.mlp, block.mlp_norm)]
+
+
+def _is_plain(block: Any) -> bool:
+    """Return whether a block is of a basic type, and computes x + part(norm(x)) of attention, then of its MLP."""
+    if type(block) not in BLOCKS or not _is_known(block):
+        return False
+    is_before = block.norm_placement == "before" and not block.parallel and getattr(block, "scale", 1) == 1
+    return is_before and block.attention_post_norm is None and block.mlp_post_norm is None
+
+
+# Cache: valid while `_Blocks.are` says so; kept as long as the first cache of a text.
+_known: WeakKeyDictionary[Any, _Blocks] = WeakKeyDictionary()
+
+
+def fused_blocks(x: Tensor, blocks: Sequence[Any], caches: Sequence[Any], mask: Any = None) -> Tensor | None:
+    """Return one token x (1, 1, C) after all blocks by one kernel; None unless all layers are of the basic types."""
+    if mask is not None or not _is_token(x) or type(caches[0]) is not KeyValueCache:
+        return None
+    known = _known.get(caches[0])
+    if known is None or not known.are(blocks):
+        known = _known[caches[0]] = _Blocks(blocks, x)
+    if known.sublayers is None or not all(_has_room(block.attention, cache) for block, cache in zip(blocks, caches)):
+        return None
+    states: list[AttentionState | None] = []
+    for block, cache in zip(blocks, caches):
+        states += (_new_state(block.attention, cache, x), None)
+    return _run(x, known.sublayers, states)
+
+
+FUSED[MLPBlock] = FUSED[MultiHeadSelfAttention] = fused_sublayer
+FUSED[TransformerBlock] = FUSED[GPT2TransformerBlock] = fused_blocks

@@ -1,12 +1,15 @@
-"""Kernels of whole sublayers of a transformer block for one token: norm, products, attention or activation, residual.
+"""Kernel of whole sublayers of transformer blocks for one token: norm, products, attention or activation, residual.
 
-In generation the calls of separate kernels take longer than their work, so a provider computes a sublayer in one call.
+In generation the calls of separate kernels take longer than their work, so a provider computes all sublayers of a model
+in one call.
 
 Shapes: C channels, H query heads, K key and value heads, D head size, S cached tokens, M hidden channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from tricycle import kernels
@@ -42,39 +45,80 @@ class Linear(NamedTuple):
         return product
 
 
-@Kernel
-def mlp_sublayer(x: Array, norm: Norm, up: Linear, down: Linear, activation: str) -> Array:
-    """Return x + down(activation(up(norm(x)))) of a token x (1, C); `activation` is the kernel "swiglu" or "gelu"."""
-    activate = kernels.swiglu if activation == "swiglu" else kernels.gelu
-    return x + down(activate(up(norm(x))))
+class Sublayer(NamedTuple):
+    """The parameters of a sublayer, which one token after another uses.
+
+    Attributes:
+        norm: of the input.
+        first: from C to M channels (2 M with SwiGLU), or to (H + 2 K) D, all queries, keys and values.
+        last: from M or H D to C channels.
+        activation: of an MLP the kernel "swiglu" or "gelu", of attention "".
+    """
+
+    norm: Norm
+    first: Linear
+    last: Linear
+    activation: str = ""
 
 
-@Kernel
-def attention_sublayer(
-    x: Array,
-    norm: Norm,
-    qkv: Linear,
-    projection: Linear,
-    rope: tuple[Array, Array] | None,
-    cached: tuple[Array, Array],
-    score_options: ScoreOptions,
-    off_by_one: bool,
-) -> Array:
-    """Return x + projection(attention of norm(x)) of a token x (1, C); write its key and value to the cache.
+class AttentionState(NamedTuple):
+    """What attention to the cached tokens needs besides parameters.
 
-    Args:
-        qkv: from C to (H + 2 K) D channels: all queries, keys and values.
+    Attributes:
         rope: the cosines and sines (1, R / 2) that rotate the first R channels of queries and keys, or None.
         cached: keys and values (1, S, K, D), of which the last token's are overwritten.
         off_by_one: whether the softmax is softmax1.
     """
-    keys, values = cached
+
+    rope: tuple[Array, Array] | None
+    cached: tuple[Array, Array]
+    score_options: ScoreOptions
+    off_by_one: bool
+
+
+class Sublayers(tuple[Sublayer, ...]):
+    """Consecutive sublayers. In `prepared` a provider keeps what it derives from them at the first token."""
+
+    prepared: dict[str, Any]
+
+    def __new__(cls, sublayers: Iterable[Sublayer]) -> Sublayers:
+        """Create from sublayers, in order."""
+        made = super().__new__(cls, sublayers)
+        made.prepared = {}
+        return made
+
+    # Cache: valid for the life of the object, which does not change.
+    @cached_property
+    def each(self) -> list[Sublayers]:
+        """Each sublayer alone."""
+        return [Sublayers([sublayer]) for sublayer in self]
+
+
+@Kernel
+def run_sublayers(x: Array, sublayers: Sublayers, states: Sequence[AttentionState | None]) -> Array:
+    """Return a token x (1, C) after sublayers, each with its state, None for an MLP; write its keys and values."""
+    if len(sublayers) > 1:  # of which a provider may accept some
+        for alone, state in zip(sublayers.each, states, strict=True):
+            x = run_sublayers(x, alone, [state])
+        return x
+    (sublayer,), (state,) = sublayers, states
+    hidden = sublayer.first(sublayer.norm(x))
+    if state is not None:
+        hidden = _attend(hidden, state)
+    else:
+        hidden = kernels.swiglu(hidden) if sublayer.activation == "swiglu" else kernels.gelu(hidden)
+    return x + sublayer.last(hidden)
+
+
+def _attend(qkv: Array, state: AttentionState) -> Array:
+    """Return attention (1, H D) of a token's queries, keys and values (1, (H + 2 K) D), and cache the latter."""
+    keys, values = state.cached
     n_key_heads, head_size = keys.shape[2:]
-    heads = qkv(norm(x)).reshape(1, 1, -1, head_size)
-    if rope is not None:
-        n_channels, rotated = 2 * rope[0].shape[1], heads[:, :, :-n_key_heads, :]
-        rotated[..., :n_channels] = kernels.apply_rope(rotated[..., :n_channels], *rope)
+    heads = qkv.reshape(1, 1, -1, head_size)
+    if state.rope is not None:
+        n_channels, rotated = 2 * state.rope[0].shape[1], heads[:, :, :-n_key_heads, :]
+        rotated[..., :n_channels] = kernels.apply_rope(rotated[..., :n_channels], *state.rope)
     keys[:, -1:], values[:, -1:] = heads[:, :, -2 * n_key_heads : -n_key_heads], heads[:, :, -n_key_heads:]
     q = heads[:, :, : -2 * n_key_heads]
-    attended, _ = kernels.attention(q, keys, values, score_options, off_by_one)
-    return x + projection(attended.reshape(1, -1))
+    attended, _ = kernels.attention(q, keys, values, state.score_options, state.off_by_one)
+    return attended.reshape(1, -1)

@@ -21,7 +21,7 @@ from tricycle.kernels.quantized import quantized_matmul
 from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle.kernels.quantized_heads import quantized_attention
 from tricycle.kernels.ragged_attention import ragged_attention
-from tricycle.kernels.sublayers import attention_sublayer, mlp_sublayer
+from tricycle.kernels.sublayers import run_sublayers
 from tricycle_accelerators import split_precision as narrow
 from tricycle_accelerators.compiled import (
     amx_matmul,
@@ -85,7 +85,7 @@ def register(array: type) -> None:
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (recurrence, (r.prepare_matrix, r.run_batch_parallel, r.project, *layers)),
         (experts, (m.route, m.mix_swiglu_experts, *by_expert)),
-        (sublayers, [mlp_sublayer, attention_sublayer]),
+        (sublayers, [run_sublayers]),
         (losses, [k.cross_entropy]),
         (tables, [k.embedding_backward]),
         (optimisers, [k.adamw]),

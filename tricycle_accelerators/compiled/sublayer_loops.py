@@ -1,8 +1,8 @@
-"""Whole sublayers of a transformer block for one token. The import compiles or loads them.
+"""All sublayers of a model's blocks for one token. The import compiles or loads them.
 
 Each is a sequence of the loops of the separate kernels, so results have the same bits. The threads that serve a mailbox
-share the products; the rest takes less time than sharing it. Products are called by address, so that these loops do not
-depend on the format of the weights.
+share the products; the rest takes less time than sharing it. A table has the addresses of parameters and caches.
+Products are called by address, too, so that these loops do not depend on the format of the weights.
 
 Shapes: C channels, H query heads, K key and value heads, D head size, S tokens of the cache, M hidden channels.
 """
@@ -13,38 +13,46 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 
-from tricycle_accelerators.compiled.decode_loops import (
-    FLOAT32,
-    KEYS,
-    N_COLUMNS,
-    N_TOKENS,
-    QUERY,
-    VALUES,
-    decode_attention,
-)
-from tricycle_accelerators.compiled.jit import OPTIONS, compile_loop
+from tricycle_accelerators.compiled import decode_loops
+from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compile_loop
 from tricycle_accelerators.compiled.loops import gelu, layer_norm, rms_norm, rotate, swiglu
-from tricycle_accelerators.compiled.vector_rows import call_multiply
+from tricycle_accelerators.compiled.vector_rows import call_multiply, pointer_to
 
 TOO_FEW = -1  # what jobs return if fewer threads took part than were asked for
-ROW, VECTOR, TABLE = types.float32[:, ::1], types.float32[::1], types.int64[:, ::1]
-NORM = types.Tuple((VECTOR, VECTOR, types.float64, types.boolean))  # gain, bias, eps, subtract_mean
-# The address of `multiply_row_by_blocks` or `multiply_row_by_rows`, that of a function for it, the matrix as a table
-# for it, the number of columns M, and the bias, (0,) for none.
-LINEAR = types.Tuple((types.int64, types.int64, TABLE, types.int64, VECTOR))
-TEAM = types.int64[::1], types.int64  # a mailbox and the number of threads
-CACHE = types.float32[:, :, ::1]
-OPTIONS_OF_SCORES = types.Tuple((types.float32, types.boolean, types.int64, types.boolean))
+LATE_PAUSES = 5_000  # pauses: a thread that is waited for longer was put aside by the system
+
+# Columns of a table of sublayers: the kind, addresses of the norm's gain and bias, whether there is a bias, and whether
+# the mean is subtracted; then the columns MULTIPLY to N_BIAS of the first linear layer, and those of the last.
+SWIGLU, GELU, ATTENTION = range(3)
+KIND, GAIN, NORM_BIAS, HAS_NORM_BIAS, SUBTRACT_MEAN, FIRST = range(6)
+# The address of `multiply_row_by_blocks` or `multiply_row_by_rows`; address and length of the table of a matrix for it,
+# the address of a function for it; the number of columns; address and length of the bias.
+MULTIPLY, MATRIX, N_PARTS, FUNCTION, N_COLUMNS, BIAS, N_BIAS, N_LINEAR = range(8)
+LAST = FIRST + N_LINEAR
+# Of attention: addresses of cosines and sines (R / 2,), and R / 2; addresses of keys and values, and their shape
+# (S, K, D); whether the softmax is softmax1; the first token that is seen; whether threads share the attention.
+COS, SIN, N_ANGLES, KEYS, VALUES, N_TOKENS, N_KEY_HEADS, HEAD_SIZE, OFF_BY_ONE, WINDOW_START, IS_SHARED = range(
+    LAST + N_LINEAR, LAST + N_LINEAR + 11
+)
+N_FIELDS = IS_SHARED + 1
+EPS, SCALE, N_NUMBERS = range(3)  # columns of a table of float64
+
+
+@numba.njit(inline="always")
+def _vector(address: int, size: int) -> np.ndarray:
+    """Return float32 (size,) at an address."""
+    return numba.carray(pointer_to(address, ZERO), (size,))
 
 
 @numba.njit(**OPTIONS)
-def _normalize(x: np.ndarray, norm: Any) -> np.ndarray:
+def _normalize(x: np.ndarray, fields: np.ndarray, eps: float) -> np.ndarray:
     """Return the layer norm or RMS norm of a row (1, C)."""
-    gain, bias, eps, subtract_mean = norm
+    size = x.shape[1]
     y, statistics = np.empty_like(x), np.empty((2, 1), np.float32)
-    if subtract_mean:
+    gain = _vector(fields[GAIN], size)
+    if fields[SUBTRACT_MEAN]:
+        bias = _vector(fields[NORM_BIAS], size) if fields[HAS_NORM_BIAS] else np.zeros(size, np.float32)
         layer_norm(x, gain, bias, eps, y, statistics[0], statistics[1])
     else:
         rms_norm(x, gain, eps, y, statistics[0])
@@ -62,107 +70,105 @@ def _rotate(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
 
 
 @numba.njit(**OPTIONS)
-def _multiply(x: np.ndarray, linear: Any, box: np.ndarray, n_threads: int) -> Any:
+def _multiply(x: np.ndarray, linear: np.ndarray, box: np.ndarray, n_threads: int) -> Any:
     """Return a linear layer's output (1, M) for a row (1, C), and what the product returned (below -1: it failed)."""
-    multiply, function, table, n_columns, bias = linear
-    out = np.empty((1, n_columns), np.float32)
+    out = np.empty((1, linear[N_COLUMNS]), np.float32)
     waited = call_multiply(
-        multiply,
+        linear[MULTIPLY],
         x.ctypes.data,
-        table.ctypes.data,
-        len(table),
+        linear[MATRIX],
+        linear[N_PARTS],
         out.ctypes.data,
-        function,
+        linear[FUNCTION],
         box.ctypes.data,
         n_threads,
     )
+    bias = _vector(linear[BIAS], linear[N_BIAS])
     for j in range(len(bias)):
         out[0, j] += bias[j]
     return out, waited
 
 
 @numba.njit(**OPTIONS)
-def _add_waits(a: int, b: int) -> int:
-    """Return what a sequence of two jobs returns: the most pauses, or the lowest of negative results."""
-    return max(a, b) if min(a, b) >= 0 else min(a, b)
+def _attend(
+    product: np.ndarray, fields: np.ndarray, scale: float, function: int, box: np.ndarray, n_threads: int
+) -> Any:
+    """Return attention (1, H D) of queries, keys and values (1, (H + 2 K) D), and pauses waited; cache the last two."""
+    n_tokens, n_key_heads, head_size = fields[N_TOKENS], fields[N_KEY_HEADS], fields[HEAD_SIZE]
+    shape, first = (n_tokens, n_key_heads, head_size), fields[WINDOW_START]
+    keys = numba.carray(pointer_to(fields[KEYS], ZERO), shape)
+    values = numba.carray(pointer_to(fields[VALUES], ZERO), shape)
+    heads = product.reshape(1, product.shape[1] // head_size, head_size)
+    n_heads, n_angles = heads.shape[1] - 2 * n_key_heads, fields[N_ANGLES]
+    cos, sin = _vector(fields[COS], n_angles), _vector(fields[SIN], n_angles)
+    _rotate(heads[:, : n_heads + n_key_heads, : 2 * n_angles], cos.reshape(1, n_angles), sin.reshape(1, n_angles))
+    for h in range(n_key_heads):
+        for i in range(head_size):
+            keys[-1, h, i] = heads[0, n_heads + h, i]
+            values[-1, h, i] = heads[0, n_heads + n_key_heads + h, i]
+    table = np.zeros((1, decode_loops.N_COLUMNS), np.int64)
+    table[0, decode_loops.QUERY], table[0, decode_loops.N_TOKENS] = heads.ctypes.data, n_tokens - first
+    table[0, decode_loops.KEYS], table[0, decode_loops.VALUES] = keys[first:].ctypes.data, values[first:].ctypes.data
+    attended, logsumexp = np.empty((1, n_heads, head_size), np.float32), np.empty((1, n_heads), np.float32)
+    waited = decode_loops.decode_attention(
+        table,
+        n_key_heads,
+        0,
+        decode_loops.FLOAT32,
+        np.float32(scale),
+        fields[OFF_BY_ONE] != 0,
+        attended,
+        logsumexp,
+        function,
+        box,
+        n_threads if fields[IS_SHARED] else 1,
+    )
+    return attended.reshape(1, n_heads * head_size), waited
 
 
-@compile_loop(types.int64(ROW, NORM, LINEAR, LINEAR, types.boolean, ROW, *TEAM))
-def mlp_sublayer(
-    x: np.ndarray, norm: Any, up: Any, down: Any, is_gated: bool, y: np.ndarray, box: np.ndarray, n_threads: int
-) -> int:
-    """Write x + down(activation(up(norm(x)))) of a row x (1, C) to y, with SwiGLU if `is_gated`, else GELU.
-
-    Returns:
-        As `vector_loops.multiply_vector`; below -1 if a product failed, and then y is not written.
-    """
-    hidden, waited = _multiply(_normalize(x, norm), up, box, n_threads)
-    if waited < TOO_FEW:
-        return waited
+@numba.njit(**OPTIONS)
+def _activate(hidden: np.ndarray, is_gated: bool) -> np.ndarray:
+    """Return SwiGLU of a row (1, 2 M), or else GELU of a row (1, M)."""
     activated = np.empty((1, hidden.shape[1] // (2 if is_gated else 1)), np.float32)
     if is_gated:
         swiglu(hidden, activated)
     else:
         gelu(hidden[0], activated[0])
-    branch, waited_again = _multiply(activated, down, box, n_threads)
-    for j in range(x.shape[1]):
-        y[0, j] = x[0, j] + branch[0, j]
-    return _add_waits(waited, waited_again)
+    return activated
 
 
-@compile_loop(
-    types.int64(ROW, NORM, LINEAR, LINEAR, ROW, ROW, CACHE, CACHE, OPTIONS_OF_SCORES, ROW, types.int64, *TEAM)
-)
-def attention_sublayer(
-    x: np.ndarray,
-    norm: Any,
-    qkv: Any,
-    projection: Any,
-    cos: np.ndarray,
-    sin: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    options: Any,
-    y: np.ndarray,
-    function: int,
-    box: np.ndarray,
-    n_threads: int,
+@compile_loop("i8(f4[:, ::1], i8[:, ::1], f8[:, ::1], f4[:, ::1], i8, i8[::1], i8)")
+def run_sublayers(
+    x: np.ndarray, table: np.ndarray, numbers: np.ndarray, y: np.ndarray, function: int, box: np.ndarray, n_threads: int
 ) -> int:
-    """Write x + projection(attention of norm(x)) of a row x (1, C) to y; write its key and value to the cache.
+    """Write a row x (1, C) after all sublayers of a table to y (1, C); write its keys and values to the caches.
 
     Args:
-        cos, sin: (1, R / 2), of the angles by which the first R channels of queries and keys are rotated.
-        keys, values: (S, K, D); the last token's are written.
-        options: the scale of scores, whether the softmax is softmax1, the first token that is seen, and whether
-            threads share the attention.
+        table, numbers: (N, N_FIELDS) and (N, N_NUMBERS).
         function: the address of `decode_loops.attend_to_units`.
 
     Returns:
-        As `mlp_sublayer`.
+        The pauses of all jobs that waited for longer than LATE_PAUSES; TOO_FEW if in one of them fewer than `n_threads`
+        took part; less if a product failed, and then y is of no use.
     """
-    scale, off_by_one, first, is_shared = options
-    last, n_key_heads, head_size = len(keys) - 1, keys.shape[1], keys.shape[2]
-    product, waited = _multiply(_normalize(x, norm), qkv, box, n_threads)
-    if waited < TOO_FEW:
-        return waited
-    heads = product.reshape(1, product.shape[1] // head_size, head_size)
-    n_heads = heads.shape[1] - 2 * n_key_heads
-    _rotate(heads[:, : n_heads + n_key_heads, : 2 * cos.shape[1]], cos, sin)
-    for h in range(n_key_heads):
-        for i in range(head_size):
-            keys[last, h, i] = heads[0, n_heads + h, i]
-            values[last, h, i] = heads[0, n_heads + n_key_heads + h, i]
-    table = np.zeros((1, N_COLUMNS), np.int64)
-    table[0, QUERY], table[0, N_TOKENS] = heads.ctypes.data, len(keys) - first
-    table[0, KEYS], table[0, VALUES] = keys[first:].ctypes.data, values[first:].ctypes.data
-    attended, logsumexp = np.empty((1, n_heads, head_size), np.float32), np.empty((1, n_heads), np.float32)
-    n_sharing = n_threads if is_shared else 1
-    waited_for_attention = decode_attention(
-        table, n_key_heads, 0, FLOAT32, scale, off_by_one, attended, logsumexp, function, box, n_sharing
-    )
-    if len(heads) == 0:  # named here, or its memory would be free by now
-        return waited
-    branch, waited_again = _multiply(attended.reshape(1, n_heads * head_size), projection, box, n_threads)
-    for j in range(x.shape[1]):
-        y[0, j] = x[0, j] + branch[0, j]
-    return _add_waits(_add_waits(waited, waited_again), waited_for_attention)
+    y[:] = x
+    late, all_took_part = 0, True
+    for i in range(len(table)):
+        fields = table[i]
+        hidden, waited = _multiply(_normalize(y, fields, numbers[i, EPS]), fields[FIRST:LAST], box, n_threads)
+        if waited < TOO_FEW:
+            return waited
+        waited_between = 0
+        if fields[KIND] == ATTENTION:
+            hidden, waited_between = _attend(hidden, fields, numbers[i, SCALE], function, box, n_threads)
+        else:
+            hidden = _activate(hidden, fields[KIND] == SWIGLU)
+        branch, waited_again = _multiply(hidden, fields[LAST : LAST + N_LINEAR], box, n_threads)
+        if waited_again < TOO_FEW:
+            return waited_again
+        for j in range(x.shape[1]):
+            y[0, j] += branch[0, j]
+        for pauses in (waited, waited_between, waited_again):
+            late += pauses if pauses > LATE_PAUSES else 0
+            all_took_part = all_took_part and pauses != TOO_FEW
+    return late if all_took_part else TOO_FEW

@@ -1,29 +1,26 @@
-"""Whole sublayers of a transformer block for one token, by spinning threads.
+"""All sublayers of a model's blocks for one token, by spinning threads.
 
 The products are those of `vector_matmul` and `block_matmul`, so results have the same bits as without this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import partial
 from types import NotImplementedType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tricycle.devices import Array
-from tricycle.kernels import ScoreOptions
 from tricycle.kernels.quantized_blocks import BlockMatrix
-from tricycle.kernels.sublayers import Linear, Norm
+from tricycle.kernels.sublayers import AttentionState, Linear, Norm, Sublayer, Sublayers
 from tricycle_accelerators.compiled import block_matmul, vector_matmul
 from tricycle_accelerators.compiled.attention import MASK_OR_CAP, MIN_SHARED_BYTES
 from tricycle_accelerators.compiled.elementwise import CONTIGUOUS, FLOAT32
 from tricycle_accelerators.compiled.loader import load_loops
-from tricycle_accelerators.compiled.vector_matmul import NO_SCALES, TOO_FEW, spin_team
+from tricycle_accelerators.compiled.vector_matmul import TOO_FEW, spin_team
 from tricycle_accelerators.providers import decline_when
-
-NO_ANGLES = np.empty((1, 0), np.float32)
 
 
 def _matrix_decline_reason(x: np.ndarray, matrix: Any) -> str | None:
@@ -35,17 +32,14 @@ def _matrix_decline_reason(x: np.ndarray, matrix: Any) -> str | None:
     return vector_matmul.matrix_decline_reason(matrix)
 
 
-def _decline_reason(x: np.ndarray, norm: Norm, n_hidden: int, first: Linear, last: Linear) -> str | None:
-    """Return why the loops, which check no bounds, cannot run: x, parameters or their shapes do not fit; else None.
-
-    `n_hidden` is the number of channels that `last` gets.
-    """
+def _parameters_decline_reason(x: np.ndarray, sublayer: Sublayer) -> str | None:
+    """Return why the loops cannot use the parameters of a sublayer for a row x; else None."""
+    norm, first, last, activation = sublayer
     linears, size = (first, last), x.shape[-1]
-    if len(x) != 1 or x.dtype != FLOAT32 or not x.flags.carray:
-        return f"one row of float32 {CONTIGUOUS}, got {x.dtype} {x.shape}"
     for array in (norm.gain, norm.bias, *(linear.bias for linear in linears)):
         if array is not None and not (array.dtype == FLOAT32 and array.flags.carray):
             return f"parameters of float32 {CONTIGUOUS}"
+    n_hidden = first.weights.shape[1] // (2 if activation == "swiglu" else 1) if activation else last.weights.shape[0]
     shapes = norm.gain.shape, first.weights.shape[:1], last.weights.shape
     if shapes != ((size,), (size,), (n_hidden, size)) or (norm.bias is not None and norm.bias.shape != (size,)):
         return f"parameters for {size} and {n_hidden} channels, got shapes {shapes}"
@@ -57,99 +51,135 @@ def _decline_reason(x: np.ndarray, norm: Norm, n_hidden: int, first: Linear, las
     return None
 
 
-def _mlp_decline_reason(x: np.ndarray, norm: Norm, up: Linear, down: Linear, activation: str) -> str | None:
-    """Return why the loop cannot run, or None."""
-    return _decline_reason(x, norm, up.weights.shape[1] // (2 if activation == "swiglu" else 1), up, down)
-
-
-# Cache: a pure function of numbers. Callers must not change the result.
-@lru_cache(maxsize=2**14)
-def _float32_table(address: int, n_rows: int, size: int) -> np.ndarray:
-    """Return the table of a float32 matrix for `vector_loops.multiply_row_by_rows`."""
-    return np.array([[load_loops("vector_loops").FLOAT32, address, 0, 0, n_rows, size]], np.int64)
-
-
-def _described(linear: Linear) -> tuple[Any, ...]:
-    """Return a linear layer as LINEAR of `sublayer_loops`."""
-    matrix, bias = linear
-    function, bias = 0, NO_SCALES if bias is None else bias
-    if isinstance(matrix, BlockMatrix):
-        loops, table = load_loops("block_loops"), block_matmul.describe_parts(matrix)
-        matrix.parts[0].check()  # all are of one file
-        return loops.multiply_row_by_blocks.address, loops.multiply_block_rows.address, table, matrix.shape[1], bias
-    if isinstance(matrix, np.ndarray):
-        table = _float32_table(matrix.__array_interface__["data"][0], *matrix.shape[::-1])
-    else:
-        table = vector_matmul.describe_rows(matrix)
-    return load_loops("vector_loops").multiply_row_by_rows.address, function, table, matrix.shape[1], bias
-
-
-def _described_norm(norm: Norm) -> tuple[Any, ...]:
-    """Return a norm as NORM of `sublayer_loops`: without a bias, a layer norm gets one of 0."""
-    bias = norm.bias
-    if bias is None:
-        bias = np.zeros_like(norm.gain) if norm.subtract_mean else NO_SCALES
-    return norm.gain, bias, norm.eps, norm.subtract_mean
-
-
-@decline_when(_mlp_decline_reason)
-def mlp_sublayer(x: np.ndarray, norm: Norm, up: Linear, down: Linear, activation: str) -> Array | NotImplementedType:
-    """Return x + down(activation(up(norm(x)))) of a row; NotImplemented for infinity or NaN in quantized blocks."""
-    compute, y = load_loops("sublayer_loops").mlp_sublayer, np.empty_like(x)
-    arguments = _described_norm(norm), _described(up), _described(down)
-    return _run(partial(compute, x, *arguments, activation == "swiglu", y), y)
-
-
-def _run(job: Callable[[np.ndarray, int], int], y: Array) -> Array | NotImplementedType:
-    """Run a job by spinning threads and return y, or NotImplemented if a product failed."""
-    return NotImplemented if spin_team().run(job) < TOO_FEW else y
-
-
-def _attention_decline_reason(
-    x: np.ndarray,
-    norm: Norm,
-    qkv: Linear,
-    projection: Linear,
-    rope: tuple[np.ndarray, np.ndarray] | None,
-    cached: tuple[np.ndarray, np.ndarray],
-    score_options: ScoreOptions,
-    off_by_one: bool,
-) -> str | None:
-    """Return why the loop cannot run: as for an MLP, a soft-cap, or a cache or angles not of float32; else None."""
+def _state_decline_reason(sublayer: Sublayer, state: AttentionState) -> str | None:
+    """Return why the loops cannot attend: a soft-cap, a cache or angles not of float32, or other sizes; else None."""
+    rope, (keys, values), score_options, _ = state
     if score_options.softcap is not None:
         return MASK_OR_CAP
-    for array in (*cached, *(rope or ())):
+    for array in (keys, values, *(rope or ())):
         if array.dtype != FLOAT32 or not array[0].flags.carray:
             return f"a cache, cosines and sines of float32 {CONTIGUOUS}"
-    if cached[0].shape != cached[1].shape or len(cached[0]) != 1:
+    if keys.shape != values.shape or len(keys) != 1:
         return "keys and values of one shape, of one text"
-    n_key_heads, size = cached[0].shape[2:]
-    n_heads = qkv.weights.shape[1] // size - 2 * n_key_heads
-    fits = qkv.weights.shape[1] % size == 0 and n_heads > 0 and n_heads % n_key_heads == 0
+    n_key_heads, size = keys.shape[2:]
+    n_hidden = sublayer.first.weights.shape[1] - 2 * n_key_heads * size
+    fits = n_hidden > 0 and n_hidden % (n_key_heads * size) == 0 and n_hidden == sublayer.last.weights.shape[0]
     if not fits or (rope is not None and not rope[0].shape == rope[1].shape == (1, min(rope[0].shape[1], size // 2))):
-        return f"queries and angles that fit keys {cached[0].shape}"
-    return _decline_reason(x, norm, n_heads * size, qkv, projection)
+        return f"queries and angles that fit keys {keys.shape}"
+    return None
 
 
-@decline_when(_attention_decline_reason)
-def attention_sublayer(
-    x: np.ndarray,
-    norm: Norm,
-    qkv: Linear,
-    projection: Linear,
-    rope: tuple[np.ndarray, np.ndarray] | None,
-    cached: tuple[np.ndarray, np.ndarray],
-    score_options: ScoreOptions,
-    off_by_one: bool,
+def _decline_reason(x: np.ndarray, sublayers: Sublayers, states: Sequence[AttentionState | None]) -> str | None:
+    """Return why the loops, which check no bounds, cannot run; else None. Parameters are checked at the first token."""
+    if len(x) != 1 or x.dtype != FLOAT32 or not x.flags.carray:
+        return f"one row of float32 {CONTIGUOUS}, got {x.dtype} {x.shape}"
+    reasons: dict[int, str | None] = sublayers.prepared.setdefault("reasons", {})
+    if x.shape[1] not in reasons:
+        each = (_parameters_decline_reason(x, sublayer) for sublayer in sublayers)
+        reasons[x.shape[1]] = next((why for why in each if why is not None), None)
+    if (reason := reasons[x.shape[1]]) is not None:
+        return reason
+    for sublayer, state in zip(sublayers, states, strict=True):
+        if state is not None and (why := _state_decline_reason(sublayer, state)) is not None:
+            return why
+    return None
+
+
+class _Table(NamedTuple):
+    """Sublayers as `sublayer_loops` takes them, and what lives as long: tables of matrices.
+
+    Attributes:
+        fields, numbers: the arguments of `run_sublayers`, without states.
+        attention: the indices of attention sublayers.
+        files: parts of matrices, of which one for each file is checked before it is read.
+    """
+
+    fields: np.ndarray
+    numbers: np.ndarray
+    attention: list[int]
+    files: list[Any]
+    matrices: list[np.ndarray]
+
+
+def _new_table(sublayers: Sublayers) -> _Table:
+    """Return a table of sublayers."""
+    loops = load_loops("sublayer_loops")
+    table = _Table(np.zeros((len(sublayers), loops.N_FIELDS), np.int64), np.zeros((len(sublayers), 2)), [], [], [])
+    for i, (norm, *linears, activation) in enumerate(sublayers):
+        fields = table.fields[i]
+        fields[loops.KIND] = {"swiglu": loops.SWIGLU, "gelu": loops.GELU, "": loops.ATTENTION}[activation]
+        fields[loops.GAIN : loops.FIRST] = _describe_norm(norm)
+        table.numbers[i, loops.EPS] = norm.eps
+        for start, linear in zip((loops.FIRST, loops.LAST), linears):
+            matrix = _describe_matrix(linear)
+            fields[start : start + loops.N_LINEAR] = _describe_linear(linear, matrix)
+            table.matrices.append(matrix)
+            if isinstance(linear.weights, BlockMatrix):
+                table.files.append(linear.weights.parts[0])
+        if not activation:
+            table.attention.append(i)
+    return table
+
+
+def _describe_norm(norm: Norm) -> tuple[int, ...]:
+    """Return the fields of a norm."""
+    bias = 0 if norm.bias is None else norm.bias.ctypes.data
+    return norm.gain.ctypes.data, bias, norm.bias is not None, norm.subtract_mean
+
+
+def _describe_matrix(linear: Linear) -> np.ndarray:
+    """Return the table of a linear layer's matrix."""
+    matrix = linear.weights
+    if isinstance(matrix, BlockMatrix):
+        return block_matmul.describe_parts(matrix)
+    if isinstance(matrix, np.ndarray):
+        kind = load_loops("vector_loops").FLOAT32
+        return np.array([[kind, matrix.ctypes.data, 0, 0, *matrix.shape[::-1]]], np.int64)
+    return vector_matmul.describe_rows(matrix)
+
+
+def _describe_linear(linear: Linear, matrix: np.ndarray) -> tuple[int, ...]:
+    """Return the fields of a linear layer, whose matrix has a table."""
+    if isinstance(linear.weights, BlockMatrix):
+        loops = load_loops("block_loops")
+        functions = loops.multiply_row_by_blocks.address, loops.multiply_block_rows.address
+    else:
+        functions = load_loops("vector_loops").multiply_row_by_rows.address, 0
+    bias = (0, 0) if linear.bias is None else (linear.bias.ctypes.data, len(linear.bias))
+    return functions[0], matrix.ctypes.data, len(matrix), functions[1], linear.weights.shape[1], *bias
+
+
+def _describe_state(sublayer: Sublayer, state: AttentionState) -> tuple[int, ...]:
+    """Return the fields of attention's state."""
+    rope, ((keys,), (values,)), (_, _, window, _), off_by_one = state
+    angles = (0, 0, 0) if rope is None else (_address(rope[0]), _address(rope[1]), rope[0].shape[1])
+    start = 0 if window is None else max(0, len(keys) - window)
+    is_shared = isinstance(sublayer.first.weights, BlockMatrix) or keys.nbytes >= MIN_SHARED_BYTES
+    return *angles, _address(keys), _address(values), *keys.shape, off_by_one, start, is_shared
+
+
+def _address(array: np.ndarray) -> int:
+    """Return the address of an array in less time than `ctypes` takes."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@decline_when(_decline_reason)
+def run_sublayers(
+    x: np.ndarray, sublayers: Sublayers, states: Sequence[AttentionState | None]
 ) -> Array | NotImplementedType:
-    """Return x + projection(attention of norm(x)) of a row, extending the cache; NotImplemented as `mlp_sublayer`."""
-    compute, y = load_loops("sublayer_loops").attention_sublayer, np.empty_like(x)
-    (keys,), (values,) = cached
-    window = score_options.window
-    first = 0 if window is None else max(0, len(keys) - window)
-    is_shared = isinstance(qkv.weights, BlockMatrix) or keys.nbytes >= MIN_SHARED_BYTES
-    options = score_options.scale, off_by_one, first, is_shared
-    arguments = _described_norm(norm), _described(qkv), _described(projection)
-    angles = (NO_ANGLES, NO_ANGLES) if rope is None else rope
-    function = load_loops("decode_loops").attend_to_units.address
-    return _run(partial(compute, x, *arguments, *angles, keys, values, options, y, function), y)
+    """Return a row after all sublayers, extending caches; NotImplemented for infinity or NaN in quantized blocks."""
+    loops = load_loops("sublayer_loops")
+    table: _Table | None = sublayers.prepared.get("table")
+    if table is None:
+        table = sublayers.prepared["table"] = _new_table(sublayers)
+    for part in table.files:
+        part.check()
+    fields, numbers = table.fields.copy(), table.numbers.copy()
+    if table.attention:
+        attending = [(i, state) for i in table.attention if (state := states[i]) is not None]
+        fields[table.attention, loops.COS :] = [_describe_state(sublayers[i], state) for i, state in attending]
+        numbers[table.attention, loops.SCALE] = [state.score_options.scale for _, state in attending]
+    y, function = np.empty_like(x), load_loops("decode_loops").attend_to_units.address
+    waited = spin_team().run(partial(loops.run_sublayers, x, fields, numbers, y, function), is_long=True)
+    return NotImplemented if waited < TOO_FEW else y
