@@ -22,7 +22,7 @@ from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.weights import quantize, set_memory_order
 from tricycle_accelerators import compiled, threads
-from tricycle_accelerators.compiled import attention, sublayers
+from tricycle_accelerators.compiled import sublayers
 from tricycle_accelerators.compiled.loader import load_loops
 
 SIZES = {"vocab_size": 97, "embedding_dim": 64, "n_heads": 4, "n_layers": 2, "context_window": 64}
@@ -286,7 +286,6 @@ def assert_close_for_all_threads(arguments: tuple, monkeypatch, tolerance: float
     results = []
     for n_threads in (1, 3):
         monkeypatch.setattr(threads, "n_threads", lambda n=n_threads: n)
-        monkeypatch.setattr(attention, "MIN_SHARED_BYTES", 0)
         results += [run_sublayers(*arguments) for _ in range(3)]
     np.testing.assert_allclose(results[0], expected, 0, tolerance * float(np.abs(expected - arguments[0]).max()))
     assert all(np.array_equal(result, results[0]) for result in results)

@@ -31,11 +31,10 @@ KIND, GAIN, NORM_BIAS, HAS_NORM_BIAS, SUBTRACT_MEAN, FIRST = range(6)
 MULTIPLY, MATRIX, N_PARTS, FUNCTION, N_COLUMNS, BIAS, N_BIAS, N_LINEAR = range(8)
 LAST = FIRST + N_LINEAR
 # Of attention: addresses of cosines and sines (R / 2,), and R / 2; addresses of keys and values, and their shape
-# (S, K, D); whether the softmax is softmax1; the first token that is seen; whether threads share the attention.
-COS, SIN, N_ANGLES, KEYS, VALUES, N_TOKENS, N_KEY_HEADS, HEAD_SIZE, OFF_BY_ONE, WINDOW_START, IS_SHARED = range(
+# (S, K, D); whether the softmax is softmax1; the first token that is seen.
+COS, SIN, N_ANGLES, KEYS, VALUES, N_TOKENS, N_KEY_HEADS, HEAD_SIZE, OFF_BY_ONE, WINDOW_START, N_FIELDS = range(
     LAST + N_LINEAR, LAST + N_LINEAR + 11
 )
-N_FIELDS = IS_SHARED + 1
 EPS, SCALE, N_NUMBERS = range(3)  # columns of a table of float64
 
 
@@ -121,7 +120,7 @@ def _attend(
         logsumexp,
         function,
         box,
-        n_threads if fields[IS_SHARED] else 1,
+        n_threads,
     )
     return attended.reshape(1, n_heads * head_size), waited
 

@@ -16,7 +16,7 @@ from tricycle.devices import Array
 from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle.kernels.sublayers import AttentionState, Linear, Norm, Sublayer, Sublayers
 from tricycle_accelerators.compiled import block_matmul, vector_matmul
-from tricycle_accelerators.compiled.attention import MASK_OR_CAP, MIN_SHARED_BYTES
+from tricycle_accelerators.compiled.attention import MASK_OR_CAP
 from tricycle_accelerators.compiled.elementwise import CONTIGUOUS, FLOAT32
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.compiled.vector_matmul import TOO_FEW, spin_team
@@ -149,13 +149,12 @@ def _describe_linear(linear: Linear, matrix: np.ndarray) -> tuple[int, ...]:
     return functions[0], matrix.ctypes.data, len(matrix), functions[1], linear.weights.shape[1], *bias
 
 
-def _describe_state(sublayer: Sublayer, state: AttentionState) -> tuple[int, ...]:
+def _describe_state(state: AttentionState) -> tuple[int, ...]:
     """Return the fields of attention's state."""
     rope, ((keys,), (values,)), (_, _, window, _), off_by_one = state
     angles = (0, 0, 0) if rope is None else (_address(rope[0]), _address(rope[1]), rope[0].shape[1])
     start = 0 if window is None else max(0, len(keys) - window)
-    is_shared = isinstance(sublayer.first.weights, BlockMatrix) or keys.nbytes >= MIN_SHARED_BYTES
-    return *angles, _address(keys), _address(values), *keys.shape, off_by_one, start, is_shared
+    return *angles, _address(keys), _address(values), *keys.shape, off_by_one, start
 
 
 def _address(array: np.ndarray) -> int:
@@ -178,7 +177,7 @@ def run_sublayers(
     fields, numbers = table.fields.copy(), table.numbers.copy()
     if table.attention:
         attending = [(i, state) for i in table.attention if (state := states[i]) is not None]
-        fields[table.attention, loops.COS :] = [_describe_state(sublayers[i], state) for i, state in attending]
+        fields[table.attention, loops.COS :] = [_describe_state(state) for _, state in attending]
         numbers[table.attention, loops.SCALE] = [state.score_options.scale for _, state in attending]
     y, function = np.empty_like(x), load_loops("decode_loops").attend_to_units.address
     waited = spin_team().run(partial(loops.run_sublayers, x, fields, numbers, y, function), is_long=True)
