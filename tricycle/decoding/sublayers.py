@@ -162,7 +162,7 @@ def _is_plain(block: Any) -> bool:
     return is_before and block.attention_post_norm is None and block.mlp_post_norm is None
 
 
-# Cache: valid while `_Blocks.are` says so; kept as long as the first cache of a text.
+# Cache: valid while `_Blocks.are` returns True; an entry is deleted with the first cache of its text.
 _known: WeakKeyDictionary[Any, _Blocks] = WeakKeyDictionary()
 
 
