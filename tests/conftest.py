@@ -1,9 +1,9 @@
 """Configuration of all tests: three tiers, warnings as errors, a seeded generator, and GPU tests only with a GPU.
 
 The tiers (CONTRIBUTING.md, section Tests): `pytest` runs the tests without a mark, `pytest -m slow` those marked
-`slow`, and `pytest -m nightly` those marked `nightly`. Of the cases of a test marked `slow_except(n)` one in n is in
-the first tier, the others are slow. TRICYCLE_NIGHTLY=14 selects one of 14 parts of the nightly tests, each day another
-one; TRICYCLE_NIGHTLY=3/14 selects that part.
+`slow`, and `pytest -m nightly` those marked `nightly`. Of the cases of a test marked `nightly_except(n)` one in n is in
+the tier of the test, the others are nightly. TRICYCLE_NIGHTLY=28 selects one of 28 parts of the nightly tests, each day
+another one; TRICYCLE_NIGHTLY=3/28 selects that part.
 """
 
 import datetime
@@ -67,7 +67,7 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(config, items):
-    mark_all_but_some_cases_as_slow(items)
+    mark_all_but_some_cases_as_nightly(items)
     for item in items:
         if item.get_closest_marker("nightly"):
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
@@ -75,17 +75,17 @@ def pytest_collection_modifyitems(config, items):
     deselect_gpu_tests(config, items)
 
 
-def mark_all_but_some_cases_as_slow(items) -> None:
-    """Mark the cases of tests with `slow_except(n)` as slow, except one in n, selected by a hash of its name."""
+def mark_all_but_some_cases_as_nightly(items) -> None:
+    """Mark the cases of tests with `nightly_except(n)` as nightly, except one in n, selected by a hash of its name."""
     cases: dict[str, list] = {}
     for item in items:
-        if item.get_closest_marker("slow_except") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("nightly_except") and not item.get_closest_marker("nightly"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for test_cases in cases.values():
-        (n,) = test_cases[0].get_closest_marker("slow_except").args
+        (n,) = test_cases[0].get_closest_marker("nightly_except").args
         test_cases.sort(key=lambda item: crc32(item.name.encode()))
         for item in test_cases[math.ceil(len(test_cases) / n) :]:
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.nightly)
 
 
 def deselect_other_nightly_parts(config, items) -> None:

@@ -92,7 +92,7 @@ def enliven_adapter(adapter: Any) -> None:
 
 
 # -------------------------------------------------------------------- adapter files of PEFT and Tricycle
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(2)
 @each_family
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 def test_saved_adapter_gives_equal_logits_in_peft(name, dora, tmp_path):
@@ -135,7 +135,7 @@ def test_experts_and_routers_have_adapters_as_in_peft(name, tmp_path):
     assert difference(loaded.model(some_tokens()).numpy(), hf_logits(peft_model, some_tokens())) < AGREED
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(2)
 @each_family
 @pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["LoRA", "rsLoRA", "DoRA"])
 def test_peft_adapters_load(name, kind, tmp_path):

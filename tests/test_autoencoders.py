@@ -48,6 +48,7 @@ def test_every_parameter_learns_and_the_loss_falls(make, shape, rng):
     assert np.mean(losses[-10:]) < 0.7 * losses[0]
 
 
+@pytest.mark.nightly_except(2)
 @each
 def test_gradients_match_finite_differences(make, shape, rng):
     model, x = make().eval(), rng.standard_normal((2, *shape))

@@ -61,7 +61,7 @@ def n_calls() -> list[int]:
 
 
 # -------------------------------------------------------------------- every op
-@pytest.mark.slow_except(12)
+@pytest.mark.nightly_except(25)
 @pytest.mark.parametrize(("name", "sample"), DIFFERENTIABLE.items(), ids=DIFFERENTIABLE)
 def test_ops_on_all_items_equal_a_loop(name: str, sample: Sample):
     op, tensors = name.rsplit("-", 1)[0], sample.tensors()

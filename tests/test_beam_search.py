@@ -37,7 +37,7 @@ def score(model: GPT, prompt: list[int], tokens: tuple[int, ...], n_vocab: int) 
     return sum(shares[len(prompt) - 1 + i, token] for i, token in enumerate(tokens))
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
 def test_wide_beam_finds_the_best_sequence(changes, length_penalty):

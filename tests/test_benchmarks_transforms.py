@@ -125,7 +125,7 @@ def test_page_keeps_its_text_around_the_tables(tmp_path):
         transforms.replace_block(page, "probes", "new")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_benchmark_writes_both_tables(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("".join(f"<!-- {name} -->\n\n<!-- end of {name} -->\n" for name in ("speed", "probes")), "utf-8")

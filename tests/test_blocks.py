@@ -23,7 +23,7 @@ from tricycle.tensor import to_tensor
 from tricycle_lab.probe import Probe
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(4)
 @pytest.mark.parametrize(
     "norm, activation, rotary", list(itertools.product(["layer_norm", "rms_norm"], ACTIVATIONS, [False, True])), ids=str
 )

@@ -89,7 +89,7 @@ def _filled(moment: str, reverse: bool) -> list[str]:
     return sorted(good(run_with(FILL_CACHES.replace("REVERSE", str(reverse)) + moment)).splitlines())
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_cached_values_do_not_depend_on_when_they_are_computed(moment):
     """Each cache of a function without arguments, filled while threads or BLAS are held, beside a quiet process."""

@@ -125,7 +125,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.slow_except(4)
+@pytest.mark.nightly_except(11)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_are_rejected_quickly_in_one_line(name):
     source, reason = HOSTILE[name]
@@ -266,7 +266,7 @@ def within_limits(source: str, seconds: float, children: list[WatchedChild]) -> 
     return ended
 
 
-@pytest.mark.slow_except(6)
+@pytest.mark.nightly_except(6)
 @pytest.mark.parametrize("name", EVERY)
 def test_untrusted_templates_keep_the_limits(name, children):
     within_limits(EVERY[name], 1.0, children)

@@ -202,7 +202,7 @@ def test_machine_errors_are_not_reported_as_file_errors(saved, monkeypatch, erro
     assert isinstance(error, MemoryError) or caught.value.filename == str(saved)
 
 
-@pytest.mark.slow_except(6)
+@pytest.mark.nightly_except(6)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory as Linux has them")
 @pytest.mark.parametrize("free", [20, 60, 100])
 @pytest.mark.parametrize("statement", ["save_checkpoint(path, model)", "load_checkpoint(path)"])

@@ -71,7 +71,7 @@ def test_all_parameters_learn(make, batch):
     assert losses[0] > 0.5 > 0.1 > losses[-1]
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(4)
 @each_model
 def test_gradients_match_finite_differences(make, batch):
     model, (tokens, lengths) = make().eval(), batch

@@ -62,7 +62,7 @@ def steps_made(folder, monkeypatch, jumps: dict[int, float]) -> int:
     return state.step
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly
 @pytest.mark.parametrize("call", [12, 40, 200])
 def test_pause_of_a_day_does_not_count_toward_minutes(tmp_path, monkeypatch, call):
     """Such as a pause by Ctrl-Z or of a virtual machine."""

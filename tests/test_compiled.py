@@ -580,7 +580,7 @@ def test_keys_visible_to_no_query_get_zero_gradients():
 
 
 # -------------------------------------------------------------------- tile products
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(2)
 @pytest.mark.parametrize("shape", [(4, 16, 1), (64, 64, 64), (12, 48, 7), (8, 112, 33)])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -712,12 +712,13 @@ print(registers.LANES, int(pytest.main(["-q", "-p", "no:cacheprovider", "-x", *F
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names processors of x86-64")
 @pytest.mark.parametrize(
     ("cpu", "features", "lanes", "names"),
     [
-        pytest.param("haswell", HASWELL, 8, (*OLDER_FILES, "test_quantized_blocks.py"), marks=pytest.mark.slow),
-        pytest.param("x86-64", "+sse,+sse2", 4, OLDER_FILES, marks=pytest.mark.nightly),
+        ("haswell", HASWELL, 8, (*OLDER_FILES, "test_quantized_blocks.py")),
+        ("x86-64", "+sse,+sse2", 4, OLDER_FILES),
     ],
     ids=["AVX2", "SSE2"],
 )

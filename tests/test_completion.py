@@ -154,7 +154,7 @@ _tricycle
     return run("zsh", "-f", "-c", program, "zsh", path, line)
 
 
-@pytest.mark.slow_except(10)
+@pytest.mark.nightly_except(10)
 @NEEDS_ZSH
 @pytest.mark.parametrize("line", CASES)
 def test_zsh_completes_each_line(scripts, line):

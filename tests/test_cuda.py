@@ -167,6 +167,7 @@ each_type = pytest.mark.parametrize(
 
 
 # -------------------------------------------------------------------- on the emulator: the cases of all kernels
+@pytest.mark.nightly_except(3)
 @each_type
 def test_emulated_kernels_match_reference_in_float64(name, dtype, emulated):
     """Test every size in both layouts in float32, and alternate sizes and layouts in 16 bits."""
@@ -181,7 +182,7 @@ def test_emulated_kernels_match_reference_in_float64(name, dtype, emulated):
         assert emulated.launched  # and not the reference
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("name", TESTED)
 def test_emulated_results_do_not_depend_on_thread_order(name, emulated):
     for size in CASES[name][1]:
@@ -366,11 +367,12 @@ def attend_in_float64(grad, qkv: tuple, score_options: ScoreOptions, off_by_one:
 KINDS = [*((size, dtype) for dtype in DTYPES for size in (32, 64, 128)), (100, DTYPES[0]), (20, BFLOAT16)]
 
 
+@pytest.mark.nightly_except(2)
 @pytest.mark.parametrize(
     ("size", "dtype", "shape"),
     # the first shapes with every kernel there is, the others with the fastest to emulate
     [
-        pytest.param(*kind, shape, marks=[pytest.mark.slow] * (1 < i < 4 or (i >= 4 and j != i % 3)))
+        pytest.param(*kind, shape, marks=[pytest.mark.nightly] * (1 < i < 4 or (i >= 4 and j != i % 3)))
         for i, shape in enumerate(SHAPES)
         for j, kind in enumerate(sorted(KINDS, key=lambda kind: kind[0] != 32))
         if i < 4 or kind[0] == 32
@@ -392,7 +394,7 @@ def test_attention_matches_reference(size, dtype, shape, device, rng):
     assert all(np.isnan(a.astype(np.float32)).all() for a in rest)  # no other element was written
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_is_bit_identical_for_any_thread_order(dtype, emulated, rng):
     for shape in SHAPES[1:4]:
@@ -840,7 +842,7 @@ ARCHITECTURES = [FIRST, *(pytest.param(other, marks=pytest.mark.nightly) for oth
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
-    "file", [pytest.param(file, marks=[pytest.mark.slow] * (file in LONG_TO_COMPILE)) for file in KERNELS]
+    "file", [pytest.param(file, marks=[pytest.mark.nightly] * (file in LONG_TO_COMPILE)) for file in KERNELS]
 )
 def test_compiles_without_spills(file, architecture):
     usages = list(nvrtc.compile_file(file, architecture))

@@ -121,6 +121,7 @@ def assert_near(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 # -------------------------------------------------------------------- the same numbers
+@pytest.mark.nightly_except(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cached_decoding_matches_the_full_pass(name):
     model = new_model(CONFIGS[name])
@@ -134,6 +135,7 @@ def test_cached_decoding_matches_the_full_pass(name):
     assert {cache.length for cache in caches} == {20}
 
 
+@pytest.mark.nightly_except(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_batched_texts_are_independent(name):
     model = new_model(CONFIGS[name])
@@ -178,6 +180,7 @@ def test_every_config_field_has_a_case():
     assert len(PAIRS) > 300
 
 
+@pytest.mark.nightly_except(4)
 @pytest.mark.parametrize("name", PAIRS)
 def test_setting_pairs_match_the_full_pass(name):
     model = new_model(PAIRS[name])

@@ -65,7 +65,7 @@ def test_states_give_the_logits_of_whole_texts(fields: dict[str, Any]) -> None:
     assert sizes == {"conv": (2, 3, 44), "state": (2, 4, 5, 6)}  # not longer than for one token
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(2)
 @each_model
 def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
     model = small(**fields)
@@ -73,7 +73,7 @@ def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
     check_batches(model, prompts)
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(2)
 @each_model
 def test_it_learns(fields: dict[str, Any]) -> None:
     model = GPT(DeltaNetConfig(**{**SMALL, **fields}))
@@ -87,7 +87,7 @@ def test_generation_with_drafts_of_the_prompt_is_the_same() -> None:
     )
 
 
-@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_activation_checkpointing_changes_no_bit(precision: str) -> None:
     results = []
     for recompute in (None, checkpoint_activations):
@@ -161,7 +161,7 @@ def new_hf_model(name: str) -> Any:
     return model
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(2)
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_gradients_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_logits_and_gradients_agree(name: str, tmp_path: Path, monkeypatch: pyte
     assert max(worst.values()) < 1e-7, worst
 
 
-@pytest.mark.slow_except(1)
+@pytest.mark.nightly_except(1)
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_exports_agree(name: str, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def joined_gradients(sample: Sample, tensors: list[Tensor]) -> Tensor:
     return extra_ops.concatenate([z if g is None else g.reshape(-1) for g, z in zip(grads, zeros)])
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("sample", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE)
 def test_second_derivatives_match_finite_differences_of_first(sample):
     tensors = sample.tensors()
@@ -97,7 +97,7 @@ def check_forward_mode(call: Callable[..., Tensor], tensors: list[Tensor]) -> No
     assert abs(actual - expected) <= 1e-9 * scale
 
 
-@pytest.mark.slow_except(8)
+@pytest.mark.nightly_except(8)
 @pytest.mark.parametrize("sample", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE)
 def test_forward_mode_matches_reverse_mode(sample):
     check_forward_mode(sample.call, sample.tensors())
@@ -108,7 +108,7 @@ ELEMENTWISE_OPS = {*UNARY, *BINARY, "GeLU", "ExactGeLU", "softcap"}
 ELEMENTWISE_SAMPLES = {name: s for name, s in DIFFERENTIABLE.items() if name.rsplit("-", 1)[0] in ELEMENTWISE_OPS}
 
 
-@pytest.mark.slow_except(12)
+@pytest.mark.nightly_except(12)
 @pytest.mark.parametrize("sample", ELEMENTWISE_SAMPLES.values(), ids=ELEMENTWISE_SAMPLES)
 def test_third_derivatives_of_elementwise_ops(sample):
     """Three nested directional derivatives equal finite differences of two, and those of reverse mode."""
@@ -213,7 +213,7 @@ def test_every_op_is_checked():
 FUSED_ATTENTION = {n: s for n, s in DIFFERENTIABLE.items() if n.startswith("Attention-") and min(s.inputs[0].shape) > 0}
 
 
-@pytest.mark.slow_except(40)
+@pytest.mark.nightly_except(40)
 @pytest.mark.parametrize("sample", FUSED_ATTENTION.values(), ids=FUSED_ATTENTION)
 def test_attention_for_some_queries_at_a_time(sample, monkeypatch):
     whole = joined_gradients(sample, sample.tensors())

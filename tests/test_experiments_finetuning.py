@@ -263,6 +263,7 @@ def test_page_escapes_samples(finished, tmp_path):
     assert "Rosa" in text or "books" in text or "How many" in text
 
 
+@pytest.mark.nightly
 def test_written_records_are_read_by_read_records(tmp_path):
     encoder = ExampleEncoder(tiny_tokeniser(), 2000)
     for task in tasks.TASKS.values():

@@ -18,7 +18,7 @@ def test_active_parameters_of_a_mixture_are_those_of_the_dense_model_and_the_rou
     assert mixture["active"] - dense["active"] == 4 * 192 * 8 < mixture["parameters"] - mixture["active"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_study_resumes_and_renders(tmp_path, monkeypatch):
     rates = {"portable": 3.0, "mixture": 2.0, "mamba": 1.0, "encoder_decoder": 4.0}
     names = iter(rates)

@@ -51,7 +51,7 @@ def test_lanczos_finds_extreme_eigenvalues(rng):
     assert sharpness.lanczos(rank_one, rng.standard_normal(40), 10)[-1] == pytest.approx(40)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_largest_eigenvalues_of_a_gpt_equal_those_of_the_whole_matrix(monkeypatch):
     monkeypatch.setattr(sharpness, "N_TOKENS", 4)
     loss, parameters = sharpness.new_problem(2, 0)
@@ -167,7 +167,7 @@ def test_newton_converges_quadratically():
 
 
 # -------------------------------------------------------------------- the study
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_heat_equation_is_solved_and_sharpness_stays_near_its_limit(tmp_path):
     words = "--parts heat sharpness --widths 32 --rates 0.4 --descent-steps 200".split()
     printed = run_study(main, *words, "--output", tmp_path)
@@ -182,7 +182,7 @@ def test_heat_equation_is_solved_and_sharpness_stays_near_its_limit(tmp_path):
     assert 2 / 0.4 < np.mean(late) < 2.5 * 2 / 0.4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_influence_penalty_meta_learning_and_newton_have_their_effects(tmp_path):
     pytest.importorskip("sklearn")
     printed = run_study(main, "--quick", "--parts", "influence", "penalty", "maml", "newton", "--output", tmp_path)

@@ -116,7 +116,7 @@ def test_every_op_runs_on_the_device(device, sample):
     assert_same((output.numpy(), gradients(tensors)), (expected.array, gradients(on_host)), 1e-9, 1e-11)
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("sample", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE)
 def test_gradient_of_gradient_runs_on_the_device(any_device, sample):
     def of_gradient(tensors):
@@ -136,7 +136,7 @@ def paired(precisions: list[str]) -> list:
     pairs = []
     for i, changes in enumerate(VARIANTS):
         for j, precision in enumerate(precisions):
-            marks = [] if i == 0 or i % len(precisions) == j else [pytest.mark.slow]
+            marks = [] if i == 0 or i % len(precisions) == j else [pytest.mark.nightly]
             pairs.append(pytest.param(changes, precision, marks=marks))
     return pairs
 
@@ -151,7 +151,7 @@ def train_without_reading(state) -> list:
     return results
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(4)
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_model_trains_and_generates_on_the_device(device, changes):
     config = replace(CONFIG, **changes)
@@ -203,7 +203,7 @@ def small_type(precision: str) -> np.dtype:
     return np.dtype(np.float16)
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(18)
 @pytest.mark.parametrize(("changes", "precision"), paired(["bfloat16", "float16", "tf32"]))
 def test_each_precision_trains_and_generates(device, changes, precision):
     if precision != "tf32":
@@ -391,6 +391,7 @@ def test_loss_scale_doubles_after_finite_updates(device, monkeypatch):
     assert scales == [[4, 1, 0], [4, 2, 0], [8, 0, 0], [8, 1, 0], [8, 2, 0], [16, 0, 0], [16, 1, 0]]
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("precision", ["float32", *SMALL])
 def test_resumed_run_on_the_device_is_exact(device, tmp_path, precision):
     if precision != "float32":

@@ -135,7 +135,7 @@ def test_adapter_lowers_the_loss_and_loads_in_other_commands(base_folder, data, 
         generate_main([str(run), "the"])
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(6)
 @pytest.mark.parametrize(
     ("method", "loss"),
     [
@@ -183,6 +183,7 @@ V3_FIELDS = {"query_rank": 12, "sigmoid_router": True, "normalize_experts": True
 OTHER_CONFIGS["deepseek_v3"] = replace(OTHER_CONFIGS["deepseek_v2"], **V3_FIELDS)
 
 
+@pytest.mark.nightly_except(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("name", OTHER_CONFIGS)
@@ -254,7 +255,7 @@ def test_short_runs_update_and_evaluate_every_step(n_steps, base_folder, data, t
     assert output.count("best so far") == (n_steps == 2 and losses[2] < losses[1])
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(2)
 @pytest.mark.parametrize("words", ["--weights int8", "--weights bfloat16", "--dora --weights int8", "--dora"])
 def test_adapters_on_quantized_weights_lower_the_loss(words, base_folder, data, tmp_path):
     tune(base_folder, data, tmp_path / "run", *words.split())
@@ -300,7 +301,7 @@ def test_text_and_pair_and_folder_data_lower_the_loss(shape, base_folder, tmp_pa
 
 
 # -------------------------------------------------------------------- preferences
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(2)
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("chat", [True, False])
 def test_chosen_answers_become_likelier_than_rejected_ones(chat, method, base_folder, tmp_path, capsys):
@@ -460,7 +461,7 @@ def test_too_little_memory_is_reported_before_any_work(base_folder, data, tmp_pa
     tune(base_folder, data, run)
 
 
-@pytest.mark.slow_except(5)
+@pytest.mark.nightly_except(5)
 @pytest.mark.parametrize("words", ["", "--recompute", "--loss dpo", "--method full", "--method full --recompute"])
 def test_estimated_memory_is_a_lower_bound(words, base_folder, data, tmp_path, monkeypatch):
     if "dpo" in words:

@@ -2,7 +2,7 @@
 
 A sample runs each time, with a seed that is the date; what fails prints the seed. A longer run with a seed of choice:
 
-    TRICYCLE_EXAMPLES=2000 TRICYCLE_SEED=7 python -m pytest -m slow tests/test_fuzzing.py
+    TRICYCLE_EXAMPLES=2000 TRICYCLE_SEED=7 python -m pytest -m nightly tests/test_fuzzing.py
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:precision bfloat16")
 
 
 def fuzzed(check: Any) -> list[Any]:
-    """Return a test of a short sample and a slow test of EXAMPLES, both from SEED."""
+    """Return a test of a short sample and a nightly test of EXAMPLES, both from SEED."""
     options = {"deadline": None, "derandomize": False, "database": None, "print_blob": True}
     options["suppress_health_check"] = list(HealthCheck)
 
@@ -53,7 +53,8 @@ def fuzzed(check: Any) -> list[Any]:
         seed(SEED)(settings(max_examples=n_examples, **options)(given(cases(), st.data())(check)))()
 
     return pytest.mark.parametrize(
-        "n_examples", [pytest.param(15, id=f"seed-{SEED}"), pytest.param(EXAMPLES, marks=pytest.mark.slow, id="more")]
+        "n_examples",
+        [pytest.param(6, id=f"seed-{SEED}"), pytest.param(EXAMPLES, marks=pytest.mark.nightly, id="more")],
     )(test)
 
 

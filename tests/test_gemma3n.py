@@ -56,7 +56,7 @@ def new_hf_model(name: str) -> Any:
     return model
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.usefixtures("one_torch_thread")
 @each_case
 def test_logits_and_gradients_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def frequencies(n: int = 4000, **settings) -> np.ndarray:
     return np.bincount([draw(LOGITS, generator, **settings) for _ in range(n)], minlength=5) / n
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(8)
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -458,7 +458,7 @@ def test_sliding_window_cache_truncates_to_stored_tokens():
             assert cache.keys[0, :, 0, 0][-6:].tolist() == [494, 495, 496, 497, 498, 499]
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(2)
 @pytest.mark.parametrize("n_draft_tokens", [0, 5])
 @pytest.mark.parametrize("changes", [{}, {"full_layers": (1,)}, {"softmax": "softmax1"}, {"softmax": "blocks"}])
 def test_sliding_window_generation_matches_the_full_pass(changes, n_draft_tokens):
@@ -488,6 +488,7 @@ SETTINGS = [
 CHANGES = [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}, {"key_shift": True}]
 
 
+@pytest.mark.nightly_except(4)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("changes", CHANGES)
 def test_batched_generation_equals_single_generation(changes, settings):
@@ -634,7 +635,7 @@ def test_frequency_penalty_ignores_the_prompt(model):
 
 
 # -------------------------------------------------------------------- draft tokens
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(6)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("n_draft_tokens", [1, 3, 30])
 @pytest.mark.parametrize("changes", CHANGES)
@@ -675,7 +676,7 @@ def add_noise(monkeypatch) -> None:
     set_next_logits(monkeypatch, noisy)
 
 
-@pytest.mark.slow_except(5)
+@pytest.mark.nightly_except(5)
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2, "repetition_penalty": 1.1}]
 )
@@ -736,7 +737,7 @@ def test_draft_tokens_stop_at_max_tokens(model, monkeypatch):
     assert reads == [[6]]
 
 
-@pytest.mark.slow_except(6)
+@pytest.mark.nightly_except(6)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("n_texts", [2, 5, 20])
 def test_batched_draft_tokens_change_nothing(settings, n_texts):

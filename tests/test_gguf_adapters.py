@@ -295,6 +295,7 @@ def test_cut_off_adapters_are_rejected(tmp_path):
         refused(llama_base(), path, "cut off|expected a GGUF file")
 
 
+@pytest.mark.nightly_except(5)
 @pytest.mark.parametrize("name", test_gguf_writer.MODELS)
 def test_architecture_is_that_of_the_exported_model(name, tmp_path):
     """llama.cpp refuses an adapter whose general.architecture differs from that of its base model."""

@@ -200,6 +200,7 @@ TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, (2, 40))
 
 
 # -------------------------------------------------------------------- round trips
+@pytest.mark.nightly_except(2)
 @each_model
 def test_exported_model_round_trips(tmp_path, name):
     architecture, _ = MODELS[name]
@@ -233,6 +234,7 @@ def test_llama3_scaling_of_small_heads_round_trips(tmp_path, factor, window):
     np.testing.assert_allclose(logits(back, TOKENS), logits(model, TOKENS), rtol=0, atol=1e-4)
 
 
+@pytest.mark.nightly_except(5)
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 @each_model
 def test_f16_and_q8_0_export_round_matrices_once(tmp_path, name, kind):
@@ -342,6 +344,7 @@ def relative_error(values: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(values - expected) / np.linalg.norm(expected))
 
 
+@pytest.mark.nightly_except(4)
 @pytest.mark.parametrize("file_type", FILE_TYPES)
 def test_files_of_each_type_load(tmp_path, file_type):
     model = wide_model()
@@ -357,6 +360,7 @@ def test_files_of_each_type_load(tmp_path, file_type):
     assert relative_error(logits(exact, TOKENS), logits(loaded, TOKENS)) < 1e-5
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("base", [LLAMA, {**LLAMA, "tied": False}, GPT2], ids=["llama", "untied", "gpt2"])
 def test_importance_is_that_of_the_inputs_of_each_matrix(tmp_path, base):
     model = wide_model(base)

@@ -165,7 +165,7 @@ def cuda(monkeypatch):
     return choose
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(4)
 @pytest.mark.parametrize(
     ("name", "kind", "shard", "optimiser"),
     [  # any two of these meet once at least

@@ -49,7 +49,7 @@ def test_number_of_schemas():
     assert len({json.dumps(schema) for schema in SUPPORTED}) >= 200
 
 
-@pytest.mark.slow_except(25)
+@pytest.mark.nightly_except(25)
 @pytest.mark.parametrize("number", range(len(SUPPORTED)))
 def test_completed_texts_are_valid_json_of_their_schema(number, model, tokeniser, compiler):
     # A high temperature ends strings and lists of a random model soon.
@@ -135,7 +135,7 @@ def test_tokenizer_of_tricycle(model):
     assert end == own.end_of_text and own.decode(ids) in ("true", "false")
 
 
-@pytest.mark.slow_except(4)
+@pytest.mark.nightly_except(4)
 @pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_schemas_that_cannot_be_used(number, compiler):
     schema, reason = REFUSED[number]

@@ -93,7 +93,7 @@ def test_training_as_a_library_returns_memory_to_the_system(n):
     assert any(returns_memory(n) for _ in range(3))
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @on_linux
 @pytest.mark.parametrize("n", ["1", "2", "3"])
 def test_library_does_not_change_cpu_affinity_or_blas_threads(n):

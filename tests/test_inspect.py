@@ -27,6 +27,7 @@ def inspect(folder, *words):
     return run_here(main, "tricycle inspect", (folder, *words), folder.parent)
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize(
     ("words", "titles"),
     [

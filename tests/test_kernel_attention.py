@@ -122,7 +122,7 @@ def test_visible_ranges_agree_with_the_mask():
 
 
 # -------------------------------------------------------------------- CPU kernels
-@pytest.mark.slow_except(4)
+@pytest.mark.nightly_except(4)
 @pytest.mark.parametrize("axes", MASKS, ids=str)
 @pytest.mark.parametrize("sizes", [*SHARED, Sizes(2, 37, 37, 2, 2, 3), Sizes(1, 70, 45, 3, 3, 2)], ids=str)
 def test_multithreaded_attention_matches_the_reference(sizes, axes, three_threads, rng):

@@ -65,8 +65,8 @@ NOT_HERE = {"attention_backward"}
     [
         (DTYPES[0], strided),
         (DTYPES[1], contiguous),
-        pytest.param(DTYPES[0], contiguous, marks=pytest.mark.slow),
-        pytest.param(DTYPES[1], strided, marks=pytest.mark.slow),
+        pytest.param(DTYPES[0], contiguous, marks=pytest.mark.nightly),
+        pytest.param(DTYPES[1], strided, marks=pytest.mark.nightly),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -119,7 +119,7 @@ def test_layers_without_a_plain_matrix_expand(change: str, monkeypatch: pytest.M
 
 
 @each_model
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
     model = small(**fields)
     prompts = [[3, 1, 4, 15, 9, 2, 6], [4], [5, 6, 7, 8]]

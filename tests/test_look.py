@@ -236,6 +236,7 @@ EDITS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("case", EDITS)
 @each_kind
 def test_positions_before_an_edit_are_reused(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:

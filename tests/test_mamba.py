@@ -80,6 +80,7 @@ def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
     check_batches(model, prompts)
 
 
+@pytest.mark.nightly_except(9)
 @each_model
 def test_it_learns(fields: dict[str, Any]) -> None:
     model = GPT(MambaConfig(**{**SMALL, **fields}))
@@ -152,7 +153,7 @@ def new_hf_model(name: str) -> Any:
     return model
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_gradients_tokens_and_exports_agree(name: str, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def tokens(rng: np.random.Generator) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- shapes and inputs
+@pytest.mark.nightly_except(3)
 @each_family
 def test_logits_shape_for_any_batch_and_length(config: GPTConfig, rng: np.random.Generator) -> None:
     for shape in [(1, 1), (3, 1), (2, 7), (1, 19), (2, 20), (5,), (20,)]:
@@ -229,6 +230,7 @@ def test_logits_have_no_gradient_at_later_positions(tokens: np.ndarray) -> None:
 
 
 # -------------------------------------------------------------------- gradients
+@pytest.mark.nightly_except(3)
 @each_family
 def test_model_gradients_match_finite_differences(config: GPTConfig, rng: np.random.Generator) -> None:
     width = config.embedding_dim if config.n_key_heads or config.rotary_fraction < 1 else 4
@@ -274,6 +276,7 @@ def test_dropout_follows_the_embedding(tokens: np.ndarray) -> None:
 DUPLICATES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("duplicate", DUPLICATES.values(), ids=DUPLICATES)
 @each_family
 def test_copy_trains_identically_and_is_independent(config: GPTConfig, duplicate: Callable, tokens: np.ndarray) -> None:
@@ -337,12 +340,12 @@ def test_repr_lists_layers_with_their_parameter_counts() -> None:
 
 # Variants of a family or a kind learn as it does.
 LEARNERS = [
-    pytest.param(config, id=name, marks=[pytest.mark.slow] * ("," in name))
+    pytest.param(config, id=name, marks=[pytest.mark.nightly] * ("," in name))
     for name, config in (KINDS | FAMILIES).items()
 ]
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(9)
 @pytest.mark.parametrize("config", LEARNERS)
 def test_model_overfits_a_small_text(config: GPTConfig) -> None:
     model, optimiser = GPT(config), AdamW(0.02, weight_decay=0.0)

@@ -91,7 +91,8 @@ def train_in_process():
     return space["train"]
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.slow
+@pytest.mark.nightly_except(2)
 @needs_mpi
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 def test_two_ranks_match_one_process_with_accumulation(tmp_path, train_in_process, optimiser):
@@ -277,6 +278,7 @@ training.supervised_loss, updates.RunSession.batches = supervised_loss, batches
 """
 
 
+@pytest.mark.nightly_except(2)
 @pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize(
@@ -347,7 +349,7 @@ updates.RunSession.batches, files._sync = batches, sync
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_mpi
 def test_ranks_survive_a_full_disk_longer_than_the_timeout(bench):
     """Rank 0 waits for free space, and meanwhile replies to the pings of the other ranks."""
@@ -406,7 +408,7 @@ def test_missing_mpi4py_is_reported_by_rank_0_only(bench):
     assert train(bench, 0, "lacking", prelude=hide, PMI_RANK="1", PMI_SIZE="4") == (1, "")
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(2)
 @pytest.mark.parametrize("n", [0, pytest.param(2, marks=needs_mpi)])
 def test_finetune_with_several_processes_is_rejected(n):
     """Only rank 0 prints the message, with and without MPI."""

@@ -186,7 +186,7 @@ def test_long_prompts_beyond_the_windows_are_the_same() -> None:
     assert caches[0].keys.shape[1] < 300  # the sliding window drops older ones
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @each_model
 def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
     check_batches(small(**fields), [PROMPT, [4], [5, 6, 7, 8]])
@@ -198,6 +198,7 @@ def test_generation_with_drafts_of_the_prompt_is_the_same() -> None:
     assert drafted == list(generate(model, prompt, 20, temperature=0))
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.slow
 @each_model
 def test_it_learns(fields: dict[str, Any]) -> None:
@@ -209,7 +210,7 @@ def gradients(model: GPT) -> dict[str, np.ndarray]:
     return {name: parameter.grad.array for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_activation_checkpointing_and_freeing_change_no_bit(precision: str) -> None:
     """Keys and values of a block reach later blocks through its result alone."""
     expected = gradients(small(precision=precision))

@@ -45,6 +45,7 @@ def patch_one(model: GPT, name: str, **selection) -> float:
     return (patched - start) / (metric(model, CLEAN) - start)
 
 
+@pytest.mark.nightly_except(4)
 @pytest.mark.parametrize("batch_size", [5, 100])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_grids_equal_those_of_a_loop(name: str, batch_size: int) -> None:

@@ -51,6 +51,7 @@ def patch_one(model: GPT, layer: int, head: int, receiver: tuple[int, int] | Non
     return (record(model, CORRUPTED, {row: results})[1] - start) / (end - start)
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_paths_equal_those_of_a_loop(name: str) -> None:
     model = lively(replace(CONFIGS[name], n_layers=3)).eval()

@@ -69,7 +69,7 @@ LOSSES = {
 REFERENCES = {"gzip -9": 2.0, "bz2 -9": 1.5, "xz -9": 1.4}
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("metrics", LOSSES.values(), ids=LOSSES)
 def test_png_is_a_valid_image(tmp_path, metrics):
     """Names with characters of math text are no exception."""

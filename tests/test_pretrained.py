@@ -197,7 +197,7 @@ print(sum(p.array.nbytes for p in model.parameters()), status("VmHWM") - before)
 """
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
 @pytest.mark.parametrize("dtypes", ["float32 float32", "bfloat16 float32", "bfloat16 stored"])
 def test_loading_needs_the_memory_of_the_model(dtypes: str, tmp_path: Path) -> None:
@@ -347,6 +347,7 @@ def field_paths(fields: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield from ((name, *path) for path in field_paths(value if isinstance(value, dict) else {}))
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("family", ALL_FAMILIES, ids=lambda family: family.model_types[0])
 def test_each_family_refuses_invalid_fields(family: Family) -> None:
     """Each field with each value of INVALID is read, or refused by an error that says what was expected."""

@@ -190,7 +190,7 @@ def target(model: EncoderDecoderTransformer, n: int, stop: int, **settings: Any)
     return list(generate_target(model, SOURCE[0].tolist(), n, sampling, TargetSettings.from_fields(settings, {})))
 
 
-@pytest.mark.slow_except(6)
+@pytest.mark.nightly_except(6)
 def test_64_greedy_tokens_agree(pair: tuple[EncoderDecoderTransformer, Any]) -> None:
     model, hf_model = pair
     settings = {"no_repeat_ngram_size": 2, "bad_words_ids": [[2]]}  # varied texts without an end
@@ -207,7 +207,7 @@ BEAMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow_except(8)
+@pytest.mark.nightly_except(8)
 @pytest.mark.parametrize("settings", BEAMS.values(), ids=BEAMS)
 def test_beams_agree(pair: tuple[EncoderDecoderTransformer, Any], settings: dict[str, Any]) -> None:
     model, hf_model = pair

@@ -37,6 +37,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
+@pytest.mark.nightly_except(5)
 @each_model
 @pytest.mark.parametrize("weights", ["int8", "stored"])
 def test_quantized_blocks_are_used_without_conversion(name: str, weights: str, tmp_path: Path) -> None:
@@ -77,6 +78,7 @@ WRITERS: dict[str, Callable[[GPT, Path], object]] = {
 }
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("weights", ["int8", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("name", ["llama, biases", "gpt2", "llama, untied, other base and eps"])

@@ -92,7 +92,7 @@ def trained(processes, config, n_steps=3, bucket_bytes=10_000):
     return np.array(results), weights, state
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(2)
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_several_processes_train_as_one_process(size, optimiser):

@@ -186,6 +186,7 @@ SMALL = "--vocab-size 270 --context-window 16 --embedding-dim 16 --n-heads 2 --h
 KINDS = {"mamba": "--n-layers 2 --attention-layers 1 --n-key-heads 1 --state-size 4", "encoder_decoder": "--n-layers 1"}
 
 
+@pytest.mark.nightly_except(2)
 @pytest.mark.slow
 @POSIX_ONLY
 @pytest.mark.parametrize("kind", KINDS)
@@ -270,9 +271,9 @@ def send(name: str) -> str:
     ("name", "step", "status"),
     [
         pytest.param("SIGINT", 8, 0, marks=pytest.mark.slow),
-        pytest.param("SIGTERM", 5, 0, marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 5, 0, marks=pytest.mark.nightly),
         ("SIGKILL", 7, -9),
-        pytest.param("SIGKILL", 2, -9, marks=pytest.mark.slow),
+        pytest.param("SIGKILL", 2, -9, marks=pytest.mark.nightly),
     ],
 )
 def test_interrupted_run_resumes_with_equal_results(tmp_path, finished, text, name, step, status):
@@ -295,6 +296,7 @@ def test_interrupted_run_resumes_with_equal_results(tmp_path, finished, text, na
     assert differences(folder, finished[0]) == []
 
 
+@pytest.mark.slow
 @POSIX_ONLY
 def test_run_that_stops_after_an_evaluation_counts_it_once(tmp_path, text):
     """The resumed run evaluates the same step again, and writes its sample again."""
@@ -316,6 +318,7 @@ def test_run_that_stops_after_an_evaluation_counts_it_once(tmp_path, text):
     assert differences(*runs) == []
 
 
+@pytest.mark.nightly_except(2)
 @pytest.mark.slow
 @POSIX_ONLY
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", -signal.SIGTERM)])

@@ -265,7 +265,7 @@ def run_property(name: str, data: Any) -> None:
 
 
 # -------------------------------------------------------------------- tests
-QUICK = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=EXAMPLES, derandomize=False)
 
 

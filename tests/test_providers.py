@@ -91,6 +91,7 @@ def test_explain_rejects_unknown_kernels():
 
 
 # -------------------------------------------------------------------- who is asked
+@pytest.mark.nightly_except(2)
 @pytest.mark.parametrize(
     ("variable", "expected"),
     [

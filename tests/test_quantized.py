@@ -146,7 +146,7 @@ print("all equal")
 """
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @USABLE
 @pytest.mark.parametrize("n_threads", ["3", "4", "7"])
 def test_onednn_products_match_the_reference_with_threads(n_threads):

@@ -81,7 +81,7 @@ def all_gradients(layer: Recurrent, x: Tensor, initial: list[Tensor], *results: 
 
 
 # -------------------------------------------------------------------- gradients
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(12)
 @every_kind
 @every_stack
 @every_lengths

@@ -641,6 +641,7 @@ def receive_all(connection: socket.socket) -> bytes:
         return b"".join(iter(lambda: connection.recv(4096), b""))
 
 
+@pytest.mark.nightly_except(2)
 @pytest.mark.slow
 def test_slow_reader_does_not_delay_others(folder, reference):
     with run_server(folder, max_batch_size=2, length=3000) as server, openai_client(server) as client:
@@ -1031,7 +1032,7 @@ def test_command_line_errors(folder, tmp_path, monkeypatch):
             assert re.search(message, line), line
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_during_generation(folder, number):
     command = [sys.executable, "-m", "tricycle", "serve", str(folder), "--port", "0", "--length", "4000"]
@@ -1053,7 +1054,7 @@ def test_signal_during_generation(folder, number):
 
 
 # -------------------------------------------------------------------- mixed requests
-@pytest.mark.parametrize("n", [48, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [48, pytest.param(200, marks=pytest.mark.nightly)])
 def test_mixed_requests(folder, n):
     expected = benchmark.ExpectedAnswers(str(folder), 16, 24)
     with run_server(folder) as server:
@@ -1087,7 +1088,7 @@ def test_load_of_64_clients(folder):
     assert memory[3] <= 1.02 * memory[1] + 4, memory
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_benchmark_program(folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["serving", str(folder), "--requests", "20", "--clients", "4", "--pause", "0"])
     for name in ("CUDA_VISIBLE_DEVICES", "PYTHONPATH"):

@@ -80,6 +80,7 @@ def test_tools_are_part_of_the_prompt(client, folder):
     assert without.choices[0].message.content == reference.chat(HELLO, 12)
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", ["add", "now", None])
 def test_forced_calls(name, stream, client):

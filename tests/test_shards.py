@@ -24,6 +24,7 @@ def act(processes, config, shard_optimiser):
     return results, weights.tobytes(), n_state_bytes(state.optimiser), states and list(states.values())
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_sharded_optimizer_state_gives_the_same_bits(size, optimiser):

@@ -40,7 +40,9 @@ def planted_rows(n_rows: int = 4096, n_features: int = 48, width: int = 24) -> t
     return 3 + 10 * weights @ directions, directions
 
 
-@pytest.mark.parametrize(("kind", "n_steps"), [("topk", 300), pytest.param("jumprelu", 1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "n_steps"), [("topk", 300), pytest.param("jumprelu", 1000, marks=pytest.mark.nightly)]
+)
 def test_planted_features_are_found(kind, n_steps) -> None:
     rows, directions = planted_rows()
     options = TrainingOptions(n_steps=n_steps, learning_rate=5e-3)

@@ -65,7 +65,7 @@ def fuzzed(check: Any) -> Any:
     def test(node: Node, n_examples: int) -> None:
         settings(max_examples=n_examples, **options)(given(st.data())(lambda data: check(node, data)))()
 
-    return pytest.mark.parametrize("n_examples", [8, pytest.param(10 * EXAMPLES, marks=pytest.mark.slow)])(test)
+    return pytest.mark.parametrize("n_examples", [8, pytest.param(10 * EXAMPLES, marks=pytest.mark.nightly)])(test)
 
 
 # -------------------------------------------------------------------- the model

@@ -171,7 +171,8 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return [{name: value for name, value in row.items() if name != "seconds"} for row in csv.DictReader(file)]
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.slow
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize(("sampler", "n"), [("tpe", 12), ("random", 4), ("grid", 4)])
 def test_a_resumed_sweep_equals_an_uninterrupted_one(
     sampler: str, n: int, tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture
@@ -342,8 +343,8 @@ def test_a_failed_run_reports_the_reason(tmp_path: Path, words: list[str]) -> No
     assert re.search("a: .*completed trial", lines_without_progress_bars(done.stderr)[-1])
 
 
+@pytest.mark.nightly
 @POSIX_ONLY
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_sweep_resumes(number: int, tmp_path: Path, words: list[str]) -> None:
     """The run may live on: then it is waited for."""

@@ -164,7 +164,7 @@ def test_in_parallel_reports_the_current_thread(n_workers):
     assert not threads.in_worker()
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 def test_workers_release_their_arrays(n_workers):
     everyone = threading.Barrier(n_workers)
     array = np.zeros(10)
@@ -341,7 +341,7 @@ other.join()
 }
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("name", FIRST_CALLS)
 def test_number_of_threads_does_not_depend_on_the_first_call(name):
     code = f"""
@@ -517,13 +517,15 @@ for _ in range(3):
 """
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.slow
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("n", ["1", "2", "3"])
 def test_training_is_bit_reproducible(n):
     first, second = (run_with(f"{JOBS}print(train_gpt())", TRICYCLE_NUM_THREADS=n) for _ in range(2))
     assert first.stdout == second.stdout and len(first.stdout) == 65, first.stderr
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "n", [pytest.param("1", marks=pytest.mark.nightly), "2", pytest.param("3", marks=pytest.mark.nightly)]
@@ -589,7 +591,7 @@ USE_BLAS = {
 }
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.nightly_except(9)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", USE_BLAS)
 def test_results_do_not_depend_on_the_blas_thread_count(name, dtype, monkeypatch):

@@ -40,8 +40,8 @@ def test_every_nightly_test_is_in_one_part():
     assert sorted(left) == sorted(names)
 
 
-def test_one_case_in_n_is_in_the_first_tier():
+def test_one_case_in_n_is_not_nightly():
     for n, n_left in ((1, 10), (3, 4), (5, 2), (20, 1)):
-        cases = items(*(f"test_a[{i}]" for i in range(10)), mark=pytest.mark.slow_except(n))
-        conftest.mark_all_but_some_cases_as_slow(cases)
-        assert sum(item.get_closest_marker("slow") is None for item in cases) == n_left
+        cases = items(*(f"test_a[{i}]" for i in range(10)), mark=pytest.mark.nightly_except(n))
+        conftest.mark_all_but_some_cases_as_nightly(cases)
+        assert sum(item.get_closest_marker("nightly") is None for item in cases) == n_left

@@ -299,7 +299,7 @@ def bert_metadata() -> dict:
     return metadata | {"tokenizer.ggml.tokens": marked}
 
 
-@pytest.mark.slow_except(7)
+@pytest.mark.nightly_except(7)
 @pytest.mark.parametrize(
     ("name", "model", "values"),
     [
@@ -489,7 +489,7 @@ OWN = {
 }
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("name", OWN)
 def test_exported_tokeniser_matches_its_tokenizer_json(name):
     tokeniser = OWN[name]()

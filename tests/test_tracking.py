@@ -70,7 +70,7 @@ def same(rows: dict[tuple[int, str], float], metrics: Path, name: str, but: str 
     assert {key: value for key, value in rows.items() if exact(expected[key]) != value and key[1] != but} == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @POSIX_ONLY
 @pytest.mark.parametrize("name", NAMES)
 def test_trackers_have_the_content_of_the_metrics(name: str, tmp_path: Path) -> None:
@@ -87,6 +87,7 @@ def test_trackers_have_the_content_of_the_metrics(name: str, tmp_path: Path) -> 
     assert {key: str(value) for key, value in config.items()}.items() >= {("embedding_dim", "8"), ("seed", "3")}
 
 
+@pytest.mark.nightly_except(3)
 @pytest.mark.slow
 @POSIX_ONLY
 @pytest.mark.parametrize("name", NAMES)
@@ -278,7 +279,7 @@ def test_a_tracked_run_is_the_same_run(tmp_path: Path, whole: Any, notes: type[N
     assert notes.calls == ["start True", "finish True", "start False", "finish True"]
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("at", [-1, 1, 9])
 def test_a_failed_tracker_gets_missing_metrics_on_resume(tmp_path, whole, notes: type[Notes], at: int) -> None:  # noqa: F811
     notes.fails_at = at
@@ -299,7 +300,7 @@ def test_a_failed_tracker_gets_missing_metrics_on_resume(tmp_path, whole, notes:
     assert notes.there == numbers_of(run.metrics)
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 def test_a_hanging_tracker_does_not_block_the_run(tmp_path, whole, notes: type[Notes], monkeypatch) -> None:  # noqa: F811
     for name in ("START_TIMEOUT", "TIMEOUT"):
         monkeypatch.setattr(tracking, name, 0.2)

@@ -129,7 +129,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, whole, stops):
     same_files(run, whole)
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(6)
 @pytest.mark.parametrize("at", [3, 4, 5, 6, 9, 10, 12, 14, 20])
 def test_resumed_run_after_a_crash_equals_uninterrupted_run(tmp_path, sampled, at):
     """From the checkpoint before the latest estimate or sample, whose lines are there already."""
@@ -660,7 +660,8 @@ def test_other_disk_errors_are_raised_immediately(tmp_path, monkeypatch, policy,
     assert disk.left == 10**9 - 1
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.slow
+@pytest.mark.nightly_except(4)
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_run_folder_size_is_bounded(tmp_path, monkeypatch, optimiser):
     """At its largest moment, while a checkpoint is being written beside the last and the best."""

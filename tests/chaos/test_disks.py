@@ -39,7 +39,6 @@ def watched_call(folder: Path, action, fault: Fault | None = None):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_short_trials_pass_and_leave_no_files(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.chaos.disks", "--short", "--jobs", "2"]
@@ -50,7 +49,6 @@ def test_short_trials_pass_and_leave_no_files(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes a quarter of an hour: TRICYCLE_LONG=1 runs it")
 def test_all_trials_pass():
     command = [sys.executable, "-m", "tests.chaos.disks", "--seed", "0"]
@@ -102,7 +100,7 @@ def test_unintercepted_calls_are_reported(tmp_path):
     assert len(unintercepted) == 1 and unintercepted[0].startswith("os.mkdir")
 
 
-@pytest.mark.slow_except(3)
+@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("effect", ["ENOSPC", "EIO", "EROFS"])
 def test_error_is_injected_into_every_call(tmp_path, effect):
     _, calls, _, _ = watched_call(tmp_path, lambda: write_all(tmp_path / "folder"))

@@ -102,9 +102,7 @@ def check(trial: Trial, place: Path, reference, kind: str) -> None:
     check_trial(trial, case_of(place, kind, f"{trial.name} {kind}"), alone)
 
 
-@pytest.mark.parametrize(
-    "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "lora")]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_finetuning_resumes_equal_after_two_kills(kind, place, reference):
     check(Trial("twice", signal.SIGKILL, [("update", 3, 0.0), ("update", 3, 0.002)]), place, reference, kind)
 
@@ -113,12 +111,12 @@ def test_finetuning_resumes_equal_after_two_kills(kind, place, reference):
     ("name", "phase", "kind"),
     [
         ("SIGKILL", "reference", "dpo"),
-        pytest.param("SIGKILL", "first files", "lora", marks=pytest.mark.slow),
+        ("SIGKILL", "first files", "lora"),
         ("SIGKILL", "checkpoint", "lora"),
-        pytest.param("SIGKILL", "adapter", "dpo", marks=pytest.mark.slow),
-        pytest.param("SIGTERM", "reference", "full", marks=pytest.mark.slow),
+        ("SIGKILL", "adapter", "dpo"),
+        ("SIGTERM", "reference", "full"),
         ("SIGINT", "evaluation of pairs", "full"),
-        pytest.param("SIGHUP", "update", "lora", marks=pytest.mark.slow),
+        ("SIGHUP", "update", "lora"),
         ("SIGTERM", "plot", "dpo"),
     ],
 )
@@ -126,7 +124,6 @@ def test_finetuning_resumes_equal_after_a_signal(name, phase, kind, place, refer
     check(Trial(f"{name} in {phase}", getattr(signal, name), [(phase, 1, 0.0)]), place, reference, kind)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", Tuning.phases)

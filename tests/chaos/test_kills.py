@@ -43,12 +43,12 @@ def test_run_resumes_equal_after_two_kills(workspace, phase_times, reference):
 @pytest.mark.parametrize(
     ("name", "phase"),
     [
-        pytest.param("SIGHUP", "tokeniser training", marks=pytest.mark.slow),
+        ("SIGHUP", "tokeniser training"),
         ("SIGKILL", "dataset building"),
         ("SIGTERM", "evaluation"),
-        pytest.param("SIGINT", "sampling", marks=pytest.mark.slow),
+        ("SIGINT", "sampling"),
         ("SIGKILL", "checkpoint"),
-        pytest.param("SIGTERM", "plot", marks=pytest.mark.slow),
+        ("SIGTERM", "plot"),
     ],
 )
 def test_run_resumes_equal_after_a_signal(workspace, phase_times, reference, name, phase):
@@ -56,7 +56,6 @@ def test_run_resumes_equal_after_a_signal(workspace, phase_times, reference, nam
     check_trial(Trial(name, number, [(phase, 1, 0.0)]), workspace.new_run(f"{name} in {phase}"), reference)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 @pytest.mark.parametrize("phase", PHASES)
 def test_run_resumes_equal_after_every_signal_and_phase(workspace, phase_times, reference, phase):
@@ -142,7 +141,6 @@ def test_one_of_two_concurrent_starts_is_rejected(workspace, reference):
 
 
 # -------------------------------------------------------------------- the command
-@pytest.mark.slow
 def test_kills_command_prints_a_table_of_trials():
     words = "--n 2 --signals 1 --phases 0 --large 0 --seed 3".split()
     done = subprocess.run([sys.executable, "-m", "tests.chaos.kills", *words], capture_output=True, text=True)

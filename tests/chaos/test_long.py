@@ -14,7 +14,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.slow
 def test_run_of_150_steps_leaves_no_files_open(tmp_path):
     """Check that no file stays open; memory is only meaningful in longer runs."""
     case = Workspace(tmp_path).new_run("long")
@@ -27,7 +26,6 @@ def test_run_of_150_steps_leaves_no_files_open(tmp_path):
     assert len(set(usage.files[3:])) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 def test_memory_and_open_files_stay_constant_in_a_long_run(tmp_path):
     case = Workspace(tmp_path).new_run("long")

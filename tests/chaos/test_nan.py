@@ -218,7 +218,7 @@ def test_nonfinite_held_out_loss_is_logged(tmp_path, monkeypatch, saved):
 
 
 # -------------------------------------------------------------------- kills after NaN
-@pytest.mark.slow_except(5)
+@pytest.mark.nightly_except(5)
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("at", [6, BAD_STEP, 9, 12, 19])
 def test_resumed_run_after_nan_is_equal(tmp_path, monkeypatch, saved, policy, at):

@@ -68,7 +68,6 @@ def test_differences_beyond_rounding_are_reported(workspace, reference, phase_ti
     assert approximate_differences(reference.run_folder, reference.run_folder) == []
 
 
-@pytest.mark.slow
 @LONG
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, *SIGNALS])
@@ -83,14 +82,12 @@ IN_RANKS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rank"), IN_RANKS)
 def test_every_failure_of_a_rank_ends_all_ranks(workspace, phase_times, reference, name, rank):
     case = workspace.new_run(f"failure {list(FAILURES).index(name)} {rank}")
     assert run_failure(name, case, reference.run_folder, rank, step=6).problems == []
 
 
-@pytest.mark.slow
 @LONG
 def test_ranks_command_prints_a_table_of_failures():
     words = "--n 0 --phases 0 --failures 1 --seed 3".split()
