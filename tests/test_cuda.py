@@ -167,7 +167,6 @@ each_type = pytest.mark.parametrize(
 
 
 # -------------------------------------------------------------------- on the emulator: the cases of all kernels
-@pytest.mark.nightly_except(3)
 @each_type
 def test_emulated_kernels_match_reference_in_float64(name, dtype, emulated):
     """Test every size in both layouts in float32, and alternate sizes and layouts in 16 bits."""

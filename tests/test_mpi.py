@@ -366,7 +366,7 @@ def test_ranks_survive_a_full_disk_longer_than_the_timeout(bench):
     assert losses(bench / "full") == losses(bench / "unharmed")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_mpi
 def test_ranks_with_different_settings_or_code_are_rejected(bench):
     threads = "import os\nos.environ['TRICYCLE_NUM_THREADS'] = str(rank + 1)"

@@ -120,7 +120,7 @@ def test_metrics_have_each_step_and_estimate_once(finished):
     assert bits_per_nat == {round(final["final_bits_per_byte"] / final["final_loss"], 4)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_accuracy_in_tasks_is_part_of_evaluations(tmp_path, cache, text):
     folder = tmp_path / "run"
     words = ("--context-window", "64", "--sample-interval", "0", "--evaluate-tasks", "induction")
@@ -137,7 +137,7 @@ def test_accuracy_in_tasks_is_part_of_evaluations(tmp_path, cache, text):
     assert failure.returncode and "induction: expected a window above 48 tokens, got 32" in failure.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_head_scores_are_recorded_and_drawn(tmp_path, cache, text):
     folder = tmp_path / "run"
     words = ("--context-window", "24", "--sample-interval", "0", "--score-heads", "--steps", "8")
@@ -186,8 +186,7 @@ SMALL = "--vocab-size 270 --context-window 16 --embedding-dim 16 --n-heads 2 --h
 KINDS = {"mamba": "--n-layers 2 --attention-layers 1 --n-key-heads 1 --state-size 4", "encoder_decoder": "--n-layers 1"}
 
 
-@pytest.mark.nightly_except(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 @POSIX_ONLY
 @pytest.mark.parametrize("kind", KINDS)
 def test_presets_of_other_kinds_train_resume_and_generate(tmp_path, cache, text, kind):

@@ -641,8 +641,7 @@ def receive_all(connection: socket.socket) -> bytes:
         return b"".join(iter(lambda: connection.recv(4096), b""))
 
 
-@pytest.mark.nightly_except(2)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slow_reader_does_not_delay_others(folder, reference):
     with run_server(folder, max_batch_size=2, length=3000) as server, openai_client(server) as client:
         slow = [start_stream(server, max_tokens=3000, logprobs=5) for _ in range(2)]

@@ -321,7 +321,7 @@ def words(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa:
         yield [*REAL, str(text)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_real_trials_are_run_folders(tmp_path: Path, words: list[str]) -> None:
     folder = tmp_path / "a sweep"
     out = good(call(*words, "--trials", "1", "--run-folder", folder))

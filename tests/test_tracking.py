@@ -113,7 +113,7 @@ def test_an_unreachable_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 # -------------------------------------------------------------------- the programs
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_track_flag_adds_and_removes_trackers_of_a_run(tmp_path: Path, cache: Path, text: Path) -> None:  # noqa: F811
     """One run, without a tracker at first; it has one from --resume on, and then none any more."""
     has("tensorboard")
