@@ -125,7 +125,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.nightly_except(11)
+@pytest.mark.nightly_except(4)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_are_rejected_quickly_in_one_line(name):
     source, reason = HOSTILE[name]

@@ -159,7 +159,6 @@ WRONG_KEYS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("name", WRONG_KEYS)
 def test_invalid_metadata_is_rejected(tmp_path: Path, name: str) -> None:
     keys, message = WRONG_KEYS[name]

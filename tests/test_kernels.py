@@ -331,7 +331,6 @@ def test_providers_match_the_reference_in_float64(name, size):
         assert_close(name, actual, expected, dtype)
 
 
-@pytest.mark.nightly_except(5)
 @pytest.mark.parametrize("name", sorted(set(registered_by(registry.register_numpy)) - NOT_OPS))
 def test_results_do_not_depend_on_the_number_of_threads(name, monkeypatch):
     """Compare with three threads and chunks so small that every thread gets some."""

@@ -347,7 +347,6 @@ def field_paths(fields: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         yield from ((name, *path) for path in field_paths(value if isinstance(value, dict) else {}))
 
 
-@pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("family", ALL_FAMILIES, ids=lambda family: family.model_types[0])
 def test_each_family_refuses_invalid_fields(family: Family) -> None:
     """Each field with each value of INVALID is read, or refused by an error that says what was expected."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from docutils import nodes
-from sphinx.addnodes import toctree as TocTree
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 BEFORE_THEME = 400  # the theme's listener has Sphinx's default priority, 500
@@ -22,7 +22,7 @@ def titles_of(contents: nodes.Node) -> nodes.Node:
     for entry in contents.children:
         kept = entry.copy()
         kept += entry.children[0].deepcopy()
-        below = [tree.deepcopy() for tree in entry.findall(TocTree)]
+        below = [tree.deepcopy() for tree in entry.findall(addnodes.toctree)]
         kept += [nodes.bullet_list("", *below)] if below else []
         titles += kept
     return titles
