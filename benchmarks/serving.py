@@ -315,10 +315,10 @@ def first_text_times(results: list[RequestResult]) -> tuple[float, float]:
     return times[len(times) // 2], times[int(0.95 * (len(times) - 1))]
 
 
-def resident_megabytes(pid: int) -> float:
-    """Return the memory of a process in MB, on Linux; 0 elsewhere."""
+def resident_megabytes(pid: int, kind: str = "VmRSS") -> float:
+    """Return the memory of a process in MB, on Linux, without pages of files if `kind` is RssAnon; 0 elsewhere."""
     with contextlib.suppress(OSError):
-        return int(re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0]) / 1000
+        return int(re.findall(rf"{kind}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0]) / 1000
     return 0.0
 
 

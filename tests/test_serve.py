@@ -1076,14 +1076,14 @@ def test_load_of_64_clients(folder):
         rounds = []
         for seed in range(4):
             kinds = benchmark.request_kinds(256, expected.has_chat, seed)
-            rounds.append((benchmark.send_requests(generator, kinds, 64), benchmark.resident_megabytes(pid)))
+            rounds.append((benchmark.send_requests(generator, kinds, 64), benchmark.resident_megabytes(pid, "RssAnon")))
     results = [result for of_round, _ in rounds[1:] for result in of_round]
     assert [result.error for result in results if not result.correct] == []
     assert len(results) == 768
     median, late = benchmark.first_text_times(results)
     assert 0 < late <= 10 * median  # one that starves waits for all others: 64 times as long
     memory = [megabytes for _, megabytes in rounds]
-    # 4 MB more: the system reads pages of libraries again that `release_memory` has released
+    # 4 MB more: any round can be the first that needs a compiled loop, which is then loaded
     assert memory[3] <= 1.02 * memory[1] + 4, memory
 
 
