@@ -136,6 +136,18 @@ def test_long_job_starts_the_helpers_that_are_idle(team, is_long):
     assert seen == [[not is_long] * 2]
 
 
+def test_helper_serves_a_long_job_that_begins_while_it_stops(team, monkeypatch):
+    served = []
+
+    def serve_jobs(box, part):
+        served.append(part)
+        team.n_long_jobs += len(served) < 3
+
+    monkeypatch.setattr(team.loops, "serve_jobs", serve_jobs)
+    team.serve(1)
+    assert served == [1, 1, 1]
+
+
 def test_callers_in_several_threads(team):
     matrix = matrix_of("int8", (900, 512))
     rows = np.random.default_rng(6).standard_normal((4, 1, 512)).astype(np.float32)

@@ -42,6 +42,7 @@ class SpinTeam:
         self.shared = self.loops.new_mailbox()
         self.boxes = _Mailboxes()
         self.policy = SpinPolicy()
+        self.n_long_jobs = 0
 
     def multiply(
         self, x: np.ndarray, matrix: np.ndarray, scales: np.ndarray, sums: np.ndarray, out: np.ndarray
@@ -61,6 +62,7 @@ class SpinTeam:
         start = perf_counter()
         try:
             if is_long:
+                self.n_long_jobs += 1
                 threads.start_serving(self.serve, self.stop)
             waited = job(self.shared, min(threads.n_threads(), self.loops.MOST_PARTS))
             if waited == TOO_FEW:
@@ -72,7 +74,9 @@ class SpinTeam:
 
     def serve(self, part: int) -> None:
         """Compute rows of jobs in a worker thread until stopped, or idle for long."""
-        if part < self.loops.MOST_PARTS:
+        n_seen = -1
+        while part < self.loops.MOST_PARTS and n_seen != self.n_long_jobs:  # one that began as this thread stopped
+            n_seen = self.n_long_jobs
             self.loops.serve_jobs(self.shared, part)
 
     def stop(self, stopped: bool) -> None:
