@@ -312,18 +312,18 @@ def test_mlp_matches_the_reference(kind, activation, norm, n_fused, monkeypatch)
 def test_attention_matches_the_reference(kind, n_rotated, window, off_by_one, norm, n_fused, monkeypatch):
     angles = normal(1, n_rotated // 2, seed=7)
     rope = (np.cos(angles), np.sin(angles)) if n_rotated else None
-    cached = normal(1, 150, 2, 64, seed=8), normal(1, 150, 2, 64, seed=9)
+    cached = normal(1, 160, 2, 64, seed=8), normal(1, 160, 2, 64, seed=9)
     linears = linear(kind, 256, 8 * 64), linear(kind, 256, 256, seed=2)
-    state = AttentionState(rope, cached, ScoreOptions(0.125, 149, window), off_by_one)
-    arguments = normal(1, 256), Sublayers([Sublayer(norm_of(256, *norm), *linears)]), [state]
-    written = [array[0, -1].copy() for array in cached]
+    attention = Sublayer(norm_of(256, *norm), *linears, "", ScoreOptions(0.125, 0, window), off_by_one)
+    arguments = normal(1, 256), Sublayers([attention]), [AttentionState(rope, *cached, 150)]
+    written = [array[0, 149].copy() for array in cached]
     assert_close_for_all_threads(arguments, monkeypatch)
     assert n_fused == [1] * 6
-    last = [array[0, -1].copy() for array in cached]
+    last = [array[0, 149].copy() for array in cached]
     run_sublayers.reference(*arguments)
     for array, found, before in zip(cached, last, written):
         assert not np.array_equal(found, before)
-        np.testing.assert_allclose(found, array[0, -1], 0, 0.05)
+        np.testing.assert_allclose(found, array[0, 149], 0, 0.05)
 
 
 @needs_numba
@@ -366,18 +366,22 @@ def test_mlp_declines_with_a_reason(x, changes, phrase):
 
 @needs_numba
 @pytest.mark.parametrize(
-    ("rope", "cached", "options", "phrase"),
+    ("changes", "options", "phrase"),
     [
-        (None, CACHED, OPTIONS, None),
-        (None, CACHED, OPTIONS._replace(softcap=2.0), "soft-cap"),
-        (None, tuple(x.astype(np.float16) for x in CACHED), OPTIONS, "cache.*float32"),
-        (None, (CACHED[0], CACHED[1][:, :4]), OPTIONS, "one shape"),
-        ((normal(1, 17), normal(1, 17)), CACHED, OPTIONS, "angles that fit"),
-        (None, (normal(1, 5, 2, 32), normal(1, 5, 2, 32)), OPTIONS, "queries"),
-        ((np.ones((1, 8)), np.ones((1, 8))), CACHED, OPTIONS, "cosines.*float32"),
+        ({}, OPTIONS, None),
+        ({}, OPTIONS._replace(softcap=2.0), "soft-cap"),
+        ({"keys": CACHED[0].astype(np.float16)}, OPTIONS, "cache.*float32"),
+        ({"values": CACHED[1][:, ::2]}, OPTIONS, "cache.*float32"),
+        ({"values": CACHED[1][:, :4].copy()}, OPTIONS, "one shape"),
+        ({"n_tokens": 6}, OPTIONS, "6 tokens"),
+        ({"keys": normal(1, 5, 2, 32), "values": normal(1, 5, 2, 32)}, OPTIONS, "queries"),
+        ({"rope": (normal(1, 16), normal(1, 16))}, OPTIONS, None),
+        ({"rope": (normal(1, 17), normal(1, 17))}, OPTIONS, "angles that fit"),
+        ({"rope": (np.ones((1, 8)), np.ones((1, 8)))}, OPTIONS, "cosines.*float32"),
     ],
 )
-def test_attention_declines_with_a_reason(rope, cached, options, phrase):
-    arguments = ROW, Sublayers([MLP, ATTENTION]), [None, AttentionState(rope, cached, options, False)]
+def test_attention_declines_with_a_reason(changes, options, phrase):
+    state = AttentionState(None, *CACHED, 5)._replace(**changes)
+    arguments = ROW, Sublayers([MLP, ATTENTION._replace(score_options=options)]), [None, state]
     reason = sublayers.run_sublayers.decline_reason(*arguments)
     assert reason is None if phrase is None else re.search(phrase, reason)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from tricycle import kernels
@@ -158,10 +159,5 @@ def adjacent_like(arrays: Sequence[Array]) -> Callable[[], list[Array]]:
 
 def _parts(whole: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """Split (B, T, C) along the last axis into views of these shapes (B, T, H, D)."""
-    parts = []
-    start = 0
-    for shape in shapes:
-        stop = start + shape[2] * shape[3]
-        parts.append(whole[..., start:stop].reshape(shape))
-        start = stop
-    return parts
+    stops = accumulate(shape[2] * shape[3] for shape in shapes)
+    return [whole[..., stop - shape[2] * shape[3] : stop].reshape(shape) for stop, shape in zip(stops, shapes)]

@@ -64,6 +64,15 @@ class KeyValueCache:
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """Append keys, values (B, T, K, D), ValueError if full; return views of those stored, at least those in use."""
+        n_tokens, (all_keys, all_values, stop) = keys.shape[1], self.make_room(keys, values)
+        all_keys[:, stop - n_tokens : stop], all_values[:, stop - n_tokens : stop] = keys, values
+        self.length += n_tokens
+        if stop > 2 * self._most:  # after a long prefill the next token attends to few of them
+            self._drop_unseen()
+        return all_keys[:, :stop], all_values[:, :stop]
+
+    def make_room(self, keys: Array, values: Array) -> tuple[Array, Array, int]:
+        """Return the memory, (B, N, K, D) each, and the number of stored tokens once keys, values have been added."""
         n_items, n_tokens = keys.shape[:2]
         if self.length + n_tokens > self.capacity:
             raise ValueError(f"KeyValueCache: {self.length} + {n_tokens} tokens exceed its capacity of {self.capacity}")
@@ -75,12 +84,7 @@ class KeyValueCache:
         if self._keys is None or self._values is None or stop > self._keys.shape[1]:
             self._keys = self._enlarged(self._keys, keys, start, stop)
             self._values = self._enlarged(self._values, values, start, stop)
-        self._keys[:, start:stop], self._values[:, start:stop] = keys, values
-        self.length += n_tokens
-        seen = self._keys[:, :stop], self._values[:, :stop]
-        if stop > 2 * self._most:  # after a long prefill the next token attends to few of them
-            self._drop_unseen()
-        return seen
+        return self._keys, self._values, stop
 
     @property
     def _most(self) -> int:

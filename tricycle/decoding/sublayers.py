@@ -74,7 +74,9 @@ def _sublayer(part: Any, norm: Any, x: Tensor) -> Sublayer | None:
         return Sublayer(_norm(norm, x), _linear(part.up), _linear(part.projection), KERNEL_NAMES[type(part.activation)])
     if part.query_norm is not None or part.uses_shift:
         return None
-    return Sublayer(_norm(norm, x), _linear(part.qkv), _linear(part.projection))
+    token, op = _new_token(part), part.attention
+    options = op.score_options(token, token), op.softmax.off_by_one
+    return Sublayer(_norm(norm, x), _linear(part.qkv), _linear(part.projection), "", *options)
 
 
 def _has_room(layer: Any, cache: Any) -> bool:
@@ -82,13 +84,22 @@ def _has_room(layer: Any, cache: Any) -> bool:
     return type(cache) is KeyValueCache and cache.dtype in (None, FLOAT32) and cache.length < layer.context_window
 
 
-def _new_state(layer: Any, cache: Any, x: Tensor) -> AttentionState:
+def _new_token(layer: Any) -> np.ndarray:
+    """Return an array of the shape of a token's keys and values, without numbers."""
+    return np.empty((1, 1, layer.n_key_heads, layer.head_size), FLOAT32)
+
+
+def _rope(layer: Any, cache: Any, x: Tensor) -> Any:
+    """Return the cosines and sines of an attention layer for the next token, or None."""
+    return None if layer.rotary is None else layer.rotary.angles(layer.head_size, cache.segments(1), x.array)
+
+
+def _new_state(layer: Any, cache: Any, rope: Any) -> AttentionState:
     """Return what an attention layer needs for the next token, for which a place in the cache is taken."""
-    op, rotary = layer.attention, layer.rotary
-    rope: Any = None if rotary is None else rotary.angles(layer.head_size, cache.segments(1), x.array)
-    new = np.empty((1, 1, layer.n_key_heads, layer.head_size), FLOAT32)
-    cached = cache.append(new, new)  # the kernel writes the key and the value
-    return AttentionState(rope, cached, op.score_options(new, cached[0]), op.softmax.off_by_one)
+    token = _new_token(layer)
+    keys, values, n_tokens = cache.make_room(token, token)  # the kernel writes the key and the value
+    cache.length += 1
+    return AttentionState(rope, keys, values, n_tokens)
 
 
 def _run(x: Tensor, sublayers: Sublayers, states: Sequence[AttentionState | None]) -> Tensor:
@@ -111,7 +122,7 @@ def fused_sublayer(x: Tensor, part: Any, norm: Any, cache: Any = None, mask: Any
     sublayer = _sublayer(part, norm, x)
     if sublayer is None:
         return None
-    return _run(x, Sublayers([sublayer]), [_new_state(part, cache, x) if has_cache else None])
+    return _run(x, Sublayers([sublayer]), [_new_state(part, cache, _rope(part, cache, x)) if has_cache else None])
 
 
 # -------------------------------------------------------------------- all blocks
@@ -122,6 +133,7 @@ class _Blocks:
 
     Attributes:
         sublayers: None if the blocks have to compute one after the other.
+        rope_keys: what the angles of each block's RoPE depend on besides the position.
     """
 
     def __init__(self, blocks: Sequence[Any], x: Tensor) -> None:
@@ -135,6 +147,7 @@ class _Blocks:
         sublayers = [_sublayer(part, norm, x) for part, norm in pairs if not getattr(norm, "unit_offset", False)]
         known = [sublayer for sublayer in sublayers if sublayer is not None]
         self.sublayers = Sublayers(known) if len(known) == 2 * len(self.blocks) else None
+        self.rope_keys = [_rope_key(block.attention) for block in blocks] if self.sublayers else []
 
     def _read(self) -> list[Any]:
         """Return the layers' types, attributes and parameter arrays, and all methods that the kernel replaces."""
@@ -147,6 +160,12 @@ class _Blocks:
             return False
         contents = self._read()
         return len(contents) == len(self._contents) and all(map(is_, contents, self._contents))
+
+
+def _rope_key(layer: Any) -> Any:
+    """Return what the angles of an attention layer depend on besides the position, None without RoPE."""
+    rotary = layer.rotary
+    return None if rotary is None else (layer.head_size, rotary.base, rotary.fraction, id(rotary.scaling))
 
 
 def _pairs(block: Any) -> list[tuple[Any, Any]]:
@@ -176,8 +195,11 @@ def fused_blocks(x: Tensor, blocks: Sequence[Any], caches: Sequence[Any], mask: 
     if known.sublayers is None or not all(_has_room(block.attention, cache) for block, cache in zip(blocks, caches)):
         return None
     states: list[AttentionState | None] = []
-    for block, cache in zip(blocks, caches):
-        states += (_new_state(block.attention, cache, x), None)
+    ropes: dict[Any, Any] = {}
+    for key, block, cache in zip(known.rope_keys, blocks, caches):
+        if key not in ropes:
+            ropes[key] = _rope(block.attention, cache, x)
+        states += (_new_state(block.attention, cache, ropes[key]), None)
     return _run(x, known.sublayers, states)
 
 

@@ -53,12 +53,16 @@ class Sublayer(NamedTuple):
         first: from C to M channels (2 M with SwiGLU), or to (H + 2 K) D, all queries, keys and values.
         last: from M or H D to C channels.
         activation: of an MLP the kernel "swiglu" or "gelu", of attention "".
+        score_options: of attention; the offset is not used, for the token is the last one.
+        off_by_one: whether the softmax is softmax1.
     """
 
     norm: Norm
     first: Linear
     last: Linear
     activation: str = ""
+    score_options: ScoreOptions = ScoreOptions(1.0)
+    off_by_one: bool = False
 
 
 class AttentionState(NamedTuple):
@@ -66,14 +70,14 @@ class AttentionState(NamedTuple):
 
     Attributes:
         rope: the cosines and sines (1, R / 2) that rotate the first R channels of queries and keys, or None.
-        cached: keys and values (1, S, K, D), of which the last token's are overwritten.
-        off_by_one: whether the softmax is softmax1.
+        keys, values: memory (1, N, K, D), of which the last token's are overwritten.
+        n_tokens: S, at most N.
     """
 
     rope: tuple[Array, Array] | None
-    cached: tuple[Array, Array]
-    score_options: ScoreOptions
-    off_by_one: bool
+    keys: Array
+    values: Array
+    n_tokens: int
 
 
 class Sublayers(tuple[Sublayer, ...]):
@@ -104,21 +108,23 @@ def run_sublayers(x: Array, sublayers: Sublayers, states: Sequence[AttentionStat
     (sublayer,), (state,) = sublayers, states
     hidden = sublayer.first(sublayer.norm(x))
     if state is not None:
-        hidden = _attend(hidden, state)
+        hidden = _attend(hidden, sublayer, state)
     else:
         hidden = kernels.swiglu(hidden) if sublayer.activation == "swiglu" else kernels.gelu(hidden)
     return x + sublayer.last(hidden)
 
 
-def _attend(qkv: Array, state: AttentionState) -> Array:
+def _attend(qkv: Array, sublayer: Sublayer, state: AttentionState) -> Array:
     """Return attention (1, H D) of a token's queries, keys and values (1, (H + 2 K) D), and cache the latter."""
-    keys, values = state.cached
+    rope, *memory, n_tokens = state
+    keys, values = (array[:, :n_tokens] for array in memory)
     n_key_heads, head_size = keys.shape[2:]
     heads = qkv.reshape(1, 1, -1, head_size)
-    if state.rope is not None:
-        n_channels, rotated = 2 * state.rope[0].shape[1], heads[:, :, :-n_key_heads, :]
-        rotated[..., :n_channels] = kernels.apply_rope(rotated[..., :n_channels], *state.rope)
+    if rope is not None:
+        n_channels, rotated = 2 * rope[0].shape[1], heads[:, :, :-n_key_heads, :]
+        rotated[..., :n_channels] = kernels.apply_rope(rotated[..., :n_channels], *rope)
     keys[:, -1:], values[:, -1:] = heads[:, :, -2 * n_key_heads : -n_key_heads], heads[:, :, -n_key_heads:]
     q = heads[:, :, : -2 * n_key_heads]
-    attended, _ = kernels.attention(q, keys, values, state.score_options, state.off_by_one)
+    score_options = sublayer.score_options._replace(offset=n_tokens - 1)
+    attended, _ = kernels.attention(q, keys, values, score_options, sublayer.off_by_one)
     return attended.reshape(1, -1)

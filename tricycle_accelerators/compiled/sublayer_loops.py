@@ -30,9 +30,9 @@ KIND, GAIN, NORM_BIAS, HAS_NORM_BIAS, SUBTRACT_MEAN, FIRST = range(6)
 # the address of a function for it; the number of columns; address and length of the bias.
 MULTIPLY, MATRIX, N_PARTS, FUNCTION, N_COLUMNS, BIAS, N_BIAS, N_LINEAR = range(8)
 LAST = FIRST + N_LINEAR
-# Of attention: addresses of cosines and sines (R / 2,), and R / 2; addresses of keys and values, and their shape
-# (S, K, D); whether the softmax is softmax1; the first token that is seen.
-COS, SIN, N_ANGLES, KEYS, VALUES, N_TOKENS, N_KEY_HEADS, HEAD_SIZE, OFF_BY_ONE, WINDOW_START, N_FIELDS = range(
+# Of attention: whether the softmax is softmax1; the window, or 0; addresses of cosines and sines (R / 2,), and R / 2;
+# addresses of keys and values, and their shape (S, K, D).
+OFF_BY_ONE, WINDOW, COS, SIN, N_ANGLES, KEYS, VALUES, N_TOKENS, N_KEY_HEADS, HEAD_SIZE, N_FIELDS = range(
     LAST + N_LINEAR, LAST + N_LINEAR + 11
 )
 EPS, SCALE, N_NUMBERS = range(3)  # columns of a table of float64
@@ -94,7 +94,7 @@ def _attend(
 ) -> Any:
     """Return attention (1, H D) of queries, keys and values (1, (H + 2 K) D), and pauses waited; cache the last two."""
     n_tokens, n_key_heads, head_size = fields[N_TOKENS], fields[N_KEY_HEADS], fields[HEAD_SIZE]
-    shape, first = (n_tokens, n_key_heads, head_size), fields[WINDOW_START]
+    shape, first = (n_tokens, n_key_heads, head_size), max(0, n_tokens - fields[WINDOW]) if fields[WINDOW] else 0
     keys = numba.carray(pointer_to(fields[KEYS], ZERO), shape)
     values = numba.carray(pointer_to(fields[VALUES], ZERO), shape)
     heads = product.reshape(1, product.shape[1] // head_size, head_size)

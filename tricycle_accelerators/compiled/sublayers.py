@@ -5,7 +5,7 @@ The products are those of `vector_matmul` and `block_matmul`, so results have th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import NotImplementedType
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ def _matrix_decline_reason(x: np.ndarray, matrix: Any) -> str | None:
 
 def _parameters_decline_reason(x: np.ndarray, sublayer: Sublayer) -> str | None:
     """Return why the loops cannot use the parameters of a sublayer for a row x; else None."""
-    norm, first, last, activation = sublayer
+    norm, first, last, activation, *_ = sublayer
     linears, size = (first, last), x.shape[-1]
     for array in (norm.gain, norm.bias, *(linear.bias for linear in linears)):
         if array is not None and not (array.dtype == FLOAT32 and array.flags.carray):
@@ -43,6 +43,8 @@ def _parameters_decline_reason(x: np.ndarray, sublayer: Sublayer) -> str | None:
     shapes = norm.gain.shape, first.weights.shape[:1], last.weights.shape
     if shapes != ((size,), (size,), (n_hidden, size)) or (norm.bias is not None and norm.bias.shape != (size,)):
         return f"parameters for {size} and {n_hidden} channels, got shapes {shapes}"
+    if sublayer.score_options.softcap is not None:
+        return MASK_OR_CAP
     for matrix, bias in linears:
         if bias is not None and bias.shape != matrix.shape[1:]:
             return f"a bias for {matrix.shape[1]} channels, got {bias.shape}"
@@ -52,20 +54,26 @@ def _parameters_decline_reason(x: np.ndarray, sublayer: Sublayer) -> str | None:
 
 
 def _state_decline_reason(sublayer: Sublayer, state: AttentionState) -> str | None:
-    """Return why the loops cannot attend: a soft-cap, a cache or angles not of float32, or other sizes; else None."""
-    rope, (keys, values), score_options, _ = state
-    if score_options.softcap is not None:
-        return MASK_OR_CAP
-    for array in (keys, values, *(rope or ())):
-        if array.dtype != FLOAT32 or not array[0].flags.carray:
-            return f"a cache, cosines and sines of float32 {CONTIGUOUS}"
-    if keys.shape != values.shape or len(keys) != 1:
-        return "keys and values of one shape, of one text"
-    n_key_heads, size = keys.shape[2:]
+    """Return why the loops cannot attend: a cache that is not of float32, or other sizes; else None."""
+    _, keys, values, n_tokens = state
+    if not (keys.dtype == values.dtype == FLOAT32 and keys.flags.carray and values.flags.carray):
+        return f"a cache of float32 {CONTIGUOUS}"
+    n_texts, room, n_key_heads, size = shape = keys.shape
+    if shape != values.shape or n_texts != 1 or not 0 < n_tokens <= room:
+        return f"keys and values of one shape, of {n_tokens} tokens of one text"
     n_hidden = sublayer.first.weights.shape[1] - 2 * n_key_heads * size
-    fits = n_hidden > 0 and n_hidden % (n_key_heads * size) == 0 and n_hidden == sublayer.last.weights.shape[0]
-    if not fits or (rope is not None and not rope[0].shape == rope[1].shape == (1, min(rope[0].shape[1], size // 2))):
-        return f"queries and angles that fit keys {keys.shape}"
+    if n_hidden <= 0 or n_hidden % (n_key_heads * size) or n_hidden != sublayer.last.weights.shape[0]:
+        return f"queries that fit keys {shape}"
+    return None
+
+
+def _rope_decline_reason(rope: Any, head_size: int) -> str | None:
+    """Return why the loops cannot rotate heads of a size: angles not of float32, or of another shape; else None."""
+    cos, sin = rope
+    if not all(angles.dtype == FLOAT32 and angles.flags.carray for angles in rope):
+        return f"cosines and sines of float32 {CONTIGUOUS}"
+    if not cos.shape == sin.shape == (1, min(cos.shape[-1], head_size // 2)):
+        return f"angles that fit heads of {head_size} channels"
     return None
 
 
@@ -79,9 +87,17 @@ def _decline_reason(x: np.ndarray, sublayers: Sublayers, states: Sequence[Attent
         reasons[x.shape[1]] = next((why for why in each if why is not None), None)
     if (reason := reasons[x.shape[1]]) is not None:
         return reason
+    checked: tuple[Any, int] = None, 0
     for sublayer, state in zip(sublayers, states, strict=True):
-        if state is not None and (why := _state_decline_reason(sublayer, state)) is not None:
+        if state is None:
+            continue
+        if (why := _state_decline_reason(sublayer, state)) is not None:
             return why
+        rope, head_size = state.rope, state.keys.shape[3]
+        if rope is not None and (rope is not checked[0] or head_size != checked[1]):  # layers share angles
+            if (why := _rope_decline_reason(rope, head_size)) is not None:
+                return why
+            checked = rope, head_size
     return None
 
 
@@ -105,11 +121,12 @@ def _new_table(sublayers: Sublayers) -> _Table:
     """Return a table of sublayers."""
     loops = load_loops("sublayer_loops")
     table = _Table(np.zeros((len(sublayers), loops.N_FIELDS), np.int64), np.zeros((len(sublayers), 2)), [], [], [])
-    for i, (norm, *linears, activation) in enumerate(sublayers):
+    for i, (norm, *linears, activation, score_options, off_by_one) in enumerate(sublayers):
         fields = table.fields[i]
+        fields[loops.OFF_BY_ONE], fields[loops.WINDOW] = off_by_one, score_options.window or 0
         fields[loops.KIND] = {"swiglu": loops.SWIGLU, "gelu": loops.GELU, "": loops.ATTENTION}[activation]
         fields[loops.GAIN : loops.FIRST] = _describe_norm(norm)
-        table.numbers[i, loops.EPS] = norm.eps
+        table.numbers[i] = norm.eps, score_options.scale
         for start, linear in zip((loops.FIRST, loops.LAST), linears):
             matrix = _describe_matrix(linear)
             fields[start : start + loops.N_LINEAR] = _describe_linear(linear, matrix)
@@ -149,12 +166,15 @@ def _describe_linear(linear: Linear, matrix: np.ndarray) -> tuple[int, ...]:
     return functions[0], matrix.ctypes.data, len(matrix), functions[1], linear.weights.shape[1], *bias
 
 
-def _describe_state(state: AttentionState) -> tuple[int, ...]:
-    """Return the fields of attention's state."""
-    rope, ((keys,), (values,)), (_, _, window, _), off_by_one = state
-    angles = (0, 0, 0) if rope is None else (_address(rope[0]), _address(rope[1]), rope[0].shape[1])
-    start = 0 if window is None else max(0, len(keys) - window)
-    return *angles, _address(keys), _address(values), *keys.shape, off_by_one, start
+def _describe_states(states: Iterable[AttentionState]) -> list[tuple[int, ...]]:
+    """Return the fields of attention's states, COS to HEAD_SIZE."""
+    described = []
+    last, angles = None, (0, 0, 0)
+    for rope, keys, values, n_tokens in states:
+        if rope is not last:  # layers share angles
+            last, angles = rope, (0, 0, 0) if rope is None else (*map(_address, rope), rope[0].shape[1])
+        described.append((*angles, _address(keys), _address(values), n_tokens, *keys.shape[2:]))
+    return described
 
 
 def _address(array: np.ndarray) -> int:
@@ -174,11 +194,9 @@ def run_sublayers(
         table = sublayers.prepared["table"] = _new_table(sublayers)
     for part in table.files:
         part.check()
-    fields, numbers = table.fields.copy(), table.numbers.copy()
+    fields = table.fields.copy()
     if table.attention:
-        attending = [(i, state) for i in table.attention if (state := states[i]) is not None]
-        fields[table.attention, loops.COS :] = [_describe_state(state) for _, state in attending]
-        numbers[table.attention, loops.SCALE] = [state.score_options.scale for _, state in attending]
+        fields[table.attention, loops.COS :] = _describe_states(state for state in states if state is not None)
     y, function = np.empty_like(x), load_loops("decode_loops").attend_to_units.address
-    waited = spin_team().run(partial(loops.run_sublayers, x, fields, numbers, y, function), is_long=True)
+    waited = spin_team().run(partial(loops.run_sublayers, x, fields, table.numbers, y, function), is_long=True)
     return NotImplemented if waited < TOO_FEW else y
