@@ -65,10 +65,17 @@ def run_threads(*targets) -> None:
 
 
 @pytest.mark.parametrize("n_items", [0, 1, 2, 7, 100])
-def test_parallel_for_processes_every_item_once(n_workers, n_items):
-    received = []
-    threads.parallel_for(received.append, range(n_items))
+@pytest.mark.parametrize("calls_blas", [True, False])
+def test_parallel_for_processes_every_item_once(n_workers, n_items, calls_blas):
+    received, n_holders = [], []
+
+    def work(item):
+        received.append(item)
+        n_holders.append(threads.blas_limit.n_holders)
+
+    threads.parallel_for(work, range(n_items), calls_blas)
     assert sorted(received) == list(range(n_items))
+    assert set(n_holders) <= {int(calls_blas) + threads.blas_limit.is_permanent}
 
 
 def test_workers_use_the_errstate_of_the_caller(n_workers):

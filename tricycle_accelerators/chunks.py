@@ -52,14 +52,18 @@ def thread_slices(n_rows: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, n_rows, step)]
 
 
-def sum_over_chunks(work: Callable[[slice], Any], pieces: list[slice]) -> Any:
-    """Call `work` for each slice (one or more) in threads; return the sum of results, added to the first in order."""
+def sum_over_chunks(work: Callable[[slice], Any], pieces: list[slice], calls_blas: bool = True) -> Any:
+    """Call `work` for each slice (one or more) in threads; return the sum of results, added to the first in order.
+
+    Args:
+        calls_blas: as of `threads.parallel_for`.
+    """
     results: list[Any] = [None] * len(pieces)
 
     def keep(i: int) -> None:
         results[i] = work(pieces[i])
 
-    threads.parallel_for(keep, range(len(pieces)))
+    threads.parallel_for(keep, range(len(pieces)), calls_blas)
     total = results[0]
     for result in results[1:]:
         total += result

@@ -21,7 +21,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from functools import cache, partial
 from typing import Any
@@ -367,21 +367,24 @@ def _after_fork() -> None:
 pool_lock = threading.Lock()  # the helpers work for one caller at a time
 
 
-def parallel_for(work: Callable[[Any], None], items: Iterable[Any]) -> None:
+def parallel_for(work: Callable[[Any], None], items: Iterable[Any], calls_blas: bool = True) -> None:
     """Call `work` for each item in worker threads, BLAS limited to one thread; serially if nested; raise first error.
 
     Each call must write where no other does. Called from inside `work` it does all the work itself. While another
     thread is here it waits for its turn, so `work` must not wait for a thread that comes here too.
 
+    Args:
+        calls_blas: whether `work` may call BLAS. To limit it takes longer than a compiled loop for a small array.
+
     Raises:
         whatever `work` raises, after all threads have stopped.
     """
     items = list(items)
-    if in_worker():
+    if in_worker() or (len(items) == 1 and not calls_blas):
         for item in items:
             work(item)
         return
-    with single_blas_thread():
+    with single_blas_thread() if calls_blas else nullcontext():
         _thread_state.in_worker = True
         try:
             if n_threads() > 1 and len(items) > 1:

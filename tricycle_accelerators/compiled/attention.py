@@ -259,7 +259,7 @@ def attention(
         )
         _run("compile_attention", arguments, narrow, narrow_results, (k.shape[1], q.shape[3], v.shape[3]))
 
-    threads.parallel_for(work, groups)
+    threads.parallel_for(work, groups, calls_blas=False)
     with np.errstate(all="ignore"):  # of infinity and NaN, which come from outside
         logsumexp += np.log(totals, out=totals)
     return out.astype(dtype, copy=False), logsumexp
@@ -339,7 +339,7 @@ def attention_backward(
         )
         _run("compile_attention_backward", arguments, narrow, narrow_results, (k.shape[1], q.shape[3], v.shape[3]))
 
-    threads.parallel_for(work, range(len(groups)))
+    threads.parallel_for(work, range(len(groups)), calls_blas=False)
     if in_parts:
         _add_parts(groups, sums, dk.view(dtype), dv.view(dtype))
     return None

@@ -73,7 +73,7 @@ def layer_norm(
         else:
             load_loops("loops").rms_norm(rows[piece], gain, eps, out[piece], scales[piece])
 
-    threads.parallel_for(work, chunks.row_chunks(*rows.shape))
+    threads.parallel_for(work, chunks.row_chunks(*rows.shape), calls_blas=False)
     statistics = (*x.shape[:-1], 1)
     return y.reshape(x.shape), means.reshape(statistics), scales.reshape(statistics)
 
@@ -122,5 +122,5 @@ def layer_norm_backward(
             )
         return sums
 
-    dgain, dbias = chunks.sum_over_chunks(work, chunks.row_chunks(*rows.shape))
+    dgain, dbias = chunks.sum_over_chunks(work, chunks.row_chunks(*rows.shape), calls_blas=False)
     return dx, dgain, dbias

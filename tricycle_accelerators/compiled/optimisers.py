@@ -60,4 +60,4 @@ def adamw(
     def work(piece: slice) -> None:
         update(w[piece], g[piece], m[piece], v[piece], numbers)
 
-    threads.parallel_for(work, chunks.row_chunks(weights.size))
+    threads.parallel_for(work, chunks.row_chunks(weights.size), calls_blas=False)

@@ -21,5 +21,6 @@ def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.nda
     """Sum the rows of `grad` with equal token ids into a table (n_rows, C) with Numba loops; threads divide columns."""
     table = buffers.zeros((n_rows, grad.shape[1]), np.float32)
     add = load_loops("training_loops").scatter_add_rows
-    threads.parallel_for(lambda part: add(grad[:, part], ids, table[:, part]), chunks.thread_slices(grad.shape[1]))
+    columns = chunks.thread_slices(grad.shape[1])
+    threads.parallel_for(lambda part: add(grad[:, part], ids, table[:, part]), columns, calls_blas=False)
     return table

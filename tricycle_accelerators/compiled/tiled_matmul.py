@@ -71,7 +71,7 @@ def matmul(
         rows, columns = part
         loops.multiply_large(a[rows], b[:, columns], shifts[columns], product[rows, columns])
 
-    threads.parallel_for(work, _parts((n_rows, n_columns), loops.ROWS, loops.PANEL))
+    threads.parallel_for(work, _parts((n_rows, n_columns), loops.ROWS, loops.PANEL), calls_blas=False)
     return product
 
 
