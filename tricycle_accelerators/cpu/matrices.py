@@ -87,11 +87,12 @@ def _multiply_upcast(
     a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None, dtype: Any
 ) -> np.ndarray:
     """Return 16-bit a @ b + bias (float32, in `out` or in `dtype`), some columns of b upcast to float32 at a time."""
-    a = a.astype(np.float32)
+    a = a.astype(np.float32, copy=False)
     product = buffers.empty((len(a), b.shape[1]), np.float32) if out is None else out
     width = max(1, UPCAST_SIZE // max(1, len(b)))
     for i in range(0, b.shape[1], width):
-        product[:, i : i + width] = a @ b[:, i : i + width].astype(np.float32)
+        columns = slice(i, i + width)
+        np.matmul(a, b[:, columns].astype(np.float32, copy=False), out=product[:, columns])
     if bias is not None:
         product += bias
     return product if dtype is None else product.astype(dtype, copy=False)
