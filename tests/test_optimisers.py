@@ -448,10 +448,10 @@ def test_parallel_updates_are_bit_identical(
     n_shared: list[int] = []
     parallel = threads.parallel_for
 
-    def record_parallel(work: Callable[[Any], None], items: Any) -> None:
+    def record_parallel(work: Callable[[Any], None], items: Any, calls_blas: bool = True) -> None:
         if work.__qualname__.startswith("run_independent."):
             n_shared.append(len(items))
-        parallel(work, items)
+        parallel(work, items, calls_blas)
 
     monkeypatch.setattr(threads, "parallel_for", record_parallel)
     norm = gradient_norm(parallel_model)
