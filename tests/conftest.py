@@ -59,7 +59,7 @@ def nightly_part(value: str) -> tuple[int, int] | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
-    """Collect without garbage collection, and exclude what there is then from later ones: 36,000 tests with cases."""
+    """Disable garbage collection while tests are collected, then exclude the 36,000 of them from later passes."""
     gc.disable()
     try:
         return (yield)

@@ -72,7 +72,7 @@ class KeyValueCache:
         return all_keys[:, :stop], all_values[:, :stop]
 
     def make_room(self, keys: Array, values: Array) -> tuple[Array, Array, int]:
-        """Return the memory, (B, N, K, D) each, and the number of stored tokens once keys, values have been added."""
+        """Return memory (B, N, K, D) and its number of tokens with the new ones, which the caller writes and counts."""
         n_items, n_tokens = keys.shape[:2]
         if self.length + n_tokens > self.capacity:
             raise ValueError(f"KeyValueCache: {self.length} + {n_tokens} tokens exceed its capacity of {self.capacity}")

@@ -14,7 +14,7 @@ from tricycle_accelerators import buffers, chunks, threads
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.providers import decline_when
 
-MIN_SIZE = 2**13  # numbers below which NumPy takes at most 0.1 ms longer, and nothing has to be compiled
+MIN_SIZE = 2**13  # numbers below which NumPy takes about 0.1 ms longer, and nothing has to be compiled
 FLOAT32 = np.dtype(np.float32)
 TOO_SMALL = f"fewer than {MIN_SIZE} elements: NumPy is quick enough"
 CONTIGUOUS = "in one piece, aligned and not read-only"

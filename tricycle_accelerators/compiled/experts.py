@@ -48,6 +48,7 @@ def route(
         threads.parallel_for(
             lambda part: loop(logits[part], added, *options, weights[part], scores[part], selected[part]),
             chunks.thread_slices(len(logits)),
+            calls_blas=False,
         )
     return weights, scores, selected
 
@@ -162,7 +163,7 @@ def sum_by_token(rows: np.ndarray, places: np.ndarray, weights: np.ndarray | Non
     sums, loop = buffers.empty((len(places), rows.shape[1]), np.float32), load_loops("expert_loops").sum_by_token
     factors = np.ones(places.shape, np.float32) if weights is None else weights
     pieces = chunks.row_chunks(len(places), rows.shape[1])
-    threads.parallel_for(lambda part: loop(rows, places[part], factors[part], sums[part]), pieces)
+    threads.parallel_for(lambda part: loop(rows, places[part], factors[part], sums[part]), pieces, calls_blas=False)
     return sums
 
 
@@ -183,5 +184,6 @@ def sum_by_token_backward(
     threads.parallel_for(
         lambda part: loop(grad[part], rows, places[part], weights[part], to_rows, to_weights[part]),
         chunks.row_chunks(len(places), rows.shape[1]),
+        calls_blas=False,
     )
     return to_rows, to_weights

@@ -94,7 +94,8 @@ def _attend(
 ) -> Any:
     """Return attention (1, H D) of queries, keys and values (1, (H + 2 K) D), and pauses waited; cache the last two."""
     n_tokens, n_key_heads, head_size = fields[N_TOKENS], fields[N_KEY_HEADS], fields[HEAD_SIZE]
-    shape, first = (n_tokens, n_key_heads, head_size), max(0, n_tokens - fields[WINDOW]) if fields[WINDOW] else 0
+    shape = n_tokens, n_key_heads, head_size
+    first = max(0, n_tokens - fields[WINDOW]) if fields[WINDOW] else 0  # of the tokens in the window
     keys = numba.carray(pointer_to(fields[KEYS], ZERO), shape)
     values = numba.carray(pointer_to(fields[VALUES], ZERO), shape)
     heads = product.reshape(1, product.shape[1] // head_size, head_size)

@@ -35,7 +35,11 @@ class _Mailboxes(threading.local):
 
 
 class SpinTeam:
-    """The calling thread and the worker threads, which watch one mailbox while products follow each other."""
+    """The calling thread and the worker threads, which watch one mailbox while products follow each other.
+
+    Attributes:
+        n_long_jobs: how many long jobs have begun; workers that stop look for new ones by it.
+    """
 
     def __init__(self) -> None:
         self.loops = load_loops("vector_loops")
@@ -75,7 +79,8 @@ class SpinTeam:
     def serve(self, part: int) -> None:
         """Compute rows of jobs in a worker thread until stopped, or idle for long."""
         n_seen = -1
-        while part < self.loops.MOST_PARTS and n_seen != self.n_long_jobs:  # one that began as this thread stopped
+        # `start_serving` leaves out a thread that has stopped spinning and still waits for the GIL: it goes on here
+        while part < self.loops.MOST_PARTS and n_seen != self.n_long_jobs:
             n_seen = self.n_long_jobs
             self.loops.serve_jobs(self.shared, part)
 
