@@ -80,6 +80,9 @@ def test_exported_models_load(config: ModelConfig, tmp_path: Path) -> None:
     loaded = load(tmp_path / "model")
     assert not loaded.model.training
     assert loaded.tokeniser is None
+    matrices = [block.mlp.up.weights.array for block in loaded.model.blocks]
+    assert len({id(matrix.base) for matrix in matrices}) == 1, "in one block of memory"
+    assert all(matrix.ctypes.data % 64 == 0 for matrix in matrices)
     state = loaded.model.state_dict()
     for name, array in model.state_dict().items():
         assert np.array_equal(array, state[name]), name
@@ -201,7 +204,7 @@ print(sum(p.array.nbytes for p in model.parameters()), status("VmHWM") - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
 @pytest.mark.parametrize("dtypes", ["float32 float32", "bfloat16 float32", "bfloat16 stored"])
 def test_loading_needs_the_memory_of_the_model(dtypes: str, tmp_path: Path) -> None:
-    """And 10 % more at most. Most of it is one large table."""
+    """And 10 % and two pages of 2 MB more at most. Most of it is one large table."""
     written, dtype = dtypes.split()
     config = ModelConfig(**LIKE_LLAMA, vocab_size=80_000, embedding_dim=256, n_heads=4, n_layers=4, hidden_size=1024)
     export_folder(GPT(config, draw_weights=False), None, tmp_path / "model", dtype=written)
@@ -210,7 +213,7 @@ def test_loading_needs_the_memory_of_the_model(dtypes: str, tmp_path: Path) -> N
     )
     memory, peak = map(int, done.stdout.split())
     assert memory > (40e6 if dtype == "stored" else 80e6)
-    assert 0.9 * memory < peak < 1.1 * memory
+    assert 0.9 * memory < peak < 1.1 * memory + 2 * 2**21
 
 
 # -------------------------------------------------------------------- configs that are refused
