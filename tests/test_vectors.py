@@ -215,14 +215,15 @@ def test_unsupported_arguments_are_declined_with_a_reason(team, monkeypatch, kin
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("n_keys", [1, decode_loops.UNIT - 1, decode_loops.UNIT + 1, 5 * decode_loops.UNIT + 3])
+@pytest.mark.parametrize("size", [20, 64, 176])  # of heads: rows of parts of a register, and of whole ones
 @pytest.mark.parametrize("off_by_one", [False, True])
-def test_attention_of_one_query_does_not_depend_on_threads(team, monkeypatch, dtype, n_keys, off_by_one):
+def test_attention_of_one_query_does_not_depend_on_threads(team, monkeypatch, dtype, n_keys, size, off_by_one):
     if dtype == "float16" and not decode_loops.HAS_FLOAT16:
         pytest.skip("the processor does not convert float16")
     monkeypatch.setattr(attention, "MIN_SHARED_BYTES", 0)
     rng = np.random.default_rng(n_keys)
-    q = rng.standard_normal((1, 1, 6, 20)).astype(np.float32)
-    k, v = rng.standard_normal((2, 1, n_keys, 3, 20)).astype(np.dtype(dtype))
+    q = rng.standard_normal((1, 1, 6, size)).astype(np.float32)
+    k, v = rng.standard_normal((2, 1, n_keys, 3, size)).astype(np.dtype(dtype))
     options = ScoreOptions(0.3, n_keys - 1)
     shared = attention.attention(q, k, v, options, off_by_one)
     monkeypatch.setattr(threads, "n_threads", lambda: 1)

@@ -1,9 +1,10 @@
 """Numba loops for the attention of queries to KV caches, shared by spinning threads. The import compiles them.
 
 Each query has its own cache, such as those of the texts of a batch, which is read once for it: attention takes the time
-in which the caches come from memory. Threads attend to units of UNIT tokens each; their results are added with the
-weights of the units, as softmax over all tokens asks for. Units depend neither on the number of threads nor on the
-other queries, so neither do the bits of the result.
+in which the caches come from memory. Memory is fastest where it is read in order, so a few tokens at a time are copied,
+as float32, before they are used in another order. Threads attend to units of UNIT tokens each; their results are added
+with the weights of the units, as softmax over all tokens asks for. Units depend neither on the number of threads nor on
+the other queries, so neither do the bits of the result.
 
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
@@ -33,7 +34,20 @@ from tricycle_accelerators.compiled.jit import (
     maximum,
     overload_by_types,
 )
-from tricycle_accelerators.compiled.registers import prefetch_line
+from tricycle_accelerators.compiled.registers import (
+    INDEX,
+    LANES,
+    PAIR,
+    VECTOR,
+    broadcast,
+    build_loop,
+    build_product_sums,
+    load,
+    multiply_add,
+    offset_address,
+    store,
+    transpose,
+)
 from tricycle_accelerators.compiled.vector_loops import run_job
 from tricycle_accelerators.compiled.vector_rows import (
     FUNCTION,
@@ -49,8 +63,8 @@ from tricycle_accelerators.compiled.vector_rows import (
 )
 
 UNIT = 64  # tokens
-CONVERTED = 16  # tokens whose keys or values are converted to float32 at a time
-AHEAD = 16  # tokens: values that are prefetched before they are needed, as the processor does not foresee their order
+COPIED = 16  # tokens whose keys or values are copied at a time: they fit into the first-level cache
+FOUR = 4  # tokens whose scores are computed at once
 # More fields of a job: the address and length of the table of queries, query heads, key heads, blocks of a head that
 # have one scale each, the type of the caches' numbers, and the factor of scores, a float32.
 TABLE, N_QUERIES, N_HEADS, N_KEY_HEADS, N_BLOCKS, NUMBERS, FACTOR = range(FUNCTION + 1, FUNCTION + 8)
@@ -74,32 +88,41 @@ def _float16_to_float32(context: Any, bits: Any) -> Any:
 
 
 @overload_by_types
-def _float32_rows(rows: Any, scales: Any, is_float16: Any, converted: Any) -> Any:
-    """Return rows (n, K, D) of the cache as float32: themselves, or written to the first of `converted`."""
+def _float32_rows(rows: Any, scales: Any, is_float16: Any, copied: Any) -> Any:
+    """Write rows (n, K, D) of the cache to the first of `copied` as float32; return those."""
     if rows.dtype == types.float32:
-        return lambda rows, scales, is_float16, converted: rows
+        return lambda rows, scales, is_float16, copied: _copy(rows, copied)
     if rows.dtype == types.int8:
-        return lambda rows, scales, is_float16, converted: _dequantize(rows, scales, converted)
-    return lambda rows, scales, is_float16, converted: _widen(rows, is_float16, converted)
+        return lambda rows, scales, is_float16, copied: _dequantize(rows, scales, copied)
+    return lambda rows, scales, is_float16, copied: _widen(rows, is_float16, copied)
 
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def _widen(rows: np.ndarray, is_float16: bool, converted: np.ndarray) -> Any:
-    """Write float16 or bfloat16 numbers, given as bits, to the first of `converted` as float32; return those."""
-    source, out = rows.reshape(-1), converted.reshape(-1)
+def _copy(rows: np.ndarray, copied: np.ndarray) -> Any:
+    """Write float32 numbers to the first of `copied`; return those."""
+    source, out = rows.reshape(-1), copied.reshape(-1)
+    for i in range(len(source)):
+        out[i] = source[i]
+    return copied[: len(rows)]
+
+
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def _widen(rows: np.ndarray, is_float16: bool, copied: np.ndarray) -> Any:
+    """Write float16 or bfloat16 numbers, given as bits, to the first of `copied` as float32; return those."""
+    source, out = rows.reshape(-1), copied.reshape(-1)
     if is_float16:
         for i in range(len(source)):
             out[i] = _float16_to_float32(source[i])
     else:
         for i in range(len(source)):
             out[i] = bfloat16_to_float32(source[i])
-    return converted[: len(rows)]
+    return copied[: len(rows)]
 
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def _dequantize(rows: np.ndarray, scales: np.ndarray, converted: np.ndarray) -> Any:
-    """Write int8 numbers times their block's scale, bfloat16 bits, to the first of `converted`; return those."""
-    source, out, of_blocks = rows.reshape(-1), converted.reshape(-1), scales.reshape(-1)
+def _dequantize(rows: np.ndarray, scales: np.ndarray, copied: np.ndarray) -> Any:
+    """Write int8 numbers times their block's scale, bfloat16 bits, to the first of `copied`; return those."""
+    source, out, of_blocks = rows.reshape(-1), copied.reshape(-1), scales.reshape(-1)
     for i in range(len(source)):  # two loops, as LLVM checks once whether the arrays of this one overlap
         out[i] = np.float32(source[i])
     size = len(source) // max(1, len(of_blocks))
@@ -107,22 +130,64 @@ def _dequantize(rows: np.ndarray, scales: np.ndarray, converted: np.ndarray) -> 
         scale, block = bfloat16_to_float32(of_blocks[n]), out[n * size : (n + 1) * size]
         for i in range(size):
             block[i] *= scale
-    return converted[: len(rows)]
+    return copied[: len(rows)]
+
+
+@intrinsic
+def _write_four_dots(context: Any, x: Any, rows: Any, stride: Any, n_steps: Any, factor: Any, out: Any) -> Any:
+    """Write `factor` times the dot products of x and four rows, of whole registers, to `out` (Numba intrinsic).
+
+    `x`, `rows` and `out` are addresses of float32, and `stride` is the number of bytes between rows.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, rows, stride, n_steps, factor, out = arguments
+        places = [offset_address(builder, rows, stride, i) for i in range(FOUR)]
+
+        def add_products(step: Any, sums: list[Any]) -> list[Any]:
+            offset = builder.mul(step, INDEX(4 * LANES))
+            numbers = load(builder, builder.add(x, offset), VECTOR)
+            others = [load(builder, builder.add(place, offset), VECTOR) for place in places]
+            return [multiply_add(builder, total, numbers, other) for total, other in zip(sums, others)]
+
+        sums = build_loop(builder, n_steps, [ir.Constant(VECTOR, [0.0] * LANES)] * FOUR, add_products)
+        first, second, third, last = transpose(builder, [_add_parts(builder, register) for register in sums])
+        totals = builder.fadd(builder.fadd(first, second), builder.fadd(third, last))
+        store(builder, builder.fmul(totals, broadcast(builder, factor, FOUR)), out)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp, types.float32, types.intp), code
+
+
+def _add_parts(builder: Any, register: Any) -> Any:
+    """Emit the sum of the parts of FOUR numbers that make up a register."""
+    size = LANES
+    while size > FOUR:
+        size //= 2
+        halves = [ir.Constant(ir.VectorType(PAIR, size), list(range(start, start + size))) for start in (0, size)]
+        register = builder.fadd(*(builder.shuffle_vector(register, register, half) for half in halves))
+    return register
 
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
 def _write_scores(q: np.ndarray, keys: np.ndarray, factor: float, scores: np.ndarray) -> None:
-    """Write `factor` times the dot products (H, n) of queries (H, D) and keys (n, K, D); each key is read once."""
+    """Write `factor` times the dot products (H, n) of queries (H, D) and keys (n, K, D)."""
     n_heads, size = q.shape
     n_tokens, n_key_heads, _ = keys.shape
     group = n_heads // n_key_heads
-    for s in range(n_tokens):
+    n_by_four = 0 if size % LANES else n_tokens // FOUR * FOUR
+    for s in range(0, n_by_four, FOUR):
         for k in range(n_key_heads):
+            rows = keys.ctypes.data + s * keys.strides[0] + k * keys.strides[1]
             for h in range(k * group, (k + 1) * group):
-                score = ZERO
-                for d in range(size):
-                    score += q[h, d] * keys[s, k, d]
-                scores[h, s] = score * factor
+                x, out = q.ctypes.data + h * q.strides[0], scores.ctypes.data + h * scores.strides[0] + 4 * s
+                _write_four_dots(x, rows, keys.strides[0], size // LANES, factor, out)
+    for s in range(n_by_four, n_tokens):
+        for h in range(n_heads):
+            score = ZERO
+            for d in range(size):
+                score += q[h, d] * keys[s, h // group, d]
+            scores[h, s] = score * factor
 
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
@@ -140,27 +205,51 @@ def _write_weights(scores: np.ndarray, largest: np.ndarray, totals: np.ndarray) 
         largest[h], totals[h] = most, total
 
 
+def _add_weighted_rows(n_registers: int) -> Any:
+    """Return the intrinsic that adds the first registers of rows, each times its weight, to numbers.
+
+    Its arguments are (weights, rows, from row to row, number of rows, numbers): addresses of float32, and bytes.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weights, rows, stride, n_rows, numbers = arguments
+        places = [builder.add(numbers, INDEX(4 * LANES * i)) for i in range(n_registers)]
+        sums = [load(builder, place, VECTOR) for place in places]
+        operands = weights, INDEX(0), INDEX(4), rows, stride
+        for place, value in zip(places, build_product_sums(builder, (1, n_registers), False, operands, n_rows, sums)):
+            store(builder, value, place)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def add_rows(context: Any, weights: Any, rows: Any, stride: Any, n_rows: Any, numbers: Any) -> Any:
+        return types.void(*[types.intp] * 5), code
+
+    return add_rows
+
+
+_add_one_register, _add_four_registers, _add_eight_registers = map(_add_weighted_rows, (1, 4, 8))
+
+
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
 def _add_weighted_values(weights: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
-    """Add the products of weights (H, n) and values (n, K, D) to `out` (H, D), four values at a time."""
+    """Add the products of weights (H, n) and values (n, K, D) to `out` (H, D)."""
     n_heads, size = out.shape
     n_tokens, n_key_heads, _ = values.shape
-    group = n_heads // n_key_heads
-    fours = n_tokens - n_tokens % 4
-    for s in range(0, fours, 4):
-        start = values.ctypes.data + (s + AHEAD) * values.strides[0]
-        for address in range(start, start + 4 * values.strides[0], 64):
-            prefetch_line(address)
-        for k in range(n_key_heads):
-            a, b, c, d = values[s, k], values[s + 1, k], values[s + 2, k], values[s + 3, k]
-            for h in range(k * group, (k + 1) * group):
-                row = out[h]
-                of_a, of_b, of_c, of_d = weights[h, s], weights[h, s + 1], weights[h, s + 2], weights[h, s + 3]
-                for i in range(size):
-                    row[i] += of_a * a[i] + of_b * b[i] + of_c * c[i] + of_d * d[i]
-    for s in range(fours, n_tokens):
-        for h in range(n_heads):
-            for i in range(size):
+    group, stride = n_heads // n_key_heads, values.strides[0]
+    for h in range(n_heads):
+        weight, row = weights.ctypes.data + h * weights.strides[0], out.ctypes.data + h * out.strides[0]
+        rows, done = values.ctypes.data + h // group * values.strides[1], 0
+        while size - done >= 8 * LANES:
+            _add_eight_registers(weight, rows + 4 * done, stride, n_tokens, row + 4 * done)
+            done += 8 * LANES
+        while size - done >= 4 * LANES:
+            _add_four_registers(weight, rows + 4 * done, stride, n_tokens, row + 4 * done)
+            done += 4 * LANES
+        while size - done >= LANES:
+            _add_one_register(weight, rows + 4 * done, stride, n_tokens, row + 4 * done)
+            done += LANES
+        for i in range(done, size):
+            for s in range(n_tokens):
                 out[h, i] += weights[h, s] * values[s, h // group, i]
 
 
@@ -180,22 +269,21 @@ def _attend_to_unit(box: Any, query: Any, unit: int, number: Any, n_bytes: int) 
     part = numba.carray(pointer_to(box[OUT], ZERO), (unit + 1, n_heads * (size + 2)))[unit]
     sums = part[: n_heads * size].reshape(n_heads, size)
     weights = np.empty((n_heads, n_tokens), np.float32)
-    step = UNIT if box[NUMBERS] == FLOAT32 else CONVERTED
-    converted = np.empty((CONVERTED, n_key_heads, size), np.float32)
+    copied = np.empty((COPIED, n_key_heads, size), np.float32)
     for of_values in range(2):
         if of_values:
             _write_weights(weights, part[n_heads * size : n_heads * (size + 1)], part[n_heads * (size + 1) :])
             sums[:] = 0
         address, scales_address = query[VALUES if of_values else KEYS], query[VALUE_SCALES if of_values else KEY_SCALES]
-        for start in range(0, n_tokens, step):
-            stop, token = min(n_tokens, start + step), first + start
+        for start in range(0, n_tokens, COPIED):
+            stop, token = min(n_tokens, start + COPIED), first + start
             stored = pointer_to(address + token * per_token * n_bytes, number)
             scale = pointer_to(scales_address + 2 * token * n_key_heads * box[N_BLOCKS], np.uint16(0))
             rows = _float32_rows(
                 numba.carray(stored, (stop - start, n_key_heads, size)),
                 numba.carray(scale, (stop - start, n_key_heads, box[N_BLOCKS])),
                 box[NUMBERS] == FLOAT16,
-                converted,
+                copied,
             )
             if of_values:
                 _add_weighted_values(weights[:, start:stop], rows, sums)

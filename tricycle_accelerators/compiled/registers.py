@@ -129,24 +129,24 @@ def build_product_sums(
         ]
         new = []
         for row in range(n_rows):
-            number = _broadcast(builder, load(builder, builder.add(rows[row], offset), kind))
+            number = broadcast(builder, load(builder, builder.add(rows[row], offset), kind))
             for column in range(n_vectors):
                 new.append(
-                    _multiply_add(builder, sums[row * n_vectors + column], number, columns[column], bfloat16_pairs)
+                    multiply_add(builder, sums[row * n_vectors + column], number, columns[column], bfloat16_pairs)
                 )
         return new
 
     return build_loop(builder, n_steps, initial_sums, add_products)
 
 
-def _broadcast(builder: Any, number: Any) -> Any:
+def broadcast(builder: Any, number: Any, n_lanes: int = LANES) -> Any:
     """Emit a vector register filled with one number."""
-    undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(number.type, n_lanes), ir.Undefined)
     alone = builder.insert_element(undefined, number, PAIR(0))
-    return builder.shuffle_vector(alone, undefined, ir.Constant(ir.VectorType(PAIR, LANES), [0] * LANES))
+    return builder.shuffle_vector(alone, undefined, ir.Constant(ir.VectorType(PAIR, n_lanes), [0] * n_lanes))
 
 
-def _multiply_add(builder: Any, sums: Any, a: Any, b: Any, pairs: bool) -> Any:
+def multiply_add(builder: Any, sums: Any, a: Any, b: Any, pairs: bool = False) -> Any:
     """Emit sums + a * b, or if `pairs` sums of products of bfloat16 pairs; return them."""
     if not pairs:
         return builder.fadd(sums, builder.fmul(a, b, flags=CONTRACT), flags=CONTRACT)
