@@ -373,7 +373,7 @@ def test_mlp_declines_with_a_reason(x, changes, phrase):
         ({"keys": CACHED[0].astype(np.float16)}, OPTIONS, "cache.*float32"),
         ({"values": CACHED[1][:, ::2]}, OPTIONS, "cache.*float32"),
         ({"values": CACHED[1][:, :4].copy()}, OPTIONS, "one shape"),
-        ({"n_tokens": 6}, OPTIONS, "6 tokens"),
+        ({"n_tokens": 6}, OPTIONS, "6 tokens, got 5"),
         ({"keys": normal(1, 5, 2, 32), "values": normal(1, 5, 2, 32)}, OPTIONS, "queries"),
         ({"rope": (normal(1, 16), normal(1, 16))}, OPTIONS, None),
         ({"rope": (normal(1, 17), normal(1, 17))}, OPTIONS, "angles that fit"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -94,9 +94,8 @@ def _rope(layer: Any, cache: Any, x: Tensor) -> Any:
     return None if layer.rotary is None else layer.rotary.angles(layer.head_size, cache.segments(1), x.array)
 
 
-def _new_state(layer: Any, cache: Any, rope: Any) -> AttentionState:
-    """Return what an attention layer needs for the next token, for which a place in the cache is taken."""
-    token = _new_token(layer)
+def _new_state(token: np.ndarray, cache: Any, rope: Any) -> AttentionState:
+    """Return what attention needs for the next token, as from `_new_token`, for which a place in the cache is taken."""
     keys, values, n_tokens = cache.make_room(token, token)  # the kernel writes the key and the value
     cache.length += 1
     return AttentionState(rope, keys, values, n_tokens)
@@ -122,7 +121,8 @@ def fused_sublayer(x: Tensor, part: Any, norm: Any, cache: Any = None, mask: Any
     sublayer = _sublayer(part, norm, x)
     if sublayer is None:
         return None
-    return _run(x, Sublayers([sublayer]), [_new_state(part, cache, _rope(part, cache, x)) if has_cache else None])
+    state = _new_state(_new_token(part), cache, _rope(part, cache, x)) if has_cache else None
+    return _run(x, Sublayers([sublayer]), [state])
 
 
 # -------------------------------------------------------------------- all blocks
@@ -134,6 +134,7 @@ class _Blocks:
     Attributes:
         sublayers: None if the blocks have to compute one after the other.
         rope_keys: what the angles of each block's RoPE depend on besides the position.
+        tokens: of the shape of a token's keys and values in each block.
     """
 
     def __init__(self, blocks: Sequence[Any], x: Tensor) -> None:
@@ -143,23 +144,26 @@ class _Blocks:
         self._layers = layers
         self._attributes = [vars(layer).values() for layer in layers]  # views, which change with the layers
         self._tensors = [value for values in self._attributes for value in values if isinstance(value, Tensor)]
-        self._contents = self._read()
+        self._contents = list(self._read())
         sublayers = [_sublayer(part, norm, x) for part, norm in pairs if not getattr(norm, "unit_offset", False)]
         known = [sublayer for sublayer in sublayers if sublayer is not None]
         self.sublayers = Sublayers(known) if len(known) == 2 * len(self.blocks) else None
-        self.rope_keys = [_rope_key(block.attention) for block in blocks] if self.sublayers else []
+        attentions = [block.attention for block in blocks] if self.sublayers else []
+        self.rope_keys, self.tokens = [*map(_rope_key, attentions)], [*map(_new_token, attentions)]
 
-    def _read(self) -> list[Any]:
-        """Return the layers' types, attributes and parameter arrays, and all methods that the kernel replaces."""
-        attributes = chain.from_iterable(self._attributes)
-        return [*map(type, self._layers), *attributes, *map(_array, self._tensors), *map(getattr, _KINDS, _METHODS)]
+    def _read(self) -> Iterator[Any]:
+        """Iterate over the layers' types, attributes and parameter arrays, and all methods that the kernel replaces.
+
+        It ends with this object, so that two lists of different lengths differ in an item that both have.
+        """
+        arrays, methods = map(_array, self._tensors), map(getattr, _KINDS, _METHODS)
+        return chain(map(type, self._layers), chain.from_iterable(self._attributes), arrays, methods, [self])
 
     def are(self, blocks: Sequence[Any]) -> bool:
         """Return whether `blocks` are the same, and nothing in them has been replaced."""
         if len(blocks) != len(self.blocks) or not all(map(is_, blocks, self.blocks)):
             return False
-        contents = self._read()
-        return len(contents) == len(self._contents) and all(map(is_, contents, self._contents))
+        return all(map(is_, self._read(), self._contents))
 
 
 def _rope_key(layer: Any) -> Any:
@@ -196,10 +200,10 @@ def fused_blocks(x: Tensor, blocks: Sequence[Any], caches: Sequence[Any], mask: 
         return None
     states: list[AttentionState | None] = []
     ropes: dict[Any, Any] = {}
-    for key, block, cache in zip(known.rope_keys, blocks, caches):
+    for key, token, block, cache in zip(known.rope_keys, known.tokens, blocks, caches):
         if key not in ropes:
             ropes[key] = _rope(block.attention, cache, x)
-        states += (_new_state(block.attention, cache, ropes[key]), None)
+        states += (_new_state(token, cache, ropes[key]), None)
     return _run(x, known.sublayers, states)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import is_
 from types import NotImplementedType
 from typing import Any, NamedTuple
 
@@ -53,14 +54,13 @@ def _parameters_decline_reason(x: np.ndarray, sublayer: Sublayer) -> str | None:
     return None
 
 
-def _state_decline_reason(sublayer: Sublayer, state: AttentionState) -> str | None:
+def _memory_decline_reason(sublayer: Sublayer, keys: np.ndarray, values: np.ndarray) -> str | None:
     """Return why the loops cannot attend: a cache that is not of float32, or other sizes; else None."""
-    _, keys, values, n_tokens = state
     if not (keys.dtype == values.dtype == FLOAT32 and keys.flags.carray and values.flags.carray):
         return f"a cache of float32 {CONTIGUOUS}"
-    n_texts, room, n_key_heads, size = shape = keys.shape
-    if shape != values.shape or n_texts != 1 or not 0 < n_tokens <= room:
-        return f"keys and values of one shape, of {n_tokens} tokens of one text"
+    n_texts, _, n_key_heads, size = shape = keys.shape
+    if shape != values.shape or n_texts != 1:
+        return "keys and values of one shape, of one text"
     n_hidden = sublayer.first.weights.shape[1] - 2 * n_key_heads * size
     if n_hidden <= 0 or n_hidden % (n_key_heads * size) or n_hidden != sublayer.last.weights.shape[0]:
         return f"queries that fit keys {shape}"
@@ -87,18 +87,40 @@ def _decline_reason(x: np.ndarray, sublayers: Sublayers, states: Sequence[Attent
         reasons[x.shape[1]] = next((why for why in each if why is not None), None)
     if (reason := reasons[x.shape[1]]) is not None:
         return reason
+    attention = [sublayer for sublayer, state in zip(sublayers, states, strict=True) if state is not None]
+    ropes, keys, values, counts = _columns(states)
+    memory: _Memory | None = sublayers.prepared.get("memory")
+    if memory is None or not memory.has(keys, values):
+        for sublayer, *arrays in zip(attention, keys, values):
+            if (why := _memory_decline_reason(sublayer, *arrays)) is not None:
+                return why
     checked: tuple[Any, int] = None, 0
-    for sublayer, state in zip(sublayers, states, strict=True):
-        if state is None:
-            continue
-        if (why := _state_decline_reason(sublayer, state)) is not None:
-            return why
-        rope, head_size = state.rope, state.keys.shape[3]
+    for rope, array, n_tokens in zip(ropes, keys, counts):
+        _, room, _, head_size = array.shape
+        if not 0 < n_tokens <= room:
+            return f"memory for {n_tokens} tokens, got {room}"
         if rope is not None and (rope is not checked[0] or head_size != checked[1]):  # layers share angles
             if (why := _rope_decline_reason(rope, head_size)) is not None:
                 return why
             checked = rope, head_size
     return None
+
+
+def _columns(states: Sequence[AttentionState | None]) -> Sequence[tuple[Any, ...]]:
+    """Return all ropes, keys, values and numbers of tokens of the states that are not None."""
+    return tuple(zip(*(state for state in states if state is not None))) or ((), (), (), ())
+
+
+class _Memory(NamedTuple):
+    """Keys and values that the loops can use, and the fields of all sublayers with their addresses."""
+
+    keys: tuple[np.ndarray, ...]
+    values: tuple[np.ndarray, ...]
+    fields: np.ndarray
+
+    def has(self, keys: tuple[np.ndarray, ...], values: tuple[np.ndarray, ...]) -> bool:
+        """Return whether these are the same arrays."""
+        return len(keys) == len(self.keys) and all(map(is_, keys + values, self.keys + self.values))
 
 
 class _Table(NamedTuple):
@@ -166,14 +188,23 @@ def _describe_linear(linear: Linear, matrix: np.ndarray) -> tuple[int, ...]:
     return functions[0], matrix.ctypes.data, len(matrix), functions[1], linear.weights.shape[1], *bias
 
 
-def _describe_states(states: Iterable[AttentionState]) -> list[tuple[int, ...]]:
-    """Return the fields of attention's states, COS to HEAD_SIZE."""
+def _new_memory(table: _Table, keys: tuple[np.ndarray, ...], values: tuple[np.ndarray, ...]) -> _Memory:
+    """Return keys and values with the fields of sublayers that have their addresses and shapes."""
+    loops, fields = load_loops("sublayer_loops"), table.fields.copy()
+    for i, of_keys, of_values in zip(table.attention, keys, values):
+        fields[i, [loops.KEYS, loops.VALUES]] = _address(of_keys), _address(of_values)
+        fields[i, [loops.N_KEY_HEADS, loops.HEAD_SIZE]] = of_keys.shape[2:]
+    return _Memory(keys, values, fields)
+
+
+def _describe_ropes(ropes: Iterable[Any]) -> list[tuple[int, int, int]]:
+    """Return the fields of attention's angles, COS to N_ANGLES, for each layer."""
     described = []
     last, angles = None, (0, 0, 0)
-    for rope, keys, values, n_tokens in states:
+    for rope in ropes:
         if rope is not last:  # layers share angles
             last, angles = rope, (0, 0, 0) if rope is None else (*map(_address, rope), rope[0].shape[1])
-        described.append((*angles, _address(keys), _address(values), n_tokens, *keys.shape[2:]))
+        described.append(angles)
     return described
 
 
@@ -194,9 +225,14 @@ def run_sublayers(
         table = sublayers.prepared["table"] = _new_table(sublayers)
     for part in table.files:
         part.check()
-    fields = table.fields.copy()
+    ropes, keys, values, counts = _columns(states)
+    memory: _Memory | None = sublayers.prepared.get("memory")
+    if memory is None or not memory.has(keys, values):
+        memory = sublayers.prepared["memory"] = _new_memory(table, keys, values)
+    fields = memory.fields.copy()
     if table.attention:
-        fields[table.attention, loops.COS :] = _describe_states(state for state in states if state is not None)
+        fields[table.attention, loops.COS : loops.KEYS] = _describe_ropes(ropes)
+        fields[table.attention, loops.N_TOKENS] = counts
     y, function = np.empty_like(x), load_loops("decode_loops").attend_to_units.address
     waited = spin_team().run(partial(loops.run_sublayers, x, fields, table.numbers, y, function), is_long=True)
     return NotImplemented if waited < TOO_FEW else y
