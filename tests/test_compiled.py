@@ -19,6 +19,7 @@ from tricycle.kernels import ScoreOptions
 from tricycle.kernels import experts as experts_kernels
 from tricycle.kernels.experts import Routing
 from tricycle_accelerators import compiled, libraries, matmul_plan, registry, threads
+from tricycle_accelerators.compiled import __main__ as command
 from tricycle_accelerators.compiled import (
     amx_matmul,
     attention,
@@ -33,6 +34,7 @@ from tricycle_accelerators.compiled import (
     tables,
     tiled_matmul,
 )
+from tricycle_accelerators.compiled import compile as ahead
 from tricycle_accelerators.compiled.loader import load_loops
 
 numba = pytest.importorskip("numba")
@@ -74,6 +76,17 @@ def test_needs_compilation_only_without_cached_loops(tmp_path, monkeypatch):
     kept.mkdir()
     (kept / "training_loops.gelu-35.py311.nbi").touch()
     assert not compiled.needs_compilation()
+
+
+def test_all_loops_can_be_compiled_ahead(monkeypatch, capsys):
+    sources = [path.read_text(encoding="utf-8") for path in Path(compiled.__file__).parent.glob("*.py")]
+    loaded = {name for source in sources for name in re.findall(r'load_loops\("(\w+)"\)', source)}
+    helpers = {"jit", "registers", "tiles", "block_rows"}  # which the others import
+    assert loaded - helpers == {*ahead.MODULES, *ahead.AMX_MODULES}
+    monkeypatch.setattr(ahead, "MODULES", ("loops",))
+    monkeypatch.setattr(ahead, "AMX_MODULES", ())
+    command.main()
+    assert re.fullmatch(r"loops +\d+\.\d s\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("factor", [None, 0.3, 0.0, np.float32(np.nan)])

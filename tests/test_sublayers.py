@@ -327,6 +327,20 @@ def test_attention_matches_the_reference(kind, n_rotated, window, off_by_one, no
 
 
 @needs_numba
+def test_keys_and_values_may_move_between_tokens(n_fused):
+    attention = Sublayer(norm_of(256, *NORMS[0]), linear("float32", 256, 8 * 64), linear("float32", 256, 256), "")
+    alone, x = Sublayers([attention]), normal(1, 256)
+    first, longer = ((normal(1, n, 2, 64, seed=8), normal(1, n, 2, 64, seed=9)) for n in (70, 90))
+    for arrays, n_tokens in ((first, 69), (first, 70), (longer, 71), (first, 12), (longer[::-1], 90)):
+        states = [AttentionState(None, *arrays, n_tokens)]
+        expected = run_sublayers.reference(x, alone, [AttentionState(None, *map(np.copy, arrays), n_tokens)])
+        np.testing.assert_allclose(run_sublayers(x, alone, states), expected, 0, 1e-4)
+    assert n_fused == [1] * 5
+    reason = sublayers.run_sublayers.decline_reason(x, alone, [AttentionState(None, *longer, 91)])
+    assert "91 tokens, got 90" in reason
+
+
+@needs_numba
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_infinity_and_nan_are_left_to_the_reference(bad, n_fused):
     x = normal(1, 256)
