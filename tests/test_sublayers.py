@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -202,6 +204,23 @@ def test_hooks_of_all_layers_are_called():
     np.testing.assert_array_equal(decoded(model), expected)
     names = {name for name, _ in model.blocks[1].named_layers()}
     assert set(called) == names and min(map(called.count, names)) >= N_NEW
+
+
+@needs_numba
+def test_caches_are_freed_with_their_text_without_garbage_collection(n_fused):
+    model = new_model(**LLAMA)
+    caches = model.new_caches()
+    with model.evaluating():
+        for token in ([[1, 2]], [[3]], [[4]]):
+            model(np.array(token), caches)
+    assert n_fused == [4, 4]
+    memory = weakref.ref(caches[0]._keys)
+    gc.disable()
+    try:
+        del caches
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def adapt(model: GPT) -> None:

@@ -35,6 +35,7 @@ _NAMES: dict[type, tuple[str, ...]] = {
 REPLACED = {kind: [(name, getattr(kind, name)) for name in names] for kind, names in _NAMES.items()}
 _KINDS, _METHODS = zip(*((kind, name) for kind, names in _NAMES.items() for name in names))
 _array = attrgetter("array")
+_END = object()
 
 
 def _is_known(layer: Any) -> bool:
@@ -95,7 +96,7 @@ def _rope(layer: Any, cache: Any, x: Tensor) -> Any:
 
 
 def _new_state(token: np.ndarray, cache: Any, rope: Any) -> AttentionState:
-    """Return what attention needs for the next token, as from `_new_token`, for which a place in the cache is taken."""
+    """Take a place in the cache for a token of this shape; return what attention needs for it."""
     keys, values, n_tokens = cache.make_room(token, token)  # the kernel writes the key and the value
     cache.length += 1
     return AttentionState(rope, keys, values, n_tokens)
@@ -154,10 +155,10 @@ class _Blocks:
     def _read(self) -> Iterator[Any]:
         """Iterate over the layers' types, attributes and parameter arrays, and all methods that the kernel replaces.
 
-        It ends with this object, so that two lists of different lengths differ in an item that both have.
+        The last item is _END, so that two sequences of different lengths differ before either ends.
         """
         arrays, methods = map(_array, self._tensors), map(getattr, _KINDS, _METHODS)
-        return chain(map(type, self._layers), chain.from_iterable(self._attributes), arrays, methods, [self])
+        return chain(map(type, self._layers), chain.from_iterable(self._attributes), arrays, methods, [_END])
 
     def are(self, blocks: Sequence[Any]) -> bool:
         """Return whether `blocks` are the same, and nothing in them has been replaced."""

@@ -5,9 +5,9 @@ The products are those of `vector_matmul` and `block_matmul`, so results have th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from operator import is_
 from types import NotImplementedType
 from typing import Any, NamedTuple
 
@@ -112,15 +112,15 @@ def _columns(states: Sequence[AttentionState | None]) -> Sequence[tuple[Any, ...
 
 
 class _Memory(NamedTuple):
-    """Keys and values that the loops can use, and the fields of all sublayers with their addresses."""
+    """Weak references to keys and values that the loops can use, and the fields of sublayers with their addresses."""
 
-    keys: tuple[np.ndarray, ...]
-    values: tuple[np.ndarray, ...]
+    arrays: list[weakref.ref[np.ndarray]]
     fields: np.ndarray
 
     def has(self, keys: tuple[np.ndarray, ...], values: tuple[np.ndarray, ...]) -> bool:
         """Return whether these are the same arrays."""
-        return len(keys) == len(self.keys) and all(map(is_, keys + values, self.keys + self.values))
+        arrays = keys + values
+        return len(arrays) == len(self.arrays) and all(array is ref() for array, ref in zip(arrays, self.arrays))
 
 
 class _Table(NamedTuple):
@@ -189,12 +189,12 @@ def _describe_linear(linear: Linear, matrix: np.ndarray) -> tuple[int, ...]:
 
 
 def _new_memory(table: _Table, keys: tuple[np.ndarray, ...], values: tuple[np.ndarray, ...]) -> _Memory:
-    """Return keys and values with the fields of sublayers that have their addresses and shapes."""
+    """Return references to keys and values, and the fields of sublayers with their addresses and shapes."""
     loops, fields = load_loops("sublayer_loops"), table.fields.copy()
     for i, of_keys, of_values in zip(table.attention, keys, values):
         fields[i, [loops.KEYS, loops.VALUES]] = _address(of_keys), _address(of_values)
         fields[i, [loops.N_KEY_HEADS, loops.HEAD_SIZE]] = of_keys.shape[2:]
-    return _Memory(keys, values, fields)
+    return _Memory([weakref.ref(array) for array in keys + values], fields)
 
 
 def _describe_ropes(ropes: Iterable[Any]) -> list[tuple[int, int, int]]:
