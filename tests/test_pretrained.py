@@ -173,8 +173,9 @@ def test_bfloat16_is_read_exactly_without_the_package(tmp_path: Path, monkeypatc
     a_folder(tmp_path / "model", dtype="bfloat16")
     expected = load(tmp_path / "model").model.state_dict()
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    for name, array in load(tmp_path / "model").model.state_dict().items():
-        assert np.array_equal(array, expected[name])
+    for weights in ("float32", "auto"):
+        for name, array in load(tmp_path / "model", weights).model.state_dict().items():
+            assert np.array_equal(array, expected[name])
 
 
 def test_rounding_to_16_bits(tmp_path: Path) -> None:

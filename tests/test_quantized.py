@@ -16,13 +16,15 @@ from tricycle.configs.model import ModelConfig
 from tricycle.debug import use_reference
 from tricycle.functions import linear
 from tricycle.gradcheck import gradcheck
-from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul
+from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul, to_float32
 from tricycle.layers import Dense
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.tensor import Tensor, to_tensor
 from tricycle.weights import quantize
 from tricycle_accelerators import onednn, spin_threads, split_precision, threads
+from tricycle_accelerators.compiled.elementwise import to_float32 as convert
+from tricycle_accelerators.compiled.loader import load_loops
 
 KINDS = ("int8", "bfloat16", "float16")
 STEPS = {"int8": 1 / 254, "bfloat16": 2**-8, "float16": 2**-11}  # of a row's largest; of a number
@@ -81,6 +83,32 @@ def test_non_finite_or_too_large_numbers_and_unknown_kinds_are_rejected(number, 
         QuantizedMatrix.quantize(numbers, kind)
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_matrix_of_16_bits_is_not_copied_and_read_exactly(kind):
+    """All numbers of the type, as NumPy converts them, the smallest included; small arrays are converted by NumPy."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float16)
+    finite = every[np.isfinite(every.astype(np.float32))].reshape(2, -1)
+    matrix = QuantizedMatrix.quantize(finite, kind)
+    assert matrix.values is finite
+    expected = finite.astype(np.float32).view(np.uint32)
+    np.testing.assert_array_equal(matrix.dequantize_rows(slice(0, 2)).view(np.uint32), expected)
+    np.testing.assert_array_equal(matrix.dequantize_rows([1, 0]).view(np.uint32), expected[::-1])
+    np.testing.assert_array_equal(to_float32(finite[:, ::64]).view(np.uint32), expected[:, ::64])
+    np.testing.assert_array_equal(to_float32(every), every.astype(np.float32))  # NaN equals NaN here
+    with pytest.raises(ValueError, match="finite"):
+        QuantizedMatrix.quantize(every.reshape(64, -1), kind)
+
+
+def test_conversion_declines_with_a_reason(monkeypatch):
+    pytest.importorskip("numba")
+    halves = np.ones((2, 2**13), np.float16)
+    monkeypatch.setattr(load_loops("vector_loops"), "HAS_FLOAT16", False)
+    for x, phrase in ((halves, "converts float16"), (halves[:, :9], "fewer than"), (halves.view(np.int16), "int16")):
+        assert phrase in convert.decline_reason(x)
+        assert convert(x) is NotImplemented
+
+
 def test_bfloat16_without_ml_dtypes(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
     with pytest.raises(ImportError, match=r"ml_dtypes.*tricycle-gpt\[bf16\]"):
@@ -131,7 +159,7 @@ def test_onednn_product_matches_the_reference(monkeypatch, kind, n_rows, shape, 
 
 WITH_THREADS = """
 import numpy as np
-from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul
+from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul, to_float32
 rng = np.random.default_rng(0)
 for kind in ("int8", "bfloat16"):
     for shape in ((64, 96), (128, 96), (100, 33), (96, 200)):

@@ -102,7 +102,7 @@ def without_fusing(monkeypatch) -> Callable[[], None]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("weights", ["float32", "int8", "bfloat16"])
+@pytest.mark.parametrize("weights", ["float32", "int8", "bfloat16", "float16"])
 def test_logits_have_the_same_bits_as_from_separate_layers(weights, fields, per_layer, n_fused, without_fusing):
     model = new_model(weights, **fields)
     fused = decoded(model)
@@ -296,7 +296,7 @@ def norm_of(size: int, subtract_mean: bool, bias: bool) -> Norm:
 
 
 NORMS = [(True, True), (True, False), (False, False)]
-KINDS = ["float32", "int8", "bfloat16", "Q8_0", "Q4_K"]
+KINDS = ["float32", "int8", "bfloat16", "float16", "Q8_0", "Q4_K"]
 
 
 def assert_close_for_all_threads(arguments: tuple, monkeypatch, tolerance: float = 2e-2) -> None:
@@ -384,7 +384,7 @@ CACHED, OPTIONS = (normal(1, 5, 1, 32), normal(1, 5, 1, 32)), ScoreOptions(0.2, 
         (ROW, {"norm": NORM._replace(gain=NORM.gain.astype(np.float64))}, "parameters of float32"),
         (ROW, {"first": UP._replace(bias=UP.bias[::2])}, "parameters of float32"),
         (ROW, {"first": Linear(UP.weights.copy("C"), None)}, "matrix by columns"),
-        (ROW, {"first": linear("float16", 64, 128)}, "int8 or bfloat16"),
+        (ROW, {"first": Linear(QuantizedMatrix.quantize(UP.weights, "int8"), None)}, "lies by rows"),
         (ROW, {"activation": "gelu"}, "64 and 128 channels"),
         (ROW[:, :32].copy(), {}, "32 and 64 channels"),
         (ROW, {"first": UP._replace(bias=UP.bias[:64])}, "a bias for 128"),

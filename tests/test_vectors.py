@@ -14,9 +14,9 @@ from tricycle_accelerators import matmul_plan, threads
 
 pytest.importorskip("numba")
 pytest.importorskip("ml_dtypes")
-from tricycle_accelerators.compiled import attention, decode_loops, vector_matmul
+from tricycle_accelerators.compiled import attention, decode_loops, vector_loops, vector_matmul
 
-KINDS = ["float32", "bfloat16", "int8"]
+KINDS = ["float32", *["float16"] * vector_loops.HAS_FLOAT16, "bfloat16", "int8"]
 SHAPES = [(1, 1), (5, 64), (300, 576), (577, 100), (64, 1536), (4097, 67), (2, 130)]  # (columns, inner)
 
 
@@ -41,6 +41,11 @@ def matrix_of(kind, shape, seed=0):
     return QuantizedMatrix.quantize(floats.T, kind, transposed=True)
 
 
+def numbers_of_rows(kind):
+    """Return the numbers of rows of x for which there is a loop."""
+    return range(1, 2 if kind == "float32" or vector_loops.LANES == 16 else 13)
+
+
 def kernel_of(matrix):
     return vector_matmul.quantized_matmul if isinstance(matrix, QuantizedMatrix) else vector_matmul.matmul
 
@@ -60,18 +65,21 @@ def test_a_product_is_that_of_float64(team, kind, shape):
     matrix = matrix_of(kind, shape)
     rng = np.random.default_rng(3)
     bias = rng.standard_normal(shape[0]).astype(np.float32)
-    for scale in (1, 1e-6, 300):
-        x = rng.standard_normal((1, shape[1])).astype(np.float32) * np.float32(scale)
+    for scale, n_rows in ((1e-6, 1), (300, 1), *((1, n) for n in numbers_of_rows(kind))):
+        x = rng.standard_normal((n_rows, shape[1])).astype(np.float32) * np.float32(scale)
         product = product_of(x, matrix, bias)
         expected = expected_of(x, matrix, bias)
         assert product.dtype == np.float32
         assert np.linalg.norm(product - expected) <= 1e-4 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("n_rows", [1, 7])
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_are_bit_equal_with_any_number_of_helpers(team, monkeypatch, kind):
+def test_results_are_bit_equal_with_any_number_of_helpers(team, monkeypatch, kind, n_rows):
     matrix = matrix_of(kind, (1500, 576))
-    x = np.random.default_rng(4).standard_normal((1, 576)).astype(np.float32)
+    if n_rows not in numbers_of_rows(kind):
+        pytest.skip("no loop for a few rows")
+    x = np.random.default_rng(4).standard_normal((n_rows, 576)).astype(np.float32)
     results, begin = set(), time.monotonic()
     while not team.shared[team.loops.SERVING]:  # helpers come after the first
         results.add(product_of(x, matrix).tobytes())
@@ -99,7 +107,7 @@ def test_read_only_matrix_is_multiplied_without_a_copy(team):
     matrix.values.setflags(write=False)
     x = np.ones((1, 96), np.float32)
     np.testing.assert_allclose(product_of(x, matrix), expected_of(x, matrix), rtol=1e-4, atol=1e-4)
-    assert np.shares_memory(matrix.prepared["rows"].numbers, matrix.values)
+    assert np.shares_memory(matrix.prepared["rows"][0], matrix.values)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -196,7 +204,8 @@ def test_unsupported_arguments_are_declined_with_a_reason(team, monkeypatch, kin
     assert decline_reason(x, matrix) is None
     by_rows = (matrix.T, "lies by rows") if is_quantized else (np.ascontiguousarray(matrix), "by columns")
     for row, other, phrase in (
-        (np.ones((2, 64), np.float32), matrix, "got 2"),
+        (np.ones((13, 64), np.float32), matrix, "got 13"),
+        (np.ones((0, 64), np.float32), matrix, "got 0"),
         (x.astype(np.float64), matrix, "float32"),
         (np.ones((1, 128), np.float32)[:, ::2], matrix, "in one piece"),
         (np.ones((1, by_rows[0].shape[0]), np.float32), *by_rows),
@@ -204,9 +213,13 @@ def test_unsupported_arguments_are_declined_with_a_reason(team, monkeypatch, kin
         assert phrase in decline_reason(row, other)
         assert product_of(row, other) is NotImplemented
     if is_quantized:
-        halves = QuantizedMatrix.quantize(np.ones((64, 40), np.float32), "float16", transposed=True)
-        assert "(64, 40) float16" in decline_reason(x, halves)
-        assert not halves.prepared  # asking makes nothing
+        monkeypatch.setattr(vector_loops, "LANES", 16)
+        assert "AVX-512" in decline_reason(np.ones((2, 64), np.float32), matrix)
+        monkeypatch.setattr(vector_loops, "HAS_FLOAT16", False)
+        for shape, dtype, phrase in (((64, 0), kind, "with numbers"), ((64, 40), "float16", "converts float16")):
+            other = QuantizedMatrix.quantize(np.ones(shape, np.float32), dtype, transposed=True)
+            assert phrase in decline_reason(x, other)
+            assert not other.prepared  # asking makes nothing
         return
     assert decline_reason(x, matrix, out=np.empty((1, 40), np.float32)).startswith("a place or a dtype")
     monkeypatch.setattr(matmul_plan, "MIN_VECTOR_BYTES", 2**17)
@@ -218,7 +231,7 @@ def test_unsupported_arguments_are_declined_with_a_reason(team, monkeypatch, kin
 @pytest.mark.parametrize("size", [20, 64, 176])  # of heads: rows of parts of a register, and of whole ones
 @pytest.mark.parametrize("off_by_one", [False, True])
 def test_attention_of_one_query_does_not_depend_on_threads(team, monkeypatch, dtype, n_keys, size, off_by_one):
-    if dtype == "float16" and not decode_loops.HAS_FLOAT16:
+    if dtype == "float16" and not vector_loops.HAS_FLOAT16:
         pytest.skip("the processor does not convert float16")
     monkeypatch.setattr(attention, "MIN_SHARED_BYTES", 0)
     rng = np.random.default_rng(n_keys)

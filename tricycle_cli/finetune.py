@@ -98,8 +98,8 @@ class Arguments:
     dora: bool = False
     """LoRA: also train the norms of the matrices' columns (DoRA)"""
     weights: Weights = "auto"
-    """LoRA: data type of the base model's weights, which are frozen; "auto" keeps the quantized blocks of a GGUF file
-    (QLoRA) and is float32 otherwise"""
+    """LoRA: data type of the base model's weights, which are frozen, as in `tricycle generate`; "auto" keeps 16-bit
+    weights and the quantized blocks of a GGUF file (QLoRA) where `generate` does"""
     context_window: int = 0
     """maximum length of an example in tokens; 0 for the model's context window, but at most 512"""
     truncate_answers: bool = False

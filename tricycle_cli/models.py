@@ -51,9 +51,9 @@ class ModelFlags:
     adapter: Path | None = None
     """a LoRA adapter for this model: a folder that `tricycle finetune` or PEFT wrote, or a GGUF file"""
     weights: Weights = "auto"
-    """data type of the weights: 16 and 8 bits need less memory and less time per token; "auto" keeps the quantized
-    blocks of a GGUF file and is float32 otherwise; "stored" keeps 16-bit weights, too; "exact" is "stored" without
-    rounding activations to 8 bits"""
+    """data type of the weights: 16 and 8 bits need less memory and less time per token; "stored" keeps 16-bit weights
+    and the quantized blocks of a GGUF file; "exact" is "stored" without rounding activations to 8 bits; "auto" is
+    "stored" on a CPU with the package numba, else float32"""
     device: Device = "auto"
     """where to compute; "auto" uses a GPU if one is available"""
 

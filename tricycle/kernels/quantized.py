@@ -18,7 +18,7 @@ from tricycle.create_graph import rule
 from tricycle.devices import ARRAY_MODULES, Array, on_gpu
 from tricycle.functions import linear
 from tricycle.kernels import FEW_ROWS
-from tricycle.kernels.dispatch import kernel, upcast
+from tricycle.kernels.dispatch import Kernel, kernel, upcast
 from tricycle.ops import as_floating, check_device
 from tricycle.tensor import Tensor, record
 
@@ -45,6 +45,12 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = Non
     if bias is not None:
         product += bias
     return product.astype(x.dtype, copy=False)
+
+
+@Kernel
+def to_float32(x: np.ndarray) -> np.ndarray:
+    """Return a copy of an array of 8-bit or 16-bit numbers in float32."""
+    return x.astype(np.float32)
 
 
 class QuantizedMatrix:
@@ -98,7 +104,7 @@ class QuantizedMatrix:
         )
         scales = np.empty((len(rows), 1), np.float32) if dtype_name == "int8" else None
         for chunk in chunks_in_cache(*rows.shape):
-            floats = np.array(rows[chunk], np.float32, order="C")
+            floats = to_float32(rows[chunk]) if values is rows else np.array(rows[chunk], np.float32, order="C")
             if not np.isfinite(floats).all():
                 raise ValueError(f"quantized weights ({dtype_name}): expected finite numbers, got infinity or NaN")
             if values is rows:
@@ -189,7 +195,7 @@ class QuantizedMatrix:
 
     def dequantize_rows(self, rows: Any) -> np.ndarray:
         """Return stored rows (..., K) by a slice or index array, the columns if `transposed`, as float32."""
-        floats: np.ndarray = self.values[rows].astype(np.float32)
+        floats = to_float32(self.values[rows])
         if self.scales is not None:
             floats *= self.scales[rows]
         return floats

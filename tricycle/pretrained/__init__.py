@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,9 @@ def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pret
         weights: the format of matrices and token embeddings in memory: "float32"; "int8", "bfloat16" or "float16", as
             by `tricycle.weights.quantize`; or "stored", the format of the files: 16 bits, or the quantized blocks of a
             GGUF file, which stay in the mapped file (`tricycle.kernels.quantized_blocks`). Products with blocks round
-            activations to 8 bits; with "exact", they do not. "auto" keeps quantized blocks, if a fast kernel for them
-            is installed, and converts all else to float32. "int8" keeps blocks of Q8_0. Weights below 32 bits are
-            frozen. With "bfloat16", long prompts are also computed in that precision (`use_precision`).
+            activations to 8 bits; with "exact", they do not. "auto" is "stored" if fast kernels for it are installed,
+            and float32 otherwise. "int8" keeps blocks of Q8_0. Weights below 32 bits are frozen. With "bfloat16", long
+            prompts are also computed in that precision (`use_precision`).
 
     Raises:
         FileNotFoundError: the path or a file does not exist.
@@ -77,8 +78,8 @@ def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pret
     """
     if weights not in WEIGHT_FORMATS:
         raise ValueError(f"load: expected weights to be one of {', '.join(WEIGHT_FORMATS)}, got {weights!r}")
-    if weights == "auto" and not has_fast_products():
-        weights = "float32"
+    if weights == "auto":
+        weights = "stored" if has_fast_products() and find_spec("ml_dtypes") else "float32"
     path = _find_path(os.fspath(path_or_name))
     if _is_gguf(path):
         loaded = _load_source(read_gguf(path), weights)

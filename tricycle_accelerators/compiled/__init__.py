@@ -17,7 +17,7 @@ from pathlib import Path
 from tricycle import kernels
 from tricycle.kernels import experts as mixtures
 from tricycle.kernels import recurrent
-from tricycle.kernels.quantized import quantized_matmul
+from tricycle.kernels.quantized import quantized_matmul, to_float32
 from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle.kernels.quantized_heads import quantized_attention
 from tricycle.kernels.ragged_attention import ragged_attention
@@ -82,6 +82,7 @@ def register(array: type) -> None:
         (amx_matmul, [k.matmul]),
         (tiled_matmul, [k.matmul]),
         (elementwise, (*activated, k.softmax, k.matmul_operand_and_sums, k.sum_rows, k.sum_squares, k.apply_rope)),
+        (elementwise, [to_float32]),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (recurrence, (r.prepare_matrix, r.run_batch_parallel, r.project, *layers)),
         (experts, (m.route, m.mix_swiglu_experts, *by_expert)),

@@ -66,7 +66,7 @@ def _few_decline_reason(
     kept = k.dtype
     if v.dtype != kept or not (kept == FLOAT32 or is_16_bit(k)):
         return f"keys and values of one dtype, float32 or of 16 bits, got {kept} and {v.dtype}"
-    if kept == np.float16 and not load_loops("decode_loops").HAS_FLOAT16:
+    if kept == np.float16 and not load_loops("vector_loops").HAS_FLOAT16:
         return "a processor that converts float16"
     if v.shape != k.shape or not k.size:
         return f"keys and values of one size, got {k.shape} and {v.shape}"
@@ -99,7 +99,7 @@ def _attend_each(q: np.ndarray, cached: Sequence[tuple[Any, Any]], scale: float,
             scales = keys.scales.ctypes.data, values.scales.ctypes.data
             keys, values = keys.values, values.values
         rows.append((queries + n * q.strides[0], keys.ctypes.data, values.ctypes.data, *scales, len(keys), 0))
-    numbers = {FLOAT32: loops.FLOAT32, FLOAT16: loops.FLOAT16, INT8: loops.INT8}.get(like.dtype, loops.BFLOAT16)
+    numbers = loops.KINDS[like.dtype.name]
     n_blocks = like.scales.shape[2] if isinstance(like, QuantizedHeads) else 0
     out, logsumexp = np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32)
     settings = np.array(rows, np.int64), like.shape[1], n_blocks, numbers, scale, off_by_one
@@ -158,7 +158,7 @@ def _ragged_decline_reason(
     is_known = kind == INT8 if isinstance(first, QuantizedHeads) else kind == FLOAT32 or is_16_bit(first)
     if not is_known or any(x.dtype != kind or x.shape[2:] != heads for x in held):
         return "keys and values of one size and dtype, float32, of 16 bits or quantized"
-    if kind == FLOAT16 and not load_loops("decode_loops").HAS_FLOAT16:
+    if kind == FLOAT16 and not load_loops("vector_loops").HAS_FLOAT16:
         return "a processor that converts float16"
     if q.dtype != FLOAT32 or q.shape[2] != heads[1] or q.shape[1] % heads[0] or not q[0].flags.carray:
         return f"float32 queries in one piece each that fit the keys, got {q.dtype} {q.shape} and {first.shape}"

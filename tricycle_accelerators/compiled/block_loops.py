@@ -28,6 +28,7 @@ from tricycle_accelerators.compiled.vector_rows import (
     KIND,
     N_PARTS,
     N_ROWS,
+    N_X,
     OTHER,
     OUT,
     ROWS,
@@ -41,7 +42,7 @@ from tricycle_accelerators.compiled.vector_rows import (
 
 # More fields of a job: what the products of x's integers are added to, x's rows, bytes from row to row of the result,
 # the address of the table of parts, and its rows.
-STARTS, N_X, OUT_STRIDE, TABLE, N_TABLE = range(FUNCTION + 1, FUNCTION + 6)
+STARTS, OUT_STRIDE, TABLE, N_TABLE = range(FUNCTION + 1, FUNCTION + 5)
 # Columns of the table of a matrix's parts: the number of the format, the constant that its integers are too large by,
 # the first group of the part, the group after its last, its first row, its rows, the address of its blocks, bytes from
 # row to row, blocks in a row, bytes and values of a block, the kind of its format (`block_tiles.KINDS`), and how many
@@ -57,7 +58,7 @@ NUMBERS = {name: number for number, name in enumerate(FORMATS)}
 
 def _multiply_block_rows(place: int, start: int, stop: int) -> None:
     """Compute some groups of a job's product, vector by vector; `place` is the address of its mailbox."""
-    box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 6,))
+    box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 5,))
     size, n_x = box[SIZE], box[N_X]
     table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_TABLE], N_FIELDS))
     for p in range(len(table)):
@@ -125,7 +126,7 @@ def _multiply_group(box: Any, part: Any, starts: int, row: int, buffers: Any, su
 
 def _multiply_block_tiles(place: int, start: int, stop: int) -> None:
     """Compute some groups of a job's product for all vectors at once; `place` is the address of its mailbox."""
-    box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 6,))
+    box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 5,))
     table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_TABLE], N_FIELDS))
     n_vectors = round_up(box[N_X], TILE_VECTORS)
     sums = aligned_zeros(n_vectors, LANES, np.zeros(1, np.float32))
@@ -168,7 +169,7 @@ def multiply_blocks(
         function: the address of `multiply_block_rows`, or of `multiply_block_tiles` if `by_tiles`.
 
     Returns:
-        As `vector_loops.multiply_vector`; NOT_FINITE, without a product, if x has infinity or NaN.
+        As `vector_loops.multiply_vectors`; NOT_FINITE, without a product, if x has infinity or NaN.
     """
     n_x, size = x.shape
     n_vectors = round_up(n_x, TILE_VECTORS) if by_tiles else n_x

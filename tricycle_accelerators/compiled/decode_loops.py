@@ -23,8 +23,6 @@ from numba import types
 
 from tricycle_accelerators.compiled.jit import (
     ANY_ORDER,
-    FEATURES,
-    IS_ARM64,
     OPTIONS,
     ZERO,
     bfloat16_to_float32,
@@ -34,6 +32,7 @@ from tricycle_accelerators.compiled.jit import (
     maximum,
     overload_by_types,
 )
+from tricycle_accelerators.compiled.loops import widen
 from tricycle_accelerators.compiled.registers import (
     INDEX,
     LANES,
@@ -50,7 +49,10 @@ from tricycle_accelerators.compiled.registers import (
 )
 from tricycle_accelerators.compiled.vector_loops import run_job
 from tricycle_accelerators.compiled.vector_rows import (
+    FLOAT16,
+    FLOAT32,
     FUNCTION,
+    INT8,
     KIND,
     N_PARTS,
     N_ROWS,
@@ -61,6 +63,7 @@ from tricycle_accelerators.compiled.vector_rows import (
     STRIDE,
     pointer_to,
 )
+from tricycle_accelerators.compiled.vector_rows import KINDS as KINDS
 
 UNIT = 64  # tokens
 COPIED = 16  # tokens whose keys or values are copied at a time: they fit into the first-level cache
@@ -71,20 +74,6 @@ TABLE, N_QUERIES, N_HEADS, N_KEY_HEADS, N_BLOCKS, NUMBERS, FACTOR = range(FUNCTI
 # The columns of the table: the addresses of the query (H, D), of its keys, values (S, K, D) and their scales (S, K, N),
 # the tokens S, and the first of its units.
 QUERY, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, N_TOKENS, FIRST_UNIT, N_COLUMNS = range(8)
-FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)
-HAS_FLOAT16 = bool(FEATURES.get("f16c") or IS_ARM64)  # whether an instruction converts float16
-
-
-@intrinsic
-def _float16_to_float32(context: Any, bits: Any) -> Any:
-    """Convert the bits of a float16 (uint16) to float32; NaN on a processor without HAS_FLOAT16 (Numba intrinsic)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if not HAS_FLOAT16:
-            return context.get_constant(types.float32, math.nan)
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), code
 
 
 @overload_by_types
@@ -94,7 +83,12 @@ def _float32_rows(rows: Any, scales: Any, is_float16: Any, copied: Any) -> Any:
         return lambda rows, scales, is_float16, copied: _copy(rows, copied)
     if rows.dtype == types.int8:
         return lambda rows, scales, is_float16, copied: _dequantize(rows, scales, copied)
-    return lambda rows, scales, is_float16, copied: _widen(rows, is_float16, copied)
+
+    def convert(rows: Any, scales: Any, is_float16: Any, copied: Any) -> Any:
+        widen(rows.reshape(-1), is_float16, copied.reshape(-1)[: rows.size])
+        return copied[: len(rows)]
+
+    return convert
 
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
@@ -103,19 +97,6 @@ def _copy(rows: np.ndarray, copied: np.ndarray) -> Any:
     source, out = rows.reshape(-1), copied.reshape(-1)
     for i in range(len(source)):
         out[i] = source[i]
-    return copied[: len(rows)]
-
-
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def _widen(rows: np.ndarray, is_float16: bool, copied: np.ndarray) -> Any:
-    """Write float16 or bfloat16 numbers, given as bits, to the first of `copied` as float32; return those."""
-    source, out = rows.reshape(-1), copied.reshape(-1)
-    if is_float16:
-        for i in range(len(source)):
-            out[i] = _float16_to_float32(source[i])
-    else:
-        for i in range(len(source)):
-            out[i] = bfloat16_to_float32(source[i])
     return copied[: len(rows)]
 
 
@@ -354,7 +335,7 @@ def decode_attention(
         function: the address of `attend_to_units`.
 
     Returns:
-        As `vector_loops.multiply_vector`.
+        As `vector_loops.multiply_vectors`.
     """
     n_queries, n_heads, size = out.shape
     n_units = 0

@@ -223,3 +223,20 @@ def sum_squares(x: np.ndarray) -> np.ndarray:
         chunks.sum_over_chunks(lambda piece: compute(flat[piece]), chunks.row_chunks(flat.size), calls_blas=False),
         np.float32,
     )
+
+
+# -------------------------------------------------------------------- conversion of 16-bit numbers
+def _to_float32_decline_reason(x: np.ndarray) -> str | None:
+    """Return why the loop cannot run: small, not of 16 bits, or no instruction that converts float16; else None."""
+    if (why := large_array_decline_reason(x, dtypes=("float16", "bfloat16"))) is not None:
+        return why
+    has_float16 = x.dtype != np.float16 or load_loops("vector_loops").HAS_FLOAT16
+    return None if has_float16 else "a processor that converts float16"
+
+
+@decline_when(_to_float32_decline_reason)
+def to_float32(x: np.ndarray) -> np.ndarray:
+    """Return an array of 16-bit floats in float32 by a Numba loop in this thread."""
+    floats = buffers.empty(x.shape, np.float32)
+    load_loops("loops").widen(x.view(np.uint16).reshape(-1), x.dtype == np.float16, floats.reshape(-1))
+    return floats

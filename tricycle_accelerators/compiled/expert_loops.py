@@ -9,7 +9,8 @@ import numpy as np
 
 from tricycle_accelerators.compiled.jit import ONE, OPTIONS, ZERO, compile_loop, multiply_by_sigmoid
 from tricycle_accelerators.compiled.loops import softmax, swiglu
-from tricycle_accelerators.compiled.vector_loops import multiply_vector
+from tricycle_accelerators.compiled.vector_loops import multiply_vectors
+from tricycle_accelerators.compiled.vector_rows import FLOAT32
 
 
 @numba.njit(**OPTIONS)
@@ -69,14 +70,13 @@ def add_swiglu_expert(
         up, down: U and D transposed, (2 H, C) and (C, H).
 
     Returns:
-        As `vector_loops.multiply_vector`.
+        As `vector_loops.multiply_vectors`.
     """
-    no_scales, no_sums = np.empty(0, np.float32), np.empty(0, np.int32)
     hidden, activated = np.empty((1, len(up)), np.float32), np.empty((1, len(up) // 2), np.float32)
     product = np.empty((1, len(down)), np.float32)
-    waited_up = multiply_vector(x, up, no_scales, no_sums, hidden, box, n_threads)
+    waited_up = multiply_vectors(x, (FLOAT32, up.ctypes.data, 0, 0), hidden, box, n_threads)
     swiglu(hidden, activated)
-    waited_down = multiply_vector(activated, down, no_scales, no_sums, product, box, n_threads)
+    waited_down = multiply_vectors(activated, (FLOAT32, down.ctypes.data, 0, 0), product, box, n_threads)
     for j in range(len(down)):
         y[0, j] += weight * product[0, j]
     return min(waited_up, waited_down) if min(waited_up, waited_down) < 0 else max(waited_up, waited_down)

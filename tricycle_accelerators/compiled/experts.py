@@ -13,7 +13,7 @@ from tricycle_accelerators import buffers, chunks, matmul_plan, threads
 from tricycle_accelerators.compiled.elementwise import CONTIGUOUS, FLOAT32, large_array_decline_reason
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.compiled.tiled_matmul import even_slices, multiply_in_this_thread
-from tricycle_accelerators.compiled.vector_matmul import NO_SCALES, TOO_FEW, spin_team
+from tricycle_accelerators.compiled.vector_matmul import TOO_FEW, spin_team
 from tricycle_accelerators.providers import decline_when
 
 MIN_PART_ROWS, STEP = 64, 16  # of a group: parts of fewer rows are not worth a thread's while; ends of parts
@@ -40,7 +40,7 @@ def route(
     """Return weights, scores and indices of the experts with the highest scores of rows of logits, by Numba."""
     shape = len(logits), routing.n_active
     weights, scores, selected = np.empty(shape, np.float32), np.empty_like(logits), np.empty(shape, np.int64)
-    added = NO_SCALES if correction is None else correction
+    added = np.empty(0, np.float32) if correction is None else correction
     options, loop = (routing.sigmoid, routing.normalized, routing.scale), load_loops("expert_loops").route
     if len(logits) <= FEW_ROWS:
         loop(logits, added, *options, weights, scores, selected)

@@ -47,6 +47,7 @@ def _features() -> dict[str, bool]:
 FEATURES = _features()
 IS_ARM64 = binding.get_default_triple().startswith(("aarch64", "arm64"))
 HAS_FMA = FEATURES.get("fma", False) or IS_ARM64
+HAS_FLOAT16 = bool(FEATURES.get("f16c") or IS_ARM64)  # whether an instruction converts float16
 HAS_BFLOAT, HAS_AMX = FEATURES.get("avx512bf16", False), FEATURES.get("amx-bf16", False)
 ZERO, ONE = np.float32(0), np.float32(1)
 LOG2_E = np.float32(math.log2(math.e))
@@ -140,6 +141,18 @@ def bfloat16_to_float32(context: Any, bits: Any) -> Any:
         return builder.bitcast(
             builder.shl(upper, context.get_constant(types.uint32, 16)), context.get_value_type(types.float32)
         )
+
+    return types.float32(types.uint16), code
+
+
+@intrinsic
+def float16_to_float32(context: Any, bits: Any) -> Any:
+    """Convert the bits of a float16 (uint16) to float32; NaN on a processor without HAS_FLOAT16 (Numba intrinsic)."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if not HAS_FLOAT16:
+            return context.get_constant(types.float32, math.nan)
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
 
     return types.float32(types.uint16), code
 

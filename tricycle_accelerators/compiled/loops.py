@@ -20,6 +20,7 @@ from tricycle_accelerators.compiled.jit import (
     contiguous_row,
     convert_for,
     exp_underflowing_to_zero,
+    float16_to_float32,
     float32_to_bfloat16,
     max_abs_if_finite,
     maximum,
@@ -179,3 +180,15 @@ def split_bfloat16(x: np.ndarray, parts: np.ndarray) -> bool:
             parts[i, j] = upper
             parts[n_rows + i, j] = float32_to_bfloat16(x[i, j] - bfloat16_to_float32(upper))
     return True
+
+
+# -------------------------------------------------------------------- conversion of 16-bit numbers
+@compile_loop("void(u2[::1], b1, f4[::1])")
+def widen(bits: np.ndarray, is_float16: bool, out: np.ndarray) -> None:
+    """Write float16 or bfloat16 numbers, given by their bits, to `out` as float32."""
+    if is_float16:
+        for i in range(len(bits)):
+            out[i] = float16_to_float32(bits[i])
+    else:
+        for i in range(len(bits)):
+            out[i] = bfloat16_to_float32(bits[i])

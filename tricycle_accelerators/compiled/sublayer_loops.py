@@ -17,7 +17,7 @@ import numpy as np
 from tricycle_accelerators.compiled import decode_loops
 from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compile_loop
 from tricycle_accelerators.compiled.loops import gelu, layer_norm, rms_norm, rotate, swiglu
-from tricycle_accelerators.compiled.vector_rows import call_multiply, pointer_to
+from tricycle_accelerators.compiled.vector_rows import FLOAT32, call_multiply, pointer_to
 
 TOO_FEW = -1  # what jobs return if fewer threads took part than were asked for
 LATE_PAUSES = 5_000  # pauses: a thread that is waited for longer was put aside by the system
@@ -114,7 +114,7 @@ def _attend(
         table,
         n_key_heads,
         0,
-        decode_loops.FLOAT32,
+        FLOAT32,
         np.float32(scale),
         fields[OFF_BY_ONE] != 0,
         attended,

@@ -20,7 +20,7 @@ from tricycle_accelerators.compiled import block_matmul, vector_matmul
 from tricycle_accelerators.compiled.attention import MASK_OR_CAP
 from tricycle_accelerators.compiled.elementwise import CONTIGUOUS, FLOAT32
 from tricycle_accelerators.compiled.loader import load_loops
-from tricycle_accelerators.compiled.vector_matmul import TOO_FEW, spin_team
+from tricycle_accelerators.compiled.vector_matmul import TOO_FEW, address_of, spin_team
 from tricycle_accelerators.providers import decline_when
 
 
@@ -171,10 +171,7 @@ def _describe_matrix(linear: Linear) -> np.ndarray:
     matrix = linear.weights
     if isinstance(matrix, BlockMatrix):
         return block_matmul.describe_parts(matrix)
-    if isinstance(matrix, np.ndarray):
-        kind = load_loops("vector_loops").FLOAT32
-        return np.array([[kind, matrix.ctypes.data, 0, 0, *matrix.shape[::-1]]], np.int64)
-    return vector_matmul.describe_rows(matrix)
+    return vector_matmul.describe_matrix(matrix)
 
 
 def _describe_linear(linear: Linear, matrix: np.ndarray) -> tuple[int, ...]:
@@ -192,7 +189,7 @@ def _new_memory(table: _Table, keys: tuple[np.ndarray, ...], values: tuple[np.nd
     """Return references to keys and values, and the fields of sublayers with their addresses and shapes."""
     loops, fields = load_loops("sublayer_loops"), table.fields.copy()
     for i, of_keys, of_values in zip(table.attention, keys, values):
-        fields[i, [loops.KEYS, loops.VALUES]] = _address(of_keys), _address(of_values)
+        fields[i, [loops.KEYS, loops.VALUES]] = address_of(of_keys), address_of(of_values)
         fields[i, [loops.N_KEY_HEADS, loops.HEAD_SIZE]] = of_keys.shape[2:]
     return _Memory([weakref.ref(array) for array in keys + values], fields)
 
@@ -203,15 +200,9 @@ def _describe_ropes(ropes: Iterable[Any]) -> list[tuple[int, int, int]]:
     last, angles = None, (0, 0, 0)
     for rope in ropes:
         if rope is not last:  # layers share angles
-            last, angles = rope, (0, 0, 0) if rope is None else (*map(_address, rope), rope[0].shape[1])
+            last, angles = rope, (0, 0, 0) if rope is None else (*map(address_of, rope), rope[0].shape[1])
         described.append(angles)
     return described
-
-
-def _address(array: np.ndarray) -> int:
-    """Return the address of an array in less time than `ctypes` takes."""
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 @decline_when(_decline_reason)

@@ -15,6 +15,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from tricycle_accelerators.compiled.jit import HAS_FLOAT16 as HAS_FLOAT16
 from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compile_loop
 from tricycle_accelerators.compiled.mailbox import atomic_add, atomic_load, atomic_store, compare_exchange, pause
 from tricycle_accelerators.compiled.registers import LANES as LANES
@@ -22,12 +23,15 @@ from tricycle_accelerators.compiled.registers import prefetch_line
 from tricycle_accelerators.compiled.vector_rows import (
     BFLOAT16,
     BYTES,
+    FLOAT16,
     FLOAT32,
     FUNCTION,
     INT8,
+    ITEM_SIZES,
     KIND,
     N_PARTS,
     N_ROWS,
+    N_X,
     OUT,
     ROWS,
     SCALES,
@@ -37,6 +41,7 @@ from tricycle_accelerators.compiled.vector_rows import (
     X,
     call_function,
     multiply_bfloat16_rows,
+    multiply_float16_rows,
     multiply_float32_rows,
     multiply_int8_rows,
     multiply_int8_rows_by_bytes,
@@ -44,6 +49,7 @@ from tricycle_accelerators.compiled.vector_rows import (
     split_into_bytes,
 )
 from tricycle_accelerators.compiled.vector_rows import HAS_BYTES as HAS_BYTES
+from tricycle_accelerators.compiled.vector_rows import KINDS as KINDS
 
 # After a job in the mailbox come how many of its rows are done, how many threads serve, whether they are to stop, the
 # address of `compute_all`, and a word for each thread: the number of the job in its upper half, in the lower one the
@@ -74,6 +80,8 @@ def _compute_chunk(box: Any, place: int, part: int) -> bool:
         return True
     if box[KIND] == FLOAT32:
         multiply_float32_rows(box, stop - n, stop)
+    elif box[KIND] == FLOAT16:
+        multiply_float16_rows(box, stop - n, stop)
     elif box[KIND] == BFLOAT16:
         multiply_bfloat16_rows(box, stop - n, stop)
     elif box[KIND] == INT8:
@@ -170,39 +178,30 @@ def run_job(box: Any) -> int:
     return waited if atomic_load(place, SERVING) >= n_threads - 1 else -1
 
 
-@compile_loop(
-    [f"i8(f4[:, ::1], {kind}[:, ::1], f4[::1], i4[::1], f4[:, ::1], i8[::1], i8)" for kind in ("f4", "u2", "i1")]
-)
-def multiply_vector(
-    x: np.ndarray,
-    matrix: np.ndarray,
-    scales: np.ndarray,
-    sums: np.ndarray,
-    out: np.ndarray,
-    box: np.ndarray,
-    n_threads: int,
+@compile_loop("i8(f4[:, ::1], UniTuple(i8, 4), f4[:, ::1], i8[::1], i8)")
+def multiply_vectors(
+    x: np.ndarray, matrix: tuple[int, int, int, int], out: np.ndarray, box: np.ndarray, n_threads: int
 ) -> int:
-    """Write x (1, K) times all rows and scales to `out`; return pauses waited, -1 if fewer than n_threads helped.
-
-    The product is multiplied by scales (M,), or (0,) for none.
+    """Write x (R, K) times all rows of a matrix and scales to `out` (R, M); return pauses waited, -1 if too few helped.
 
     Threads that serve the mailbox help; without any, this one does all of it, and the result has the same bits.
 
     Args:
-        sums: (M,), of the rows of int8; or (0,), and then x is not rounded to 16 bits.
+        matrix: its type, FLOAT32, FLOAT16, BFLOAT16 or INT8, and addresses: of its numbers (M, K); of float32 scales
+            (M,), by which the product is multiplied, or 0; of the sums (M,) of rows of int8, if R is 1, or 0, and then
+            x is not rounded to 16 bits.
 
     Returns:
         For how many pauses the others were waited for, or -1 where fewer than `n_threads` took part.
     """
-    n_rows, size = matrix.shape
-    bytes_of_x = np.empty((2, size if len(sums) else 0), np.uint8)
-    step = split_into_bytes(x[0], bytes_of_x) if len(sums) else ZERO
-    box[KIND] = BYTES if step else FLOAT32 if matrix.itemsize == 4 else BFLOAT16 if matrix.itemsize == 2 else INT8
+    (kind, numbers, scales, sums), (n_x, size), n_rows = matrix, x.shape, out.shape[1]
+    bytes_of_x = np.empty((2, size if sums else 0), np.uint8)
+    step = split_into_bytes(x[0], bytes_of_x) if sums else ZERO
+    box[KIND] = BYTES if step else kind
     box[X] = bytes_of_x.ctypes.data if step else x.ctypes.data
-    box[ROWS], box[STRIDE], box[OUT] = matrix.ctypes.data, matrix.strides[0], out.ctypes.data
-    box[SIZE], box[N_ROWS], box[N_PARTS] = size, n_rows, n_threads
-    box[SCALES] = scales.ctypes.data if len(scales) else 0
-    box[SUMS] = sums.ctypes.data
+    box[ROWS], box[STRIDE], box[OUT] = numbers, size * ITEM_SIZES[kind], out.ctypes.data
+    box[N_X], box[SIZE], box[N_ROWS], box[N_PARTS] = n_x, size, n_rows, n_threads
+    box[SCALES], box[SUMS] = scales, sums
     waited = run_job(box)
     if len(bytes_of_x[0]) and step:  # named here, or their memory would be free by now
         for i in range(n_rows):
@@ -210,31 +209,22 @@ def multiply_vector(
     return waited
 
 
-# Columns of the table of a matrix: FLOAT32, BFLOAT16 or INT8, the addresses of its numbers, row scales and row sums (0
-# for none), its rows and their size.
+# Columns of the table of a matrix: what `multiply_vectors` takes, and its shape (M, K).
 ROW_KIND, NUMBERS, ROW_SCALES, ROW_SUMS, COUNT, ROW_SIZE, N_ROW_FIELDS = range(7)
 
 
 def _multiply_row_by_rows(x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int) -> int:
-    """Write a row times the rows of a matrix to `out` as `multiply_vector` does, all given by their addresses.
+    """Write a row times the rows of a matrix to `out` as `multiply_vectors` does, all given by their addresses.
 
     Args:
         place: the address of the table of the matrix. n_parts, function: not used.
     """
     fields = numba.carray(pointer_to(place, np.int64(0)), (N_ROW_FIELDS,))
-    n_rows, size, numbers = fields[COUNT], fields[ROW_SIZE], fields[NUMBERS]
-    row, product = numba.carray(pointer_to(x, ZERO), (1, size)), numba.carray(pointer_to(out, ZERO), (1, n_rows))
-    scales = numba.carray(pointer_to(fields[ROW_SCALES], ZERO), (n_rows if fields[ROW_SCALES] else 0,))
-    sums = numba.carray(pointer_to(fields[ROW_SUMS], np.int32(0)), (n_rows if fields[ROW_SUMS] else 0,))
+    row = numba.carray(pointer_to(x, ZERO), (1, fields[ROW_SIZE]))
+    product = numba.carray(pointer_to(out, ZERO), (1, fields[COUNT]))
     mailbox = numba.carray(pointer_to(box, np.int64(0)), (MAILBOX,))
-    if fields[ROW_KIND] == FLOAT32:
-        matrix = numba.carray(pointer_to(numbers, ZERO), (n_rows, size))
-        return multiply_vector(row, matrix, scales, sums, product, mailbox, n_threads)
-    if fields[ROW_KIND] == BFLOAT16:
-        matrix_of_bits = numba.carray(pointer_to(numbers, np.uint16(0)), (n_rows, size))
-        return multiply_vector(row, matrix_of_bits, scales, sums, product, mailbox, n_threads)
-    matrix_of_bytes = numba.carray(pointer_to(numbers, np.int8(0)), (n_rows, size))
-    return multiply_vector(row, matrix_of_bytes, scales, sums, product, mailbox, n_threads)
+    matrix = fields[ROW_KIND], fields[NUMBERS], fields[ROW_SCALES], fields[ROW_SUMS]
+    return multiply_vectors(row, matrix, product, mailbox, n_threads)
 
 
 multiply_row_by_rows: Any = numba.cfunc("i8(i8, i8, i8, i8, i8, i8, i8)", cache=True, error_model="numpy")(

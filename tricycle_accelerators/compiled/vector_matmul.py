@@ -1,19 +1,18 @@
-"""Products of one row and a float32, bfloat16 or int8 matrix with contiguous columns, for generating tokens."""
+"""Products of a row, or a few, and a matrix of 8, 16 or 32 bits with contiguous columns, for generating tokens."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Callable
 from functools import cache, partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tricycle.devices import Array
-from tricycle.kernels.quantized import QuantizedMatrix
+from tricycle.kernels.quantized import DTYPE_NAMES, QuantizedMatrix
 from tricycle_accelerators import threads
 from tricycle_accelerators.compiled.elementwise import FLOAT32
 from tricycle_accelerators.compiled.loader import load_loops
@@ -21,10 +20,11 @@ from tricycle_accelerators.matmul_plan import vector_decline_reason
 from tricycle_accelerators.providers import decline_when
 from tricycle_accelerators.spin_threads import SpinPolicy
 
+MAX_ROWS = 12  # of x with a quantized matrix: with more, to convert parts of it for BLAS takes less time
+AVX512_LANES = 16
 TOO_FEW = -1  # what a job returns if fewer threads took part than were asked for
 LATE_PAUSES = 5_000  # pauses: a thread that is waited for longer was put aside by the system
 PAUSE_SECONDS = 2e-8  # 40 to 140 cycles
-NO_SCALES, NO_SUMS = np.empty(0, np.float32), np.empty(0, np.int32)
 
 
 class _Mailboxes(threading.local):
@@ -47,12 +47,6 @@ class SpinTeam:
         self.boxes = _Mailboxes()
         self.policy = SpinPolicy()
         self.n_long_jobs = 0
-
-    def multiply(
-        self, x: np.ndarray, matrix: np.ndarray, scales: np.ndarray, sums: np.ndarray, out: np.ndarray
-    ) -> None:
-        """Write x (1, K) times float32, bfloat16 or int8 rows into `out` by spinning threads; alone if busy or late."""
-        self.run(partial(self.loops.multiply_vector, x, matrix, scales, sums, out))
 
     def run(self, job: Callable[[np.ndarray, int], int], is_long: bool = False) -> int:
         """Run a job with spinning threads, alone if they are busy or late; return what the job returns.
@@ -123,81 +117,77 @@ def matmul(
     precision: str = "float32",
 ) -> np.ndarray:
     """Return row a @ column-major b + bias by spinning threads; NotImplemented if small or given `out`, `dtype`."""
-    product = np.empty((1, b.shape[1]), np.float32)
-    spin_team().multiply(a, b.T, NO_SCALES, NO_SUMS, product)
-    if bias is not None:
-        product += bias
-    return product
-
-
-class _Rows(NamedTuple):
-    """A matrix of few bits as the loops take it: its numbers (M, K), bfloat16 by their bits, and scales (M,)."""
-
-    numbers: np.ndarray
-    scales: np.ndarray
-    sums: np.ndarray
-
-
-def _matrix_rows(matrix: QuantizedMatrix) -> _Rows:
-    """Return a quantized matrix as _Rows: writable numbers, row scales, and int32 row sums if the loops use bytes."""
-    numbers = np.ascontiguousarray(matrix.values).view(np.int8 if matrix.dtype.name == "int8" else np.uint16)
-    if not numbers.flags.writeable:  # loops take no array that is read-only, though they write nothing here
-        memory: Any = (ctypes.c_char * numbers.nbytes).from_address(numbers.ctypes.data)
-        memory.owner = matrix.values
-        numbers = np.frombuffer(memory, numbers.dtype).reshape(numbers.shape)
-    scales = NO_SCALES if matrix.scales is None else np.ascontiguousarray(matrix.scales[:, 0], np.float32)
-    loops = load_loops("vector_loops")
-    has_sums = loops.HAS_BYTES and len(scales) and numbers.shape[1] % (4 * loops.LANES) == 0
-    return _Rows(numbers, scales, numbers.sum(axis=1, dtype=np.int32) if has_sums else NO_SUMS)
+    return _multiply(a, b, bias)
 
 
 def matrix_decline_reason(matrix: QuantizedMatrix) -> str | None:
-    """Return why the loop cannot multiply a row with a matrix: not transposed, not int8 or bfloat16; else None."""
+    """Return why the loop cannot multiply a row with a matrix: by rows, of another type, without numbers; else None."""
     if not matrix.transposed:
         return "a matrix whose columns lie in one piece each, got one that lies by rows"
-    if "rows" not in matrix.prepared and (matrix.dtype.name not in ("int8", "bfloat16") or not matrix.size):
-        return f"a matrix of int8 or bfloat16 with numbers, got {matrix!r}"
+    if "rows" not in matrix.prepared and (matrix.dtype.name not in DTYPE_NAMES or not matrix.size):
+        return f"a matrix of {' or '.join(DTYPE_NAMES)} with numbers, got {matrix!r}"
+    if matrix.dtype == np.float16 and not load_loops("vector_loops").HAS_FLOAT16:
+        return "a processor that converts float16"
     return None
 
 
 def _few_bits_matmul_decline_reason(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
-    """Return why the loop cannot run: not one float32 row, or not a transposed int8 or bfloat16 matrix; else None."""
-    if len(x) != 1:
-        return f"one row alone, got {len(x)}"
+    """Return why the loop cannot run: not a few float32 rows, or not a transposed matrix of few bits; else None."""
+    if not 1 <= len(x) <= MAX_ROWS:
+        return f"1 to {MAX_ROWS} rows, got {len(x)}"
+    if len(x) > 1 and load_loops("vector_loops").LANES == AVX512_LANES:
+        return f"one row alone with AVX-512, for which oneDNN has products of a few, got {len(x)}"
     if (why := matrix_decline_reason(matrix)) is not None:
         return why
     if x.dtype != FLOAT32 or not x.flags.carray:
-        return f"a row of float32 in one piece, aligned and not read-only, got {x.dtype}"
+        return f"rows of float32 in one piece, aligned and not read-only, got {x.dtype}"
     return None
-
-
-def _prepared_rows(matrix: QuantizedMatrix) -> _Rows:
-    """Return a quantized matrix as _Rows, cached in the matrix."""
-    rows: _Rows | None = matrix.prepared.get("rows")
-    if rows is None:
-        rows = matrix.prepared["rows"] = _matrix_rows(matrix)
-    return rows
-
-
-def describe_rows(matrix: QuantizedMatrix) -> np.ndarray:
-    """Return the table of a matrix for `vector_loops.multiply_row_by_rows`, cached in the matrix."""
-    table: np.ndarray | None = matrix.prepared.get("row_table")
-    if table is None:
-        loops, (numbers, scales, sums) = load_loops("vector_loops"), _prepared_rows(matrix)
-        kind = loops.INT8 if numbers.itemsize == 1 else loops.BFLOAT16
-        addresses = [array.ctypes.data if array.size else 0 for array in (numbers, scales, sums)]
-        matrix.prepared["row_table"] = table = np.array([[kind, *addresses, *numbers.shape]], np.int64)
-    return table
 
 
 @decline_when(_few_bits_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
-    """Return a float32 row times a matrix (rows cached in it) plus bias by spinning threads; else NotImplemented."""
-    rows = _prepared_rows(matrix)
-    product = np.empty((1, matrix.shape[1]), np.float32)
-    spin_team().multiply(x, rows.numbers, rows.scales, rows.sums, product)
+    """Return a few float32 rows times a matrix plus bias by spinning threads; else NotImplemented."""
+    return _multiply(x, matrix, bias)
+
+
+def _multiply(x: np.ndarray, matrix: np.ndarray | QuantizedMatrix, bias: np.ndarray | None) -> np.ndarray:
+    """Return float32 rows x (R, K) times a matrix (K, M) with contiguous columns, plus bias, by spinning threads."""
+    product = np.empty((len(x), matrix.shape[1]), np.float32)
+    spin_team().run(partial(load_loops("vector_loops").multiply_vectors, x, _matrix_fields(matrix, len(x)), product))
     if bias is not None:
         product += bias
     return product
+
+
+def describe_matrix(matrix: np.ndarray | QuantizedMatrix) -> np.ndarray:
+    """Return the table of a matrix (K, M) for `vector_loops.multiply_row_by_rows`, valid while the matrix lives."""
+    return np.array([[*_matrix_fields(matrix, 1), *matrix.shape[::-1]]], np.int64)
+
+
+def _matrix_fields(matrix: np.ndarray | QuantizedMatrix, n_x: int) -> tuple[int, int, int, int]:
+    """Return a matrix as `multiply_vectors` takes it for n_x rows; the arrays of quantized ones are cached in them."""
+    loops = load_loops("vector_loops")
+    if isinstance(matrix, np.ndarray):
+        return loops.KINDS["float32"], address_of(matrix), 0, 0
+    if "rows" not in matrix.prepared:
+        matrix.prepared["rows"] = _row_arrays(matrix)
+    numbers, scales, sums = map(address_of, matrix.prepared["rows"])
+    return loops.KINDS[matrix.dtype.name], numbers, scales, sums if n_x == 1 else 0
+
+
+def _row_arrays(matrix: QuantizedMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the numbers (M, K) of a quantized matrix, row scales, and int32 row sums if the loops use bytes."""
+    numbers, loops, nothing = np.ascontiguousarray(matrix.values), load_loops("vector_loops"), np.empty(0, np.int32)
+    if matrix.scales is None:
+        return numbers, nothing, nothing
+    has_sums = loops.HAS_BYTES and numbers.shape[1] % (4 * loops.LANES) == 0
+    scales = np.ascontiguousarray(matrix.scales[:, 0], np.float32)
+    return numbers, scales, numbers.sum(axis=1, dtype=np.int32) if has_sums else nothing
+
+
+def address_of(array: np.ndarray) -> int:
+    """Return the address of an array, in less time than `ctypes` takes; 0 for an empty one."""
+    address: int = array.__array_interface__["data"][0]
+    return address if array.size else 0

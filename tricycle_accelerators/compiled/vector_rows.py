@@ -1,4 +1,4 @@
-"""Dot products of one vector with matrix rows of float32, bfloat16 or int8, dequantized in vector registers.
+"""Dot products of one vector with matrix rows of float32, float16, bfloat16 or int8, converted in vector registers.
 
 Where the processor multiplies bytes, int8 are multiplied with a vector of whole numbers of 16 bits instead.
 """
@@ -16,21 +16,37 @@ from numba.core import cgutils
 from tricycle_accelerators.compiled.jit import (
     ANY_ORDER,
     FEATURES,
+    HAS_FLOAT16,
     LARGEST,
     OFFSET,
     OPTIONS,
     ZERO,
+    float16_to_float32,
     intrinsic,
     max_abs_if_finite,
     to_float32,
 )
-from tricycle_accelerators.compiled.registers import FLOAT, INDEX, LANES, PAIR, VECTOR, build_loop, load, prefetch
+from tricycle_accelerators.compiled.registers import (
+    FLOAT,
+    INDEX,
+    LANES,
+    PAIR,
+    VECTOR,
+    build_loop,
+    load,
+    multiply_add,
+    offset_address,
+    prefetch,
+)
 
 # The fields of a job, by their places in a mailbox.
-X, ROWS, STRIDE, SIZE, N_ROWS, SCALES, SUMS, OUT, KIND, N_PARTS, FUNCTION = range(11)
+X, N_X, ROWS, STRIDE, SIZE, N_ROWS, SCALES, SUMS, OUT, KIND, N_PARTS, FUNCTION = range(12)
 # BYTES: int8 times x as whole numbers. OTHER: by the function of another module, whose address is in the job.
-FLOAT32, BFLOAT16, INT8, BYTES, OTHER = range(5)
-UNROLLED = 4  # registers of sums
+FLOAT32, FLOAT16, BFLOAT16, INT8, BYTES, OTHER = range(6)
+KINDS = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, "int8": INT8}  # by the names of dtypes
+ITEM_SIZES = (4, 2, 2, 1)  # of the numbers, in bytes
+UNROLLED = 4  # registers of a row that are multiplied in a step
+WHOLE = UNROLLED * LANES
 AHEAD = 1024  # bytes that are asked for before they are needed
 
 
@@ -38,46 +54,58 @@ def _numbers(builder: Any, address: Any, kind: int) -> Any:
     """Emit a load of matrix elements, converted to a register of float32."""
     if kind == FLOAT32:
         return load(builder, address, VECTOR)
+    if kind == FLOAT16 and HAS_FLOAT16:  # without the instruction no product is asked for
+        return builder.fpext(load(builder, address, ir.VectorType(ir.HalfType(), LANES), 1), VECTOR)
     narrow = ir.IntType(8 if kind == INT8 else 16)
     vector, whole = ir.VectorType(narrow, LANES), ir.VectorType(PAIR, LANES)
-    numbers = builder.load(builder.inttoptr(address, vector.as_pointer()), align=1)
+    numbers = load(builder, address, vector, 1)
     if kind == INT8:
         return builder.sitofp(builder.sext(numbers, whole), VECTOR)
     return builder.bitcast(builder.shl(builder.zext(numbers, whole), ir.Constant(whole, [16] * LANES)), VECTOR)
 
 
-def _dot(kind: int) -> Any:
-    """Make the intrinsic that computes the dot product of x and a row, over whole steps of UNROLLED registers."""
-    itemsize = (4, 2, 1)[kind]
-    n_bytes = UNROLLED * LANES * itemsize
+def _dots(kind: int, n_x: int) -> Any:
+    """Make the intrinsic that computes the dot products of n_x vectors and a row, over whole steps of WHOLE numbers."""
+    itemsize = ITEM_SIZES[kind]
+    n_bytes = WHOLE * itemsize
+    n_sums = max(2, UNROLLED // n_x)  # registers of each vector
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, row, n_steps = arguments
+        x, stride, row, n_steps = arguments
 
         def add_products(step: Any, sums: list[Any]) -> list[Any]:
             numbers = builder.add(row, builder.mul(step, INDEX(n_bytes)))
-            others = builder.add(x, builder.mul(step, INDEX(4 * UNROLLED * LANES)))
+            first = builder.add(x, builder.mul(step, INDEX(4 * WHOLE)))
+            others = [offset_address(builder, first, stride, i) for i in range(n_x)]
             for line in range(0, n_bytes, 64):
                 prefetch(builder, builder.add(numbers, INDEX(AHEAD + line)))
-            new = []
+            new = list(sums)
             for i in range(UNROLLED):
                 a = _numbers(builder, builder.add(numbers, INDEX(i * LANES * itemsize)), kind)
-                b = load(builder, builder.add(others, INDEX(4 * i * LANES)), VECTOR)
-                new.append(builder.fadd(sums[i], builder.fmul(a, b, flags=("contract",)), flags=("contract",)))
+                for n, other in enumerate(others):
+                    b = load(builder, builder.add(other, INDEX(4 * i * LANES)), VECTOR)
+                    place = n * n_sums + i % n_sums
+                    new[place] = multiply_add(builder, new[place], a, b)
             return new
 
-        new = build_loop(builder, n_steps, [ir.Constant(VECTOR, [0.0] * LANES)] * UNROLLED, add_products)
-        total = builder.fadd(builder.fadd(new[0], new[1]), builder.fadd(new[2], new[3]))
-        reduced = ir.FunctionType(FLOAT, [FLOAT, VECTOR])
-        name = f"llvm.vector.reduce.fadd.v{LANES}f32"
-        function = cgutils.get_or_insert_function(builder.module, reduced, name)
-        return builder.call(function, [ir.Constant(FLOAT, 0.0), total], fastmath=("reassoc",))
+        new = build_loop(builder, n_steps, [ir.Constant(VECTOR, [0.0] * LANES)] * (n_x * n_sums), add_products)
+        totals = [_add_up(builder, new[n * n_sums : (n + 1) * n_sums]) for n in range(n_x)]
+        return context.make_tuple(builder, signature.return_type, totals)
 
     @intrinsic
-    def dot(context: Any, x: Any, row: Any, n_steps: Any) -> Any:
-        return types.float32(types.intp, types.intp, types.intp), code
+    def dots(context: Any, x: Any, stride: Any, row: Any, n_steps: Any) -> Any:
+        return types.UniTuple(types.float32, n_x)(*[types.intp] * 4), code
 
-    return dot
+    return dots
+
+
+def _add_up(builder: Any, registers: list[Any]) -> Any:
+    """Emit the sum of all numbers of some registers, a power of two."""
+    while len(registers) > 1:
+        registers = [builder.fadd(*pair) for pair in zip(registers[::2], registers[1::2])]
+    reduced = ir.FunctionType(FLOAT, [FLOAT, VECTOR])
+    function = cgutils.get_or_insert_function(builder.module, reduced, f"llvm.vector.reduce.fadd.v{LANES}f32")
+    return builder.call(function, [ir.Constant(FLOAT, 0.0), registers[0]], fastmath=("reassoc",))
 
 
 @intrinsic
@@ -121,38 +149,56 @@ def call_multiply(
     return types.int64(*[types.int64] * 8), code
 
 
-def _make_multiply_rows(kind: int) -> Any:
-    """Return the Numba function (box, start, stop) that computes rows of a job's result for matrices of a kind."""
-    dot = _dot(kind)
-    number = (np.float32(0), np.uint16(0), np.int8(0))[kind]
-    whole = UNROLLED * LANES
+def _make_write_products(kind: int, n_x: int) -> Any:
+    """Return the Numba function (box, i, n) that computes column i of rows n to n + n_x of a job's result."""
+    dots = _dots(kind, n_x)
+    number, zeros = (np.float32(0), np.uint16(0), np.uint16(0), np.int8(0))[kind], (ZERO,) * n_x
+    convert = float16_to_float32 if kind == FLOAT16 else to_float32
 
     @numba.njit(fastmath={"contract"}, **OPTIONS)
-    def rows_of(box: Any, start: int, stop: int) -> None:
-        size, stride, x = box[SIZE], box[STRIDE], box[X]
-        out = numba.carray(pointer_to(box[OUT], ZERO), (box[N_ROWS],))
-        numbers = numba.carray(pointer_to(x, ZERO), (size,))
-        n_steps = size // whole
+    def write_products(box: Any, i: int, n: int) -> None:
+        size, row = box[SIZE], box[ROWS] + i * box[STRIDE]
+        vectors = numba.carray(pointer_to(box[X], ZERO), (box[N_X], size))
+        out = numba.carray(pointer_to(box[OUT], ZERO), (box[N_X], box[N_ROWS]))
+        rest, n_steps = numba.carray(pointer_to(row, number), (size,)), size // WHOLE
+        totals = zeros
+        if n_steps:
+            totals = dots(vectors[n].ctypes.data, 4 * size, row, n_steps)
+        for k in range(n_x):
+            total = totals[k]
+            for j in range(n_steps * WHOLE, size):
+                total += vectors[n + k, j] * np.float32(convert(rest[j]))
+            out[n + k, i] = total
+
+    return write_products
+
+
+def _make_multiply_rows(kind: int) -> Any:
+    """Return the Numba function (box, start, stop) that computes columns of a job's result for matrices of a kind."""
+    write_one, write_two, write_four = (_make_write_products(kind, n_x) for n_x in (1, 2, 4))
+
+    @numba.njit(**OPTIONS)
+    def multiply_rows(box: Any, start: int, stop: int) -> None:
+        n_x = box[N_X]
         for i in range(start, stop):
-            row = box[ROWS] + i * stride
-            total = ZERO
-            if n_steps:
-                total = dot(x, row, n_steps)
-            if size % whole:
-                rest = numba.carray(pointer_to(row, number), (size,))
-                for j in range(n_steps * whole, size):
-                    total += numbers[j] * np.float32(to_float32(rest[j]))
-            out[i] = total
+            for n in range(0, n_x - 3, 4):
+                write_four(box, i, n)
+            if n_x & 2:
+                write_two(box, i, n_x & ~3)
+            if n_x & 1:
+                write_one(box, i, n_x - 1)
         if box[SCALES]:
             scales = numba.carray(pointer_to(box[SCALES], ZERO), (box[N_ROWS],))
-            for i in range(start, stop):
-                out[i] *= scales[i]
+            out = numba.carray(pointer_to(box[OUT], ZERO), (n_x, box[N_ROWS]))
+            for n in range(n_x):
+                for i in range(start, stop):
+                    out[n, i] *= scales[i]
 
-    return rows_of
+    return multiply_rows
 
 
-multiply_float32_rows, multiply_bfloat16_rows, multiply_int8_rows = (
-    _make_multiply_rows(kind) for kind in (FLOAT32, BFLOAT16, INT8)
+multiply_float32_rows, multiply_float16_rows, multiply_bfloat16_rows, multiply_int8_rows = (
+    _make_multiply_rows(kind) for kind in (FLOAT32, FLOAT16, BFLOAT16, INT8)
 )
 
 

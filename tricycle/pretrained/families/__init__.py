@@ -59,7 +59,7 @@ def build_model(source: StoredModel, weights: str = "float32") -> Layer:
     """Build the model of files, load weights, dropout off; ValueError if unsupported, MemoryError if it does not fit.
 
     Args:
-        weights: as of `pretrained.load`.
+        weights: as of `pretrained.load`, but not "auto".
 
     Raises:
         ValueError: the family or a field is not supported, or the tensors differ from those of the config.
@@ -156,4 +156,4 @@ def _bytes_per_element(tensor: StoredTensor, weights: str) -> float:
         return block.n_bytes / block.n_values
     if weights in ("stored", "exact"):
         return {"F16": 2, "BF16": 2}.get(tensor.dtype_name, 4)
-    return {"auto": 4, "int8": 1}.get(weights, 2)
+    return 1 if weights == "int8" else 2

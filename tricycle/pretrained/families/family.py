@@ -307,8 +307,6 @@ def _storage_format(mapping: TensorMapping, name: str, theirs: list[StoredTensor
     have_blocks = all(tensor.read_blocks for tensor in theirs) and not reordered
     if have_blocks and keeps_blocks(weights, kinds):
         return "blocks"
-    if weights == "auto":
-        return "float32"
     if weights in DTYPE_NAMES:
         return weights
     return {"F16": "float16", "BF16": "bfloat16"}.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
@@ -316,7 +314,7 @@ def _storage_format(mapping: TensorMapping, name: str, theirs: list[StoredTensor
 
 def keeps_blocks(weights: str, block_formats: set[str]) -> bool:
     """Return whether `load` with this `weights` leaves matrices in quantized blocks of these formats as they are."""
-    return weights in ("auto", "stored", "exact") or (weights == "int8" and block_formats == {"Q8_0"})
+    return weights in ("stored", "exact") or (weights == "int8" and block_formats == {"Q8_0"})
 
 
 def _copy_tensors(
