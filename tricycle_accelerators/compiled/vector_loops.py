@@ -1,6 +1,6 @@
-"""Matrix-vector product compiled by Numba, shared by spinning threads. The import compiles or loads it.
+"""Products of a few vectors and a matrix by Numba, shared by spinning threads. The import compiles or loads them.
 
-Each number of the matrix is used once, so the product takes the time in which the matrix comes from memory. Two things
+Each number of the matrix is read once, so the product takes the time in which the matrix comes from memory. Two things
 keep that time short. Threads begin within a microsecond, for those that have nothing to do watch a mailbox. And while
 they wait for a job they prefetch their part of the matrix that followed the last one before: a model that generates
 text uses its matrices in the same order for each token, and memory would be idle between two products.

@@ -1,4 +1,4 @@
-"""Dot products of one vector with matrix rows of float32, float16, bfloat16 or int8, converted in vector registers.
+"""Dot products of a few vectors with matrix rows of float32, float16, bfloat16 or int8, converted in registers.
 
 Where the processor multiplies bytes, int8 are multiplied with a vector of whole numbers of 16 bits instead.
 """
