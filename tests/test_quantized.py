@@ -161,7 +161,7 @@ def test_onednn_product_matches_the_reference(monkeypatch, kind, n_rows, shape, 
 
 WITH_THREADS = """
 import numpy as np
-from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul, to_float32
+from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul
 rng = np.random.default_rng(0)
 for kind in ("int8", "bfloat16"):
     for shape in ((64, 96), (128, 96), (100, 33), (96, 200)):
