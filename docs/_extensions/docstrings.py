@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
-import sys
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -30,29 +31,14 @@ def skip_member(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options
 
 def document_reference_kernels(app: Sphinx) -> None:
     """Replace each kernel in its module by its reference implementation, which autodoc can describe."""
-    from tricycle.kernels import (  # noqa: F401  (the imports register the kernels)
-        KERNELS,
-        activations,
-        batched,
-        muon,
-        quantized,
-        quantized_blocks,
-        quantized_heads,
-        ragged_attention,
-        recording,
-        recurrent,
-        row_attention,
-        sublayers,
-    )
+    from tricycle import kernels
+    from tricycle.kernels.dispatch import Kernel
 
-    others = (
-        quantized_blocks.dequantize_blocks,
-        quantized_heads.quantized_attention,
-        ragged_attention.ragged_attention,
-        sublayers.run_sublayers,
-    )
-    for kernel in (*KERNELS.values(), *others):
-        setattr(sys.modules[kernel.reference.__module__], kernel.reference.__name__, kernel.reference)
+    found = pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
+    for module in (kernels, *(importlib.import_module(info.name) for info in found)):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Kernel) and value.reference.__module__ == module.__name__:
+                setattr(module, name, value.reference)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
