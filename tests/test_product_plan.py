@@ -26,6 +26,7 @@ FORWARD = MatmulSpec(4096, 384, 1536)
 WEIGHT_GRADIENT = MatmulSpec(384, 4096, 1536, left="columns")
 ONE_ROW, ONE_ROW_BY_ROWS = MatmulSpec(1, 768, 3072, right="columns"), MatmulSpec(1, 768, 3072)
 FEW, TRANSPOSED_HEAD = MatmulSpec(8, 768, 3072), MatmulSpec(16, 768, 50304, right="columns")
+FEW_BY_COLUMNS = FEW._replace(right="columns")
 ODD, SMALL = MatmulSpec(4095, 384, 1537), MatmulSpec(64, 16, 16)
 NARROW, FEW_NARROW = FORWARD._replace(dtype="bfloat16"), FEW._replace(dtype="bfloat16")
 WIDE = MatmulSpec(512, 768, 50304)
@@ -63,6 +64,10 @@ TABLE = [
     (ONE_ROW_BY_ROWS, "Zen 4", 2, "numpy", "terms"),
     (FEW, "Zen 4", 2, "onednn", "columns"),
     (FEW, "AVX2", 2, "numpy", "columns"),
+    (TRANSPOSED_HEAD, "AVX2", 2, "numba", "columns"),
+    (TRANSPOSED_HEAD._replace(n_rows=17), "AVX2", 2, "numpy", "columns"),
+    (TRANSPOSED_HEAD, "ARM server", 64, "numba", "columns"),
+    (TRANSPOSED_HEAD, "Zen 4 with MKL's NumPy", 2, "numpy", "pieces of columns"),
     (TRANSPOSED_HEAD, "Apple", 8, "numpy", "pieces of columns"),
     (TRANSPOSED_HEAD, "Zen 5", 2, "onednn", "columns"),
     (SMALL, "Zen 4", 2, "numpy", "nothing"),
@@ -75,7 +80,9 @@ def test_matmul_plan_of_each_processor(product, machine, n_threads, provider, sh
     assert plan_matmul(product, MACHINES[machine], n_threads) == MatmulPlan(provider, share)
 
 
-@pytest.mark.parametrize("product", [FORWARD, WEIGHT_GRADIENT, ONE_ROW, ONE_ROW_BY_ROWS, FEW, ODD, NARROW, FEW_NARROW])
+@pytest.mark.parametrize(
+    "product", [FORWARD, WEIGHT_GRADIENT, ONE_ROW, ONE_ROW_BY_ROWS, FEW, FEW_BY_COLUMNS, ODD, NARROW, FEW_NARROW]
+)
 def test_kernel_follows_the_plan(product):
     """On this machine, whichever it is."""
     usable = frozenset(provider.PROVIDER for provider in (compiled, onednn) if provider.unavailable_reason() is None)

@@ -1,4 +1,4 @@
-"""Products of one row and a matrix, and attention of one query, which threads share while they spin."""
+"""Products of a few rows and a matrix, and attention of one query, which threads share while they spin."""
 
 import os
 import threading
@@ -17,12 +17,14 @@ pytest.importorskip("ml_dtypes")
 from tricycle_accelerators.compiled import attention, decode_loops, vector_loops, vector_matmul
 
 KINDS = ["float32", *["float16"] * vector_loops.HAS_FLOAT16, "bfloat16", "int8"]
+AVX2 = matmul_plan.Machine("AuthenticAMD", frozenset({"avx2"}), "openblas", frozenset())
 SHAPES = [(1, 1), (5, 64), (300, 576), (577, 100), (64, 1536), (4097, 67), (2, 130)]  # (columns, inner)
 
 
 @pytest.fixture
 def team(monkeypatch):
-    """A team with two helpers, even on a machine with one processor."""
+    """A team with two helpers, even on a machine with one processor, that multiplies more than one row."""
+    monkeypatch.setattr(vector_matmul, "this_machine", lambda: AVX2)
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     monkeypatch.setattr(matmul_plan, "MIN_VECTOR_BYTES", 0)
     monkeypatch.setattr(vector_matmul, "LATE_PAUSES", 10**9)  # there may be fewer processors
@@ -39,11 +41,6 @@ def matrix_of(kind, shape, seed=0):
     if kind == "float32":
         return floats.T
     return QuantizedMatrix.quantize(floats.T, kind, transposed=True)
-
-
-def numbers_of_rows(kind):
-    """Return the numbers of rows of x for which there is a loop."""
-    return range(1, 2 if kind == "float32" or vector_loops.LANES == 16 else 13)
 
 
 def kernel_of(matrix):
@@ -65,7 +62,7 @@ def test_a_product_is_that_of_float64(team, kind, shape):
     matrix = matrix_of(kind, shape)
     rng = np.random.default_rng(3)
     bias = rng.standard_normal(shape[0]).astype(np.float32)
-    for scale, n_rows in ((1e-6, 1), (300, 1), *((1, n) for n in numbers_of_rows(kind))):
+    for scale, n_rows in ((1e-6, 1), (300, 1), *((1, n) for n in range(1, 17))):
         x = rng.standard_normal((n_rows, shape[1])).astype(np.float32) * np.float32(scale)
         product = product_of(x, matrix, bias)
         expected = expected_of(x, matrix, bias)
@@ -77,8 +74,6 @@ def test_a_product_is_that_of_float64(team, kind, shape):
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_are_bit_equal_with_any_number_of_helpers(team, monkeypatch, kind, n_rows):
     matrix = matrix_of(kind, (1500, 576))
-    if n_rows not in numbers_of_rows(kind):
-        pytest.skip("no loop for a few rows")
     x = np.random.default_rng(4).standard_normal((n_rows, 576)).astype(np.float32)
     results, begin = set(), time.monotonic()
     while not team.shared[team.loops.SERVING]:  # helpers come after the first
@@ -204,7 +199,7 @@ def test_unsupported_arguments_are_declined_with_a_reason(team, monkeypatch, kin
     assert decline_reason(x, matrix) is None
     by_rows = (matrix.T, "lies by rows") if is_quantized else (np.ascontiguousarray(matrix), "by columns")
     for row, other, phrase in (
-        (np.ones((13, 64), np.float32), matrix, "got 13"),
+        (np.ones((33, 64), np.float32), matrix, "got 33"),
         (np.ones((0, 64), np.float32), matrix, "got 0"),
         (x.astype(np.float64), matrix, "float32"),
         (np.ones((1, 128), np.float32)[:, ::2], matrix, "in one piece"),
@@ -212,9 +207,10 @@ def test_unsupported_arguments_are_declined_with_a_reason(team, monkeypatch, kin
     ):
         assert phrase in decline_reason(row, other)
         assert product_of(row, other) is NotImplemented
+    with monkeypatch.context() as patched:
+        patched.setattr(vector_matmul, "this_machine", lambda: AVX2._replace(features=frozenset({"avx512f"})))
+        assert "1 to 1 rows, got 2" in decline_reason(np.ones((2, 64), np.float32), matrix)
     if is_quantized:
-        monkeypatch.setattr(vector_loops, "LANES", 16)
-        assert "AVX-512" in decline_reason(np.ones((2, 64), np.float32), matrix)
         monkeypatch.setattr(vector_loops, "HAS_FLOAT16", False)
         for shape, dtype, phrase in (((64, 0), kind, "with numbers"), ((64, 40), "float16", "converts float16")):
             other = QuantizedMatrix.quantize(np.ones(shape, np.float32), dtype, transposed=True)

@@ -21,6 +21,7 @@ from tricycle_accelerators.instruction_sets import widest_instruction_set
 Shape = tuple[int, int, int]  # N, K, M
 
 MIN_VECTOR_BYTES = 2**12  # of the right matrix: for fewer NumPy is about as fast
+MAX_VECTORS = 16  # rows of the left matrix that Numba multiplies one by one with each column
 MIN_TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
 MIN_TILED_WORK = 2**24  # multiplications
 MIN_FEW_ROWS_WORK = MIN_SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
@@ -93,11 +94,12 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
         share = inner_or_longer_axis(shape) if upcasts_bfloat16(machine) else longer_axis(shape)
         versions = [("numba", amx, amx_partition(shape)), ("onednn", None, share)]
     else:
-        row = vector_decline_reason(product.n_rows, 4 * product.n_inner * product.n_columns, product.right)
+        n_bytes = 4 * product.n_inner * product.n_columns
+        vectors = vector_decline_reason(product.n_rows, n_bytes, product.right, machine)
         tiles = tiled_decline_reason(shape, product.left) or tile_processor_decline_reason(machine)
         tiles = tiles or tile_shape_decline_reason(shape[2], widest_instruction_set(machine.features).lanes)
         versions = [
-            ("numba", row, "columns"),
+            ("numba", vectors, "columns"),
             ("numba", amx, amx_partition(shape)),
             ("numba", tiles, "rows and columns"),
             ("onednn", few_rows_decline_reason(shape), "columns"),
@@ -108,13 +110,17 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
 
 
 # -------------------------------------------------------------------- providers
-def vector_decline_reason(n_rows: int, n_bytes: int, right: str) -> str | None:
-    """Return why Numba's vector product declines; None for 1 row and a right matrix by "columns" of 4 KiB or more.
+def vector_decline_reason(n_rows: int, n_bytes: int, right: str, machine: Machine) -> str | None:
+    """Return why Numba's products of a few vectors decline; None for a right matrix by "columns" of 4 KiB or more.
 
-    `n_bytes` is the size of the right matrix.
+    More rows than one are faster than by OpenBLAS, which copies the matrix; with AVX-512 oneDNN multiplies them.
+
+    Args:
+        n_bytes: the size of the right matrix.
     """
-    if n_rows != 1:
-        return f"one row alone, got {n_rows}"
+    most = MAX_VECTORS if machine.blas == "openblas" and "avx512f" not in machine.features else 1
+    if not 1 <= n_rows <= most:
+        return f"from 1 to {most} rows, got {n_rows}"
     if n_bytes < MIN_VECTOR_BYTES:
         return f"a matrix of fewer than {MIN_VECTOR_BYTES} bytes: NumPy is as quick"
     return None if right == "columns" else "a matrix by columns"

@@ -16,12 +16,11 @@ from tricycle.kernels.quantized import DTYPE_NAMES, QuantizedMatrix
 from tricycle_accelerators import threads
 from tricycle_accelerators.compiled.elementwise import FLOAT32
 from tricycle_accelerators.compiled.loader import load_loops
-from tricycle_accelerators.matmul_plan import vector_decline_reason
+from tricycle_accelerators.matmul_plan import this_machine, vector_decline_reason
 from tricycle_accelerators.providers import decline_when
 from tricycle_accelerators.spin_threads import SpinPolicy
 
-MAX_ROWS = 12  # of x with a quantized matrix: with more, to convert parts of it for BLAS takes less time
-AVX512_LANES = 16
+MAX_ROWS = 32  # of x with a quantized matrix: with more, to convert parts of it for BLAS takes less time
 TOO_FEW = -1  # what a job returns if fewer threads took part than were asked for
 LATE_PAUSES = 5_000  # pauses: a thread that is waited for longer was put aside by the system
 PAUSE_SECONDS = 2e-8  # 40 to 140 cycles
@@ -95,9 +94,9 @@ def spin_team() -> SpinTeam:
 def matmul_decline_reason(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
-    """Return why the loop cannot run: not one float32 row, b small or by rows, `out` or `dtype` given; else None."""
+    """Return why the loop cannot run: many rows, not float32, b small or by rows, `out` or `dtype` given; else None."""
     flags = b.flags
-    why = vector_decline_reason(len(a), b.nbytes, "columns" if flags.f_contiguous else "rows")
+    why = vector_decline_reason(len(a), b.nbytes, "columns" if flags.f_contiguous else "rows", this_machine())
     if why is not None:
         return why
     if out is not None or dtype is not None:
@@ -116,7 +115,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Return row a @ column-major b + bias by spinning threads; NotImplemented if small or given `out`, `dtype`."""
+    """Return a few rows a @ column-major b + bias by spinning threads; else NotImplemented."""
     return _multiply(a, b, bias)
 
 
@@ -135,10 +134,9 @@ def _few_bits_matmul_decline_reason(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
     """Return why the loop cannot run: not a few float32 rows, or not a transposed matrix of few bits; else None."""
-    if not 1 <= len(x) <= MAX_ROWS:
-        return f"1 to {MAX_ROWS} rows, got {len(x)}"
-    if len(x) > 1 and load_loops("vector_loops").LANES == AVX512_LANES:
-        return f"one row alone with AVX-512, for which oneDNN has products of a few, got {len(x)}"
+    most = 1 if "avx512f" in this_machine().features else MAX_ROWS  # with it oneDNN has products of a few rows
+    if not 1 <= len(x) <= most:
+        return f"from 1 to {most} rows, got {len(x)}"
     if (why := matrix_decline_reason(matrix)) is not None:
         return why
     if x.dtype != FLOAT32 or not x.flags.carray:
