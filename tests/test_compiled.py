@@ -67,15 +67,25 @@ def test_machine_code_of_other_sources_is_discarded(tmp_path, monkeypatch):
     loader.discard_stale_code(tmp_path / "missing" / "loops")  # as where nothing can be written
 
 
-def test_needs_compilation_only_without_cached_loops(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "nowhere" / "__init__.py"))
-    assert not compiled.needs_compilation()  # the cache folder cannot be created
-    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "__init__.py"))
-    assert compiled.needs_compilation()
+def test_compilation_is_announced_once_on_a_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loader, "__file__", str(tmp_path / "loader.py"))
+    monkeypatch.setattr(loader, "_discard_stale_code", lambda: None)
+    monkeypatch.setattr(loader, "import_module", lambda name: None)
+    announced = "note: Numba compiles kernels for this processor, once, which takes some seconds\n"
     kept = tmp_path / "__pycache__"
     kept.mkdir()
-    (kept / "training_loops.gelu-35.py311.nbi").touch()
-    assert not compiled.needs_compilation()
+    for is_terminal, names, expected in (
+        (False, ("loops", "jit"), ""),  # as in a log
+        (True, ("jit",), ""),  # without loops
+        (True, ("loops", "expert_loops"), announced),
+        (True, ("attention_loops",), ""),  # which has machine code
+    ):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
+        (kept / "attention_loops.forward-35.py311.nbi").touch()
+        loader._announce_compilation.cache_clear()
+        for name in names:
+            loader.load_loops.__wrapped__(name)
+        assert capsys.readouterr().err == expected
 
 
 def test_all_loops_can_be_compiled_ahead(monkeypatch, capsys):

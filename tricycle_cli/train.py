@@ -406,17 +406,6 @@ class TrainTask(TextTask):
             print(f"update: {n_batches} batches of {size} sequences, distributed over {run.processes.size} ranks")
         print(f"run folder: {run.folder}" + (f" (resuming after step {state.step})" if state.step else ""))
         print(f"disk space: {describe_disk_space(state, tokeniser, run.folder)} for the run folder")
-        if not on_gpu and _is_yet_to_compile():
-            print("note: the first step takes a few seconds longer, because Numba compiles the kernels once")
-
-
-def _is_yet_to_compile() -> bool:
-    """Return whether compiled kernels must be compiled first; False without the package."""
-    try:
-        from tricycle_accelerators.compiled import needs_compilation
-    except ModuleNotFoundError:
-        return False
-    return needs_compilation()
 
 
 def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:

@@ -9,10 +9,8 @@ before the first call.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 from tricycle import kernels
 from tricycle.kernels import experts as mixtures
@@ -59,12 +57,6 @@ def unavailable_reason() -> str | None:
         return why or (None if find_spec("numba") else MISSING)
     except ImportError:
         return MISSING
-
-
-def needs_compilation() -> bool:
-    """Return whether no machine code of the Numba kernels is cached here yet; False without Numba or if read-only."""
-    here = Path(__file__).parent
-    return is_available() and os.access(here, os.W_OK) and not any(here.glob("__pycache__/training_loops.*.nbi"))
 
 
 def register(array: type) -> None:

@@ -8,23 +8,7 @@ from multiprocessing import get_context
 from time import perf_counter
 
 from tricycle_accelerators import threads
-from tricycle_accelerators.compiled.loader import load_loops
-
-# Modules that are loaded on their own, each after those whose loops it calls.
-MODULES = (
-    "vector_loops",
-    "recurrent_loops",
-    "decode_loops",
-    "sublayer_loops",
-    "training_loops",
-    "matrix_loops",
-    "block_loops",
-    "packed_matmul",
-    "expert_loops",
-    "attention_loops",
-    "loops",
-)
-AMX_MODULES = "amx_loops", "amx_packed"
+from tricycle_accelerators.compiled.loader import AMX_MODULES, MODULES, load_loops
 
 
 def compile_module(name: str) -> tuple[str, float]:

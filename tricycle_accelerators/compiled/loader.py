@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -10,6 +12,21 @@ from typing import Any
 
 from tricycle_accelerators import libraries
 
+# Modules with loops that are loaded on their own, each after those whose loops it calls.
+MODULES = (
+    "vector_loops",
+    "recurrent_loops",
+    "decode_loops",
+    "sublayer_loops",
+    "training_loops",
+    "matrix_loops",
+    "block_loops",
+    "packed_matmul",
+    "expert_loops",
+    "attention_loops",
+    "loops",
+)
+AMX_MODULES = "amx_loops", "amx_packed"
 # Loops that a model with blocks needs for a token. They are loaded with those of its prompt, before its file is read,
 # because LLVM takes up to 60 MB of memory meanwhile.
 LOADED_BEFORE = {"block_loops": ("vector_loops", "sublayer_loops", "decode_loops")}
@@ -26,6 +43,8 @@ def load_loops(name: str) -> Any:
     _discard_stale_code()
     for other in LOADED_BEFORE.get(name, ()):
         load_loops(other)
+    if name in MODULES + AMX_MODULES and not _has_machine_code(Path(__file__).parent, name):
+        _announce_compilation()
     try:
         loops = import_module(f"{__package__}.{name}")
     except OSError as error:
@@ -33,6 +52,19 @@ def load_loops(name: str) -> Any:
         raise RuntimeError(f"Numba failed ({problem}): free some memory, or set TRICYCLE_KERNELS=-numba") from error
     libraries.release_memory()
     return loops
+
+
+def _has_machine_code(folder: Path, name: str) -> bool:
+    """Return whether a folder has machine code of a module's loops, or is read-only: Numba keeps it elsewhere then."""
+    return any(folder.glob(f"__pycache__/{name}.*.nbi")) or not os.access(folder, os.W_OK)
+
+
+# Cache: done once in a process.
+@cache
+def _announce_compilation() -> None:
+    """Print to a terminal that the caller waits for the compiler."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print("note: Numba compiles kernels for this processor, once, which takes some seconds", file=sys.stderr)
 
 
 # Cache: done once in a process.
