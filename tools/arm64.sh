@@ -5,8 +5,9 @@
 # the packages debootstrap, qemu-user-static and binfmt-support. A second call uses the same folder again. The emulator
 # shows the host's /proc/cpuinfo, so a file with the features of an ARM Neoverse N1 is mounted over it. QEMU's default
 # processor has matrix instructions for which OpenBLAS 0.3.31 (in NumPy 2.4) computes wrong float32 products x @ x.T.
-# In the emulator limits of address space have no effect (tests of memory fail), and the start time that a process reads
-# of itself differs by a tick from what others read (tests of locks without the system's fail). The tier takes 50 minutes.
+# In the emulator limits of address space have no effect (tests of memory fail), the start time that a process reads of
+# itself differs by a tick from what others read (tests of locks without the system's fail), and grammars are not compiled
+# within the second that they may take (tests of guided text fail). The tier takes 100 minutes on two cores of a Zen 3.
 set -euo pipefail
 root=$(realpath -m "$1")
 shift
