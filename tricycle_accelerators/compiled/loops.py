@@ -25,6 +25,7 @@ from tricycle_accelerators.compiled.jit import (
     max_abs_if_finite,
     maximum,
     multiply_by_sigmoid,
+    stay_separate,
     to_float32,
 )
 
@@ -41,6 +42,7 @@ CUBIC = np.float32(LINEAR * 0.044715)
 )
 def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales: np.ndarray) -> None:
     """Write the RMS norm of rows (R, C) times `gain` into `y`, and the factor 1 / RMS of each row into `scales`."""
+    stay_separate()
     n_rows, size = x.shape
     for i in range(n_rows):
         total = ZERO
@@ -57,6 +59,7 @@ def layer_norm(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, y: np.ndarray, means: np.ndarray, scales: np.ndarray
 ) -> None:
     """Write the layer norm of rows (R, C) into `y`, each row's mean into `means` and 1 / deviation into `scales`."""
+    stay_separate()
     n_rows, size = x.shape
     for i in range(n_rows):
         total = ZERO
