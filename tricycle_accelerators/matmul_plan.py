@@ -21,7 +21,7 @@ from tricycle_accelerators.instruction_sets import widest_instruction_set
 Shape = tuple[int, int, int]  # N, K, M
 
 MIN_VECTOR_BYTES = 2**12  # of the right matrix: for fewer NumPy is about as fast
-MAX_VECTORS = 16  # rows of the left matrix that Numba multiplies one by one with each column
+MAX_VECTORS = 16  # rows of the left matrix up to which OpenBLAS takes longer, as it copies the right one
 MIN_TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
 MIN_TILED_WORK = 2**24  # multiplications
 MIN_FEW_ROWS_WORK = MIN_SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
