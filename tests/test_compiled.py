@@ -169,6 +169,20 @@ def test_attention_of_few_queries_on_a_cache_matches_reference(dtype, window, of
     assert np.array_equal(np.concatenate(one_by_one, axis=1), found[0])
 
 
+def test_norms_sum_in_a_fixed_order():
+    """Each partial sum takes every n-th number: a 1 is lost beside 1e8, which other orders would keep.
+
+    LLVM compiles the norms again for fused sublayers, and would choose another order there.
+    """
+    n = load_loops("loops").N_PARTIAL_SUMS
+    x, gain = np.zeros((1, 64 * n), np.float32), np.ones(64 * n, np.float32)
+    x[0, [0, n, 2 * n]] = 1e8, 1, -1e8
+    assert normalisation.layer_norm(x, gain, gain, 1e-5, True)[1] == 0
+    x[0, ::n] = 1  # each of these is lost beside the square of the first
+    x[0, 0] = 8192
+    assert normalisation.layer_norm(x, gain, None, 0.0, False)[2] == np.float32(8 * np.sqrt(n) / 8192)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_values_propagate(bad):
     """Sampling detects broken weights by logits that are not finite, so no kernel may hide them."""

@@ -109,7 +109,7 @@ def test_memory_of_unfused_attention_is_quadratic():
     mib = lambda name, n: costs.peak_memory(*costs.new_case(name, n, 16)) / 2**20
     unfused = mib("self-attention, all weights at once", 1024)
     assert 1.8 < np.log2(unfused / mib("self-attention, all weights at once", 512)) < 2.1
-    assert 0.8 < np.log2(mib("CNN, k = 3", 1024) / mib("CNN, k = 3", 512)) < 1.1
+    assert 0.8 < np.log2(mib("CNN, k = 3", 1024) / mib("CNN, k = 3", 512)) < 1.4
     n_weights = 1024**2 * 4 / 2**20
     assert 2 * n_weights < unfused < 8 * n_weights
     assert mib("self-attention", 1024) < unfused / 2

@@ -20,7 +20,17 @@ from numba import types
 from numba.core import cgutils
 
 from tricycle_accelerators.compiled.jit import FEATURES, IS_ARM64, intrinsic
-from tricycle_accelerators.compiled.registers import CONTRACT, FLOAT, INDEX, LANES, PAIR, build_loop, prefetch, store
+from tricycle_accelerators.compiled.registers import (
+    CONTRACT,
+    FLOAT,
+    INDEX,
+    LANES,
+    PAIR,
+    build_loop,
+    prefetch,
+    store,
+    sum_lanes,
+)
 
 PART = 32  # numbers that are multiplied at once, and have one scale in a vector
 ROWS = 4  # rows of blocks that are multiplied at once
@@ -365,7 +375,7 @@ def _emit_dot_by_block(builder: Any, form: BlockFormat, arguments: Sequence[Any]
         return totals
 
     initial = [_constant(FLOATS, 0.0)] * ROWS + [_constant(by_part, 0.0)] * ROWS
-    sums_by_row = [_sum(builder, total) for total in build_loop(builder, n_blocks, initial, add_block)]
+    sums_by_row = [sum_lanes(builder, total) for total in build_loop(builder, n_blocks, initial, add_block)]
     totals = [builder.fadd(*pair) for pair in zip(sums_by_row[:ROWS], sums_by_row[ROWS:])]
     return cgutils.pack_array(builder, totals)
 
@@ -392,7 +402,7 @@ def _emit_dot_by_pair(builder: Any, form: BlockFormat, read_pair: Reader, argume
 
     n_pairs = builder.lshr(n_blocks, INDEX(1))
     totals = build_loop(builder, n_pairs, [_constant(FLOATS, 0.0)] * ROWS, add_pair)
-    return cgutils.pack_array(builder, [_sum(builder, total) for total in totals])
+    return cgutils.pack_array(builder, [sum_lanes(builder, total) for total in totals])
 
 
 def _halves_of_two(builder: Any, vector: Any) -> list[Any]:
@@ -411,14 +421,6 @@ def _of_part(builder: Any, scales: Any, part: int, n_parts: int, count: int) -> 
     """Emit a vector of the scales of one part of a block, in which each is repeated equally often."""
     n = scales.type.count
     return _shuffle(builder, scales, scales, [(part * count + i) * n // (n_parts * count) for i in range(count)])
-
-
-def _sum(builder: Any, vector: Any) -> Any:
-    """Emit the sum of a vector's floats in any order, and return it."""
-    name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
-    kind = ir.FunctionType(FLOAT, [FLOAT, vector.type])
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(function, [ir.Constant(FLOAT, 0.0), vector], fastmath=("reassoc",))
 
 
 def _emit_dequantize(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> None:

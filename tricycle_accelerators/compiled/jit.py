@@ -82,17 +82,6 @@ def overload_by_types(implementation_for: Callable[..., Any]) -> Any:
 
 
 @intrinsic
-def stay_separate(context: Any) -> Any:
-    """Keep the caller from being inlined, so that its sums have the same bits in all loops (Numba intrinsic)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
-
-    return types.void(), code
-
-
-@intrinsic
 def address_to_pointer(context: Any, address: Any, like: Any) -> Any:
     """Convert an address to a pointer to the element type of an array (Numba intrinsic)."""
     pointer = types.CPointer(like.dtype)

@@ -6,14 +6,19 @@ Shapes: R rows, C channels; H heads, D head size.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
 
 from tricycle_accelerators.compiled.jit import (
     LARGEST,
     OFFSET,
     ONE,
+    OPTIONS,
     ZERO,
     bfloat16_to_float32,
     compile_loop,
@@ -22,13 +27,25 @@ from tricycle_accelerators.compiled.jit import (
     exp_underflowing_to_zero,
     float16_to_float32,
     float32_to_bfloat16,
+    intrinsic,
     max_abs_if_finite,
     maximum,
     multiply_by_sigmoid,
-    stay_separate,
     to_float32,
 )
+from tricycle_accelerators.compiled.registers import (
+    FLOAT,
+    INDEX,
+    LANES,
+    PAIR,
+    broadcast,
+    build_loop,
+    load,
+    multiply_add,
+    sum_lanes,
+)
 
+N_PARTIAL_SUMS = 4 * LANES  # so many that no addition waits for the one before
 LOWEST_FLOAT32 = np.finfo(np.float32).min
 
 
@@ -37,18 +54,61 @@ CUBIC = np.float32(LINEAR * 0.044715)
 
 
 # -------------------------------------------------------------------- norms
+@intrinsic
+def _sum_steps(context: Any, row: Any, about: Any, n_steps: Any) -> Any:
+    """Sum x - about and its squares over 1 or more steps of N_PARTIAL_SUMS numbers of a row (Numba intrinsic)."""
+    row_type = row
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.function.attributes.add("alwaysinline")  # a sum that is not used is then not computed
+        start = builder.ptrtoint(context.make_array(row_type)(context, builder, arguments[0]).data, INDEX)
+        centre = broadcast(builder, arguments[1], N_PARTIAL_SUMS)
+        size = row_type.dtype.bitwidth // 8
+
+        def add(step: Any, sums: list[Any]) -> list[Any]:
+            address = builder.add(start, builder.mul(step, INDEX(size * N_PARTIAL_SUMS)))
+            if row_type.dtype == types.uint16:  # bfloat16
+                bits = load(builder, address, ir.VectorType(ir.IntType(16), N_PARTIAL_SUMS), size)
+                upper = builder.zext(bits, ir.VectorType(PAIR, N_PARTIAL_SUMS))
+                upper = builder.shl(upper, broadcast(builder, PAIR(16), N_PARTIAL_SUMS))
+                numbers = builder.bitcast(upper, centre.type)
+            else:
+                numbers = load(builder, address, centre.type)
+            distances = builder.fsub(numbers, centre)
+            return [builder.fadd(sums[0], distances), multiply_add(builder, sums[1], distances, distances)]
+
+        zeros = ir.Constant(ir.VectorType(FLOAT, N_PARTIAL_SUMS), [0.0] * N_PARTIAL_SUMS)
+        totals = build_loop(builder, arguments[2], [zeros, zeros], add)
+        return cgutils.pack_array(builder, [sum_lanes(builder, total) for total in totals])
+
+    return types.UniTuple(types.float32, 2)(row, types.float32, types.intp), code
+
+
+@numba.njit(**OPTIONS)
+def _sums_about(row: np.ndarray, about: np.float32) -> tuple[np.float32, np.float32]:
+    """Return the sums of x - about and of its squares over a contiguous row.
+
+    The order is fixed, unlike that of other sums: the norm of a fused sublayer, which LLVM optimizes once more, has the
+    same bits as a separate one.
+    """
+    n_steps = len(row) // N_PARTIAL_SUMS
+    total, squares = _sum_steps(row, about, n_steps) if n_steps else (ZERO, ZERO)
+    for j in range(n_steps * N_PARTIAL_SUMS, len(row)):
+        distance = to_float32(row[j]) - about
+        total += distance
+        squares += distance * distance
+    return total, squares
+
+
 @compile_loop(
     [f"void({x}[:, ::1], f4[::1], f8, {y}[:, ::1], f4[::1])" for x, y in [("f4", "f4"), ("f4", "u2"), ("u2", "u2")]]
 )
 def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales: np.ndarray) -> None:
     """Write the RMS norm of rows (R, C) times `gain` into `y`, and the factor 1 / RMS of each row into `scales`."""
-    stay_separate()
     n_rows, size = x.shape
     for i in range(n_rows):
-        total = ZERO
-        for j in range(size):
-            total += to_float32(x[i, j]) * to_float32(x[i, j])
-        scale = np.float32(1 / math.sqrt(total / size + eps))
+        _, squares = _sums_about(x[i], ZERO)
+        scale = np.float32(1 / math.sqrt(squares / size + eps))
         for j in range(size):
             y[i, j] = convert_for(y, to_float32(x[i, j]) * scale * gain[j])
         scales[i] = scale
@@ -59,20 +119,14 @@ def layer_norm(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, y: np.ndarray, means: np.ndarray, scales: np.ndarray
 ) -> None:
     """Write the layer norm of rows (R, C) into `y`, each row's mean into `means` and 1 / deviation into `scales`."""
-    stay_separate()
     n_rows, size = x.shape
     for i in range(n_rows):
-        total = ZERO
-        for j in range(size):
-            total += x[i, j]
+        total, _ = _sums_about(x[i], ZERO)
         about = np.float32(total / size)
-        rest, total = ZERO, ZERO
-        for j in range(size):
-            rest += x[i, j] - about
-            total += (x[i, j] - about) * (x[i, j] - about)
+        rest, squares = _sums_about(x[i], about)
         rest = np.float32(rest / size)  # what the mean was rounded by
         mean = about + rest
-        scale = np.float32(1 / math.sqrt(max(0.0, total / size - rest * rest) + eps))
+        scale = np.float32(1 / math.sqrt(max(0.0, squares / size - rest * rest) + eps))
         for j in range(size):
             y[i, j] = convert_for(y, (x[i, j] - mean) * scale * gain[j] + bias[j])
         means[i] = mean

@@ -146,6 +146,14 @@ def broadcast(builder: Any, number: Any, n_lanes: int = LANES) -> Any:
     return builder.shuffle_vector(alone, undefined, ir.Constant(ir.VectorType(PAIR, n_lanes), [0] * n_lanes))
 
 
+def sum_lanes(builder: Any, vector: Any) -> Any:
+    """Emit the sum of a vector's floats, in the order that is fastest here, and return it."""
+    name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
+    kind = ir.FunctionType(FLOAT, [FLOAT, vector.type])
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [ir.Constant(FLOAT, 0.0), vector], fastmath=("reassoc",))
+
+
 def multiply_add(builder: Any, sums: Any, a: Any, b: Any, pairs: bool = False) -> Any:
     """Emit sums + a * b, or if `pairs` sums of products of bfloat16 pairs; return them."""
     if not pairs:
