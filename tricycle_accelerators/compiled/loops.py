@@ -45,7 +45,7 @@ from tricycle_accelerators.compiled.registers import (
     sum_lanes,
 )
 
-N_PARTIAL_SUMS = 4 * LANES  # so many that no addition waits for the one before
+N_PARTIAL_SUMS = 4 * LANES  # enough to hide the latency of an addition
 LOWEST_FLOAT32 = np.finfo(np.float32).min
 
 
