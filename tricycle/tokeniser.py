@@ -8,6 +8,7 @@ import json
 import os
 import re
 import reprlib
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -377,7 +378,12 @@ def gpt2_pattern() -> str:
 
     tiktoken uses Rust's regex, which may support a newer version of Unicode and so split a text differently.
     """
-    letter, number = (_characters(kind) for kind in "LN")
+    # the first letter of the category, a name of two, of each character
+    kinds = "".join(map(unicodedata.category, map(chr, range(sys.maxunicode + 1))))[::2]
+    letter, number = (
+        "".join(f"\\U{run.start():08x}-\\U{run.end() - 1:08x}" for run in re.finditer(kind + "+", kinds))
+        for kind in "LN"
+    )
     return "|".join(
         [
             "'(?:[sdmt]|ll|ve|re)",
@@ -388,14 +394,6 @@ def gpt2_pattern() -> str:
             rf"[{_ANY_SPACE}]+",
         ]
     )
-
-
-def _characters(kind: str) -> str:
-    """Return, for a regex class, the ranges of the characters whose Unicode category begins with `kind`."""
-    codes = [code for code in range(0x110000) if unicodedata.category(chr(code))[0] == kind]
-    starts = [code for before, code in zip([-2, *codes], codes) if code != before + 1]
-    ends = [code for code, after in zip(codes, [*codes[1:], -2]) if after != code + 1]
-    return "".join(f"\\U{start:08x}-\\U{end:08x}" for start, end in zip(starts, ends))
 
 
 def _expect(ok: bool, what: str, got: object) -> None:
