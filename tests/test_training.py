@@ -660,8 +660,7 @@ def test_other_disk_errors_are_raised_immediately(tmp_path, monkeypatch, policy,
     assert disk.left == 10**9 - 1
 
 
-@pytest.mark.slow
-@pytest.mark.nightly_except(4)
+@pytest.mark.nightly
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_run_folder_size_is_bounded(tmp_path, monkeypatch, optimiser):
     """At its largest moment, while a checkpoint is being written beside the last and the best."""
