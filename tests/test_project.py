@@ -191,7 +191,6 @@ def test_ci_script_and_workflow_run_the_same_checks():
     for command in (
         "pre-commit run --all-files",
         "pytest -n auto",
-        'pytest -n auto -m "slow or nightly"',
         "python -m tools.release --dry-run",
         "python -m tools.smoke",
         "node tools/workflows.mjs",
