@@ -25,7 +25,6 @@ from tricycle_accelerators.compiled import (
     attention,
     elementwise,
     experts,
-    jit,
     loader,
     losses,
     normalisation,
@@ -38,6 +37,7 @@ from tricycle_accelerators.compiled import compile as ahead
 from tricycle_accelerators.compiled.loader import load_loops
 
 numba = pytest.importorskip("numba")
+jit = load_loops("jit")
 needs_amx = pytest.mark.skipif(amx_matmul.unavailable_reason() is not None, reason=str(amx_matmul.unavailable_reason()))
 without_long_compilation = pytest.mark.skipif(
     not load_loops("tiles").HAS_PAIRS and "TRICYCLE_LONG" not in os.environ,
