@@ -176,7 +176,7 @@ def test_attention_of_few_queries_on_a_cache_matches_reference(dtype, window, of
 def test_norms_sum_in_a_fixed_order():
     """Each partial sum takes every n-th number: a 1 is lost beside 1e8, which other orders would keep.
 
-    LLVM compiles the norms again for fused sublayers, and would choose another order there.
+    LLVM optimizes the norms again for fused sublayers, and could choose another order there.
     """
     n = load_loops("loops").N_PARTIAL_SUMS
     x, gain = np.zeros((1, 64 * n), np.float32), np.ones(64 * n, np.float32)

@@ -199,6 +199,8 @@ def test_ci_script_and_workflow_run_the_same_checks():
         "python -m experiments.pretrained.packages",
     ):
         assert command in script and command in workflow, command
+    # the script runs all tiers at once
+    assert "PYTEST_ADDOPTS=\"-m ''\" pytest -n auto" in script and 'pytest -n auto -m "slow or nightly"' in workflow
 
 
 def test_workflow_covers_the_supported_pythons_and_systems():

@@ -378,7 +378,7 @@ def gpt2_pattern() -> str:
 
     tiktoken uses Rust's regex, which may support a newer version of Unicode and so split a text differently.
     """
-    # the first letter of the category, a name of two, of each character
+    # A category has a name of two letters, whose first one says the kind.
     kinds = "".join(map(unicodedata.category, map(chr, range(sys.maxunicode + 1))))[::2]
     letter, number = (
         "".join(f"\\U{run.start():08x}-\\U{run.end() - 1:08x}" for run in re.finditer(kind + "+", kinds))

@@ -33,17 +33,8 @@ from tricycle_accelerators.compiled.jit import (
     multiply_by_sigmoid,
     to_float32,
 )
-from tricycle_accelerators.compiled.registers import (
-    FLOAT,
-    INDEX,
-    LANES,
-    PAIR,
-    broadcast,
-    build_loop,
-    load,
-    multiply_add,
-    sum_lanes,
-)
+from tricycle_accelerators.compiled.registers import INDEX, LANES, broadcast, build_loop, multiply_add, sum_lanes
+from tricycle_accelerators.compiled.vector_rows import BFLOAT16, FLOAT32, ITEM_SIZES, load_numbers
 
 N_PARTIAL_SUMS = 4 * LANES  # enough to hide the latency of an addition
 LOWEST_FLOAT32 = np.finfo(np.float32).min
@@ -57,27 +48,20 @@ CUBIC = np.float32(LINEAR * 0.044715)
 @intrinsic
 def _sum_steps(context: Any, row: Any, about: Any, n_steps: Any) -> Any:
     """Sum x - about and its squares over 1 or more steps of N_PARTIAL_SUMS numbers of a row (Numba intrinsic)."""
-    row_type = row
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.function.attributes.add("alwaysinline")  # a sum that is not used is then not computed
-        start = builder.ptrtoint(context.make_array(row_type)(context, builder, arguments[0]).data, INDEX)
-        centre = broadcast(builder, arguments[1], N_PARTIAL_SUMS)
-        size = row_type.dtype.bitwidth // 8
+        start = builder.ptrtoint(context.make_array(row)(context, builder, arguments[0]).data, INDEX)
+        center = broadcast(builder, arguments[1], N_PARTIAL_SUMS)
+        kind = BFLOAT16 if row.dtype == types.uint16 else FLOAT32
+        n_bytes = INDEX(ITEM_SIZES[kind] * N_PARTIAL_SUMS)
 
         def add(step: Any, sums: list[Any]) -> list[Any]:
-            address = builder.add(start, builder.mul(step, INDEX(size * N_PARTIAL_SUMS)))
-            if row_type.dtype == types.uint16:  # bfloat16
-                bits = load(builder, address, ir.VectorType(ir.IntType(16), N_PARTIAL_SUMS), size)
-                upper = builder.zext(bits, ir.VectorType(PAIR, N_PARTIAL_SUMS))
-                upper = builder.shl(upper, broadcast(builder, PAIR(16), N_PARTIAL_SUMS))
-                numbers = builder.bitcast(upper, centre.type)
-            else:
-                numbers = load(builder, address, centre.type)
-            distances = builder.fsub(numbers, centre)
+            numbers = load_numbers(builder, builder.add(start, builder.mul(step, n_bytes)), kind, N_PARTIAL_SUMS)
+            distances = builder.fsub(numbers, center)
             return [builder.fadd(sums[0], distances), multiply_add(builder, sums[1], distances, distances)]
 
-        zeros = ir.Constant(ir.VectorType(FLOAT, N_PARTIAL_SUMS), [0.0] * N_PARTIAL_SUMS)
+        zeros = ir.Constant(center.type, [0.0] * N_PARTIAL_SUMS)
         totals = build_loop(builder, arguments[2], [zeros, zeros], add)
         return cgutils.pack_array(builder, [sum_lanes(builder, total) for total in totals])
 
@@ -88,8 +72,8 @@ def _sum_steps(context: Any, row: Any, about: Any, n_steps: Any) -> Any:
 def _sums_about(row: np.ndarray, about: np.float32) -> tuple[np.float32, np.float32]:
     """Return the sums of x - about and of its squares over a contiguous row.
 
-    The order is fixed, unlike that of other sums: the norm of a fused sublayer, which LLVM optimizes once more, has the
-    same bits as a separate one.
+    It is compiled without ANY_ORDER, so that the order is fixed: the norm of a fused sublayer, which LLVM optimizes
+    once more, has the same bits as a separate one.
     """
     n_steps = len(row) // N_PARTIAL_SUMS
     total, squares = _sum_steps(row, about, n_steps) if n_steps else (ZERO, ZERO)

@@ -147,7 +147,7 @@ def broadcast(builder: Any, number: Any, n_lanes: int = LANES) -> Any:
 
 
 def sum_lanes(builder: Any, vector: Any) -> Any:
-    """Emit the sum of a vector's floats, in the order that is fastest here, and return it."""
+    """Emit the sum of a vector's floats, in an order that only the processor decides, and return it."""
     name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
     kind = ir.FunctionType(FLOAT, [FLOAT, vector.type])
     function = cgutils.get_or_insert_function(builder.module, kind, name)

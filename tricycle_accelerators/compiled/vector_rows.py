@@ -50,18 +50,18 @@ WHOLE = UNROLLED * LANES
 AHEAD = 1024  # bytes that are asked for before they are needed
 
 
-def _numbers(builder: Any, address: Any, kind: int) -> Any:
-    """Emit a load of matrix elements, converted to a register of float32."""
+def load_numbers(builder: Any, address: Any, kind: int, n_lanes: int = LANES) -> Any:
+    """Emit a load of `n_lanes` matrix elements, converted to a vector of float32."""
+    floats, whole = ir.VectorType(FLOAT, n_lanes), ir.VectorType(PAIR, n_lanes)
     if kind == FLOAT32:
-        return load(builder, address, VECTOR)
+        return load(builder, address, floats)
     if kind == FLOAT16 and HAS_FLOAT16:  # without the instruction no product is asked for
-        return builder.fpext(load(builder, address, ir.VectorType(ir.HalfType(), LANES), 1), VECTOR)
+        return builder.fpext(load(builder, address, ir.VectorType(ir.HalfType(), n_lanes), 1), floats)
     narrow = ir.IntType(8 if kind == INT8 else 16)
-    vector, whole = ir.VectorType(narrow, LANES), ir.VectorType(PAIR, LANES)
-    numbers = load(builder, address, vector, 1)
+    numbers = load(builder, address, ir.VectorType(narrow, n_lanes), 1)
     if kind == INT8:
-        return builder.sitofp(builder.sext(numbers, whole), VECTOR)
-    return builder.bitcast(builder.shl(builder.zext(numbers, whole), ir.Constant(whole, [16] * LANES)), VECTOR)
+        return builder.sitofp(builder.sext(numbers, whole), floats)
+    return builder.bitcast(builder.shl(builder.zext(numbers, whole), ir.Constant(whole, [16] * n_lanes)), floats)
 
 
 def _dots(kind: int, n_x: int) -> Any:
@@ -81,7 +81,7 @@ def _dots(kind: int, n_x: int) -> Any:
                 prefetch(builder, builder.add(numbers, INDEX(AHEAD + line)))
             new = list(sums)
             for i in range(UNROLLED):
-                a = _numbers(builder, builder.add(numbers, INDEX(i * LANES * itemsize)), kind)
+                a = load_numbers(builder, builder.add(numbers, INDEX(i * LANES * itemsize)), kind)
                 for n, other in enumerate(others):
                     b = load(builder, builder.add(other, INDEX(4 * i * LANES)), VECTOR)
                     place = n * n_sums + i % n_sums
