@@ -10,14 +10,13 @@ machine affects least.
 from __future__ import annotations
 
 import argparse
-import platform
 import time
 from collections.abc import Callable
-from datetime import date
 from typing import Any
 
 import numpy as np
 
+from benchmarks.heading import date_and_processor
 from tricycle.blocks import MLPBlock
 from tricycle.configs.model import ModelConfig
 from tricycle.experts import MixtureOfExperts
@@ -132,8 +131,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="interleaved rounds")
     parser.add_argument("--peer", choices=["transformers", "none"], default="transformers", help="library to compare")
     arguments = parser.parse_args()
-    processor = platform.processor() or platform.machine()
-    print(f"{date.today()}, {processor}, {threads.n_threads()} threads, minima of {arguments.rounds} rounds")
+    print(f"{date_and_processor()}, {threads.n_threads()} threads, minima of {arguments.rounds} rounds")
     print(f"width {arguments.width}, {arguments.active} of {arguments.experts} experts of {arguments.hidden} channels")
     for title, n_tokens, trains, repetitions in (
         (f"training, {arguments.tokens} tokens", arguments.tokens, True, 2),

@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import platform
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.generation import load_model
+from benchmarks.heading import date_and_processor
 from benchmarks.interleave import Schedule
 from benchmarks.workers import Worker, time_steps
 
@@ -124,7 +123,7 @@ def main() -> None:
             for precision in arguments.precision:
                 results = measure_sides(folder, method, precision, sides, arguments)
                 tables[method] |= {(side, precision): result for side, result in zip(sides, results)}
-    print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
+    print(f"{date_and_processor()}, {arguments.threads} threads")
     options = ", activation checkpointing" if arguments.recompute else ""
     options += f", frozen weights {arguments.weights}" if arguments.weights != "float32" else ""
     schedule = Schedule.from_arguments(arguments)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,10 +21,10 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.heading import date_and_processor
 from benchmarks.interleave import PAUSE_SECONDS
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker
@@ -235,7 +234,7 @@ def main() -> None:
             memory[name].append(worker.request("memory"))
         for worker in (bandwidth_worker, *workers.values()):
             worker.close()
-    print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
+    print(f"{date_and_processor()}, {arguments.threads} threads")
     print(f"model {arguments.model}, {arguments.new} new tokens, medians of {arguments.rounds} interleaved rounds")
     print("speed-up: the first side's speed relative to the row's; same size: Tricycle's with weights of as many bits")
     print_table(measured, sides, memory, sizes, arguments)

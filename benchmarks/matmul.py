@@ -11,17 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from benchmarks.heading import date_and_processor
 from benchmarks.interleave import Schedule, run_interleaved
 from benchmarks.workers import Worker
 from tricycle import kernels
@@ -127,7 +126,7 @@ def main() -> None:
         return
     workers = start_workers(arguments.precision, arguments.threads, arguments.peer)
     schedule = Schedule.from_arguments(arguments)
-    print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
+    print(f"{date_and_processor()}, {arguments.threads} threads")
     print(f"{arguments.precision}, GFLOP/s, medians of {schedule}")
     names = [worker.side for worker in workers]
     print(

@@ -16,11 +16,12 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
 from importlib import metadata, util
 from typing import Any
 
 import numpy as np
+
+from benchmarks.heading import date_and_processor
 
 VALUES = (1.0, 0.999, 0.001)  # x, b and c: these do not overflow for any number of steps
 
@@ -133,7 +134,7 @@ def main() -> None:
     import tricycle as library
 
     versions = [f"Tricycle {library.__version__}"] + [f"{side} {metadata.version(side)}" for side in sides[1:]]
-    print(f"{date.today()}, {platform.processor() or platform.machine()}, one thread")
+    print(f"{date_and_processor()}, one thread")
     print(f"  {', '.join(versions)}, NumPy {np.__version__}, Python {platform.python_version()}")
     for side in missing:
         print(f"  {side} is omitted, because it is not installed (pip install {side})")

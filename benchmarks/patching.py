@@ -13,16 +13,16 @@ import argparse
 import os
 import tempfile
 from collections.abc import Sequence
-from datetime import date
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.finetuning import export_model
+from benchmarks.heading import date_and_processor
 from benchmarks.interleave import Schedule
 from benchmarks.patching_workers import all_cells, make_prompts
-from benchmarks.transforms import processor, replace_block
+from benchmarks.transforms import replace_block
 from benchmarks.workers import Worker, time_steps
 from tricycle.pretrained.tokenisers import tokeniser_from_folder
 
@@ -82,7 +82,7 @@ def report(folder: Path, options: argparse.Namespace) -> str:
     versions = [f"Tricycle {tricycle.__version__}"]
     versions += [f"{name} {metadata.version(name)}" for name in ("torch", "transformers")]
     return (
-        f"{date.today()}, {processor()}, {options.threads} threads, {options.note}; {', '.join(versions)}.\n"
+        f"{date_and_processor()}, {options.threads} threads, {options.note}; {', '.join(versions)}.\n"
         f"{n_cells:,} cells, {len(prompts.clean)} tokens; medians of interleaved rounds ({options.rounds}). The loops "
         f"computed {n_sampled:,} cells, and their\ntime is scaled. The effects of these cells differ by at most "
         f"{difference:.1e}.\n\n{table(seconds, n_cells / n_sampled, options.batch)}"

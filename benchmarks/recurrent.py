@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 from collections.abc import Callable
-from datetime import date
 from typing import Any
 
 import numpy as np
 
+from benchmarks.heading import date_and_processor
 from benchmarks.interleave import Schedule
 from benchmarks.workers import Worker, serve, time_steps
 
@@ -103,7 +102,7 @@ def main() -> None:
         ]
         rows.append((cell, time_steps(workers, Schedule.from_arguments(arguments))))
         if cell == arguments.cells[-1]:
-            print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
+            print(f"{date_and_processor()}, {arguments.threads} threads")
             for worker in workers:
                 print(f"  {worker.side}: {worker.request('versions')}, matmul {worker.request('matmul'):,.0f} GFLOP/s")
         for worker in workers:

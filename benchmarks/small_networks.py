@@ -10,18 +10,18 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
 from importlib import metadata, util
 from typing import Any
 
 import numpy as np
+
+from benchmarks.heading import date_and_processor
 
 N_FEATURES, N_CLASSES = 4, 3
 # name: rows of data, hidden size, task ("flowers" is classification with ReLU and cross-entropy, "numbers" regression
@@ -157,7 +157,7 @@ def main() -> None:
     arguments = parser.parse_args()
     peer = ["torch"] if arguments.peer == "torch" and util.find_spec("torch") is not None else []
     versions = "".join(f", {side} {metadata.version(side)}" for side in peer)
-    print(f"{date.today()}, {platform.processor() or platform.machine()}, NumPy {np.__version__}{versions}, one thread")
+    print(f"{date_and_processor()}, NumPy {np.__version__}{versions}, one thread")
     compare_steps(["tricycle", *peer], arguments.steps, arguments.repeats)
     compare_imports(["numpy", "tricycle", *peer], arguments.repeats)
 

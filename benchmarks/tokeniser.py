@@ -8,19 +8,17 @@ tiktoken, with the merges that Tricycle has learned. The sides are interleaved.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import sysconfig
 import time
 from collections.abc import Callable
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import tiktoken
 
+from benchmarks.heading import date_and_processor
 from tricycle.bpe import END_OF_TEXT, PIECE
 from tricycle.tokeniser import BPETokeniser
 from tricycle_datasets.download import DownloadError, fetch
@@ -148,10 +146,7 @@ def main() -> None:
     arguments = parser.parse_args()
     peer = arguments.peer == "tokenizers"
     packages = ["tiktoken", *["tokenizers"] * peer]
-    print(
-        f"{date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-        + ", ".join(f"{package} {version(package)}" for package in packages)
-    )
+    print(f"{date_and_processor()}, " + ", ".join(f"{package} {version(package)}" for package in packages))
     try:
         texts = {name: TEXTS[name](round(arguments.megabytes * 1e6)) for name in arguments.texts}
     except DownloadError as error:

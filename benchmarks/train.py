@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-from datetime import date
 
+from benchmarks.heading import date_and_processor
 from benchmarks.interleave import Schedule
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import MATMUL_SIZE, SIDES, Worker, time_steps
@@ -44,7 +43,7 @@ def main() -> None:
     workers = [Worker(name, arguments.threads, "benchmarks.workers", name, *task) for name in names + matmuls]
     times = dict(zip(names + matmuls, time_steps(workers, Schedule.from_arguments(arguments))))
     memory = {worker.side: worker.request("memory") for worker in workers}
-    print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
+    print(f"{date_and_processor()}, {arguments.threads} threads")
     for worker in workers:
         if worker.side in names:
             print(f"  {worker.side}: {worker.request('versions')}")

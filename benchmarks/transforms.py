@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import date
 from importlib import metadata, util
 from pathlib import Path
 
+from benchmarks.heading import date_and_processor
 from benchmarks.interleave import Schedule
 from benchmarks.transforms_workers import CHAIN_LENGTH, MLPS, TASKS
 from benchmarks.workers import Worker, time_steps
@@ -114,15 +113,6 @@ def probe_table(libraries: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def processor() -> str:
-    """Return the model name of the processor, or its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def replace_block(page: Path, name: str, text: str) -> None:
     """Replace the text between `<!-- NAME -->` and `<!-- end of NAME -->` of a page; ValueError if one is missing.
 
@@ -162,7 +152,7 @@ def main() -> None:
 
     packages = dict.fromkeys(SIDES[name][1] for name in columns if name != "Tricycle")
     versions = [f"Tricycle {tricycle.__version__}", *(f"{name} {metadata.version(name)}" for name in packages)]
-    about = f"{date.today()}, {processor()}, {arguments.threads} threads, {arguments.note}; {', '.join(versions)}"
+    about = f"{date_and_processor()}, {arguments.threads} threads, {arguments.note}; {', '.join(versions)}"
     medians = f"Medians of {schedule}; one step if it takes more than {SLOW_SECONDS:g} s."
     speed = f"{about}.\n{medians}\n\n{speed_table(times, columns, arguments.batch)}"
     blocks = {"speed": speed} if arguments.tasks else {}

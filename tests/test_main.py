@@ -108,10 +108,11 @@ CPUINFO = "".join(f"processor\t: {i}\nmodel name\t: A CPU\nflags\t\t: fpu avx2 a
     ("text", "expected"),
     [
         (CPUINFO, "^A CPU, .*; AVX2, AVX-512, no AVX-512 bf16, AMX bf16$"),
+        ("cpu family\t: 25\nmodel\t\t: 1\nmodel name\t: A CPU\n", r"^A CPU \(family 25, model 1\), "),
         ("", "bf16 and AMX unknown; NumPy uses "),
         ("Features\t: fp asimd bf16\n", "bf16 and AMX unknown; NumPy uses "),
     ],
-    ids=["x86", "no such file", "ARM"],
+    ids=["x86", "family", "no such file", "ARM"],
 )
 def test_instruction_sets_are_read_from_cpuinfo(text, expected):
     assert re.search(expected, machine.describe_processor(text))

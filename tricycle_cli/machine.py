@@ -72,6 +72,8 @@ def describe_processor(cpuinfo: str) -> str:
     """Describe the processor, given Linux's /proc/cpuinfo ("" elsewhere): name, logical cores, and instruction sets."""
     fields = processor_facts.parse_cpuinfo(cpuinfo)
     name = fields.get("model name") or platform.processor() or platform.machine() or "unknown"
+    if "cpu family" in fields:  # virtual machines often hide the number that follows "AMD EPYC"
+        name += f" (family {fields['cpu family']}, model {fields.get('model')})"
     flags = fields.get("flags", "").split()
     if flags:
         instructions = ", ".join(("" if flag in flags else "no ") + title for title, flag in INSTRUCTIONS.items())
