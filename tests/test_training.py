@@ -578,6 +578,14 @@ def test_metrics_are_written_as_complete_lines(tmp_path):
     assert read_metrics(run.metrics) == [{"step": s, "loss": 0.333333} for s in range(running.MAX_BUFFERED_LINES + 3)]
 
 
+def test_metrics_of_slow_updates_are_written_in_time(tmp_path, monkeypatch):
+    run = new_run(tmp_path)
+    monkeypatch.setattr(running, "MAX_BUFFERED_SECONDS", 0.0)
+    for step in range(3):
+        run.record(step=step, loss=1.0)
+        assert len(read_metrics(run.metrics)) == step + 1
+
+
 @pytest.mark.parametrize("window", [1, 2, 8])
 @pytest.mark.parametrize("prompt", ["", "the cat sat on the mat"])
 def test_samples_start_with_the_prompt(tmp_path, window, prompt):

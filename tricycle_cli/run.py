@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from tricycle_cli.tracking import Tracking
 OnNaN = Literal["stop", "skip", "rollback"]
 T = TypeVar("T")
 
-MAX_BUFFERED_LINES = 50
+MAX_BUFFERED_LINES, MAX_BUFFERED_SECONDS = 50, 5.0  # of metrics that are not yet written
 MAX_LINE_LENGTH = 10_000  # characters: no run writes a tenth of it
 MAX_METRICS_BYTES = 2**28  # a million updates need half of it
 NUMERIC_FIELDS = """
@@ -70,6 +71,7 @@ class Run:
     processes: ProcessGroup = SINGLE_PROCESS
     tracking: Tracking | None = None
     _log: list[dict[str, Any]] = field(default_factory=list)
+    _flushed: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         """Set the paths of the checkpoints `last` and `best`, `metrics` and `samples` in the run folder."""
@@ -98,11 +100,12 @@ class Run:
         return self.processes.broadcast(path.exists())
 
     def record(self, **values: Any) -> None:
-        """Append a line to metrics.jsonl on rank zero, buffered until `flush` or a full buffer; non-finite is null."""
+        """Append a line to metrics.jsonl on rank zero, buffered for a few seconds or lines; non-finite is null."""
         if not self.processes.is_rank_zero:
             return
         self._log.append({name: _as_json(value) for name, value in values.items()})
-        if len(self._log) >= MAX_BUFFERED_LINES:
+        is_late = time.monotonic() - self._flushed >= MAX_BUFFERED_SECONDS
+        if is_late or len(self._log) >= MAX_BUFFERED_LINES:
             self.flush()
 
     def record_nonfinite_step(self, step: int, reason: str, action: str, **more: Any) -> None:
@@ -125,6 +128,7 @@ class Run:
         if self.tracking is not None:
             self.tracking.log(self._log)
         self._log.clear()
+        self._flushed = time.monotonic()
 
     def save(self, state: TrainingState, path: Path) -> None:
         """Save metrics and checkpoint (collective); if not finite, lower state.step by 1 and raise NonFiniteError.
