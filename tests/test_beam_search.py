@@ -8,6 +8,8 @@ import pytest
 
 from tricycle.configs import DebugConfig
 from tricycle.decoding.beam_search import generate_beam_search
+from tricycle.decoding.encoder_decoder import TargetSettings, search_target
+from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.decoding.ragged import next_logits
 from tricycle.generate import generate
 from tricycle.models import GPT
@@ -49,6 +51,9 @@ def test_wide_beam_finds_the_best_sequence(changes, length_penalty):
     best = [max(texts, key=lambda t: score(model, p, t, n_vocab) / len(t) ** length_penalty) for p in PROMPTS]
     actual = generate_beam_search(model, PROMPTS, 3, 200, length_penalty, stops, n_vocab)
     assert actual == [list(text) for text in best]
+    settings = TargetSettings(num_beams=200, length_penalty=length_penalty)
+    sampling = PenalizedSamplingParams(stop_tokens=stops, n_vocab=n_vocab)
+    assert search_target(model, PROMPTS[1][0], 3, sampling, settings) == list(best[1])
 
 
 @pytest.mark.parametrize("changes", CHANGES)
