@@ -84,6 +84,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("nightly"):
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
+        if item.get_closest_marker("long") and "TRICYCLE_LONG" not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="takes minutes: TRICYCLE_LONG=1 runs it"))
     deselect_other_nightly_parts(config, items)
     deselect_gpu_tests(config, items)
 

@@ -49,7 +49,7 @@ def test_short_trials_pass_and_leave_no_files(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes a quarter of an hour: TRICYCLE_LONG=1 runs it")
+@pytest.mark.long
 def test_all_trials_pass():
     command = [sys.executable, "-m", "tests.chaos.disks", "--seed", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -124,7 +124,7 @@ def test_finetuning_resumes_equal_after_a_signal(name, phase, kind, place, refer
     check(Trial(f"{name} in {phase}", getattr(signal, name), [(phase, 1, 0.0)]), place, reference, kind)
 
 
-@pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", Tuning.phases)
 def test_finetuning_resumes_equal_after_every_signal_and_phase(phase, kind, place, reference):

@@ -56,7 +56,7 @@ def test_run_resumes_equal_after_a_signal(workspace, phase_times, reference, nam
     check_trial(Trial(name, number, [(phase, 1, 0.0)]), workspace.new_run(f"{name} in {phase}"), reference)
 
 
-@pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
+@pytest.mark.long
 @pytest.mark.parametrize("phase", PHASES)
 def test_run_resumes_equal_after_every_signal_and_phase(workspace, phase_times, reference, phase):
     for trial in kills_by_phase(random.Random(phase), phase_times, 1, [signal.SIGKILL, *SIGNALS]):

@@ -1,6 +1,5 @@
 """Memory, open files and folder sizes of runs; `python -m tests.chaos.long` measures long runs."""
 
-import os
 import sys
 
 import pytest
@@ -26,7 +25,7 @@ def test_run_of_150_steps_leaves_no_files_open(tmp_path):
     assert len(set(usage.files[3:])) == 1
 
 
-@pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
+@pytest.mark.long
 def test_memory_and_open_files_stay_constant_in_a_long_run(tmp_path):
     case = Workspace(tmp_path).new_run("long")
     usage, _ = train_long(case, 5000)

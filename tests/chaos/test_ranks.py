@@ -1,7 +1,6 @@
 """Trials of tests/chaos/ranks.py; skipped without mpi4py and mpiexec."""
 
 import importlib.util
-import os
 import random
 import signal
 import subprocess
@@ -31,7 +30,6 @@ pytestmark = [
         reason="needs Linux, mpi4py and mpiexec",
     ),
 ]
-LONG = pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +66,7 @@ def test_differences_beyond_rounding_are_reported(workspace, reference, phase_ti
     assert approximate_differences(reference.run_folder, reference.run_folder) == []
 
 
-@LONG
+@pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, *SIGNALS])
 def test_run_resumes_after_every_signal_and_target(workspace, phase_times, reference, number, target):
@@ -78,7 +76,9 @@ def test_run_resumes_after_every_signal_and_target(workspace, phase_times, refer
 
 
 IN_RANKS = [
-    pytest.param(name, rank, marks=[LONG] * (i % 2 != rank)) for i, name in enumerate(FAILURES) for rank in (0, 1)
+    pytest.param(name, rank, marks=[pytest.mark.long] * (i % 2 != rank))
+    for i, name in enumerate(FAILURES)
+    for rank in (0, 1)
 ]
 
 
@@ -88,7 +88,7 @@ def test_every_failure_of_a_rank_ends_all_ranks(workspace, phase_times, referenc
     assert run_failure(name, case, reference.run_folder, rank, step=6).problems == []
 
 
-@LONG
+@pytest.mark.long
 def test_ranks_command_prints_a_table_of_failures():
     words = "--n 0 --phases 0 --failures 1 --seed 3".split()
     done = subprocess.run([sys.executable, "-m", "tests.chaos.ranks", *words], capture_output=True, text=True)
