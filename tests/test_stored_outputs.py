@@ -19,6 +19,8 @@ from transformers_families import FAMILIES as SMALL
 from transformers_families import difference, new_hf_model
 
 from tricycle.pretrained import load
+from tricycle.pretrained.config_equivalence import differing_fields
+from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families import FAMILIES, build_model
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
@@ -76,6 +78,17 @@ def test_outputs_are_those_of_transformers(name: str) -> None:
     case = STORED[name]
     outputs = our_outputs(case["fields"], draw_tensors(case["shapes"]))
     assert difference(sample(outputs), np.array(case["outputs"])) < 1e-4
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_exported_fields_give_an_equal_config_without_dropout(name: str) -> None:
+    fields = STORED[name]["fields"]
+    family = FAMILIES[fields["model_type"]]
+    config = family.to_config(ConfigFields(fields))
+    exported = family.to_fields(config)
+    read_again = family.to_config(ConfigFields({"model_type": fields["model_type"], **exported}))
+    assert differing_fields(config, read_again) == []
+    assert not any(value for key, value in exported.items() if "drop" in key)
 
 
 def test_all_families_have_stored_outputs() -> None:
