@@ -137,6 +137,12 @@ def test_wrong_flags_are_refused(distilled, tmp_path, flags, message):
     assert not (tmp_path / "run" / "last.safetensors").exists()
 
 
+def test_preset_without_a_value_is_refused(distilled, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        distill([*distilled[1], "--student-preset"])
+    assert "Missing value for argument '--student-preset'" in capsys.readouterr().err
+
+
 def test_resuming_with_another_teacher_is_rejected(distilled, tmp_path):
     write_folder(tmp_path / "other", context_window=100, n_layers=1)
     settings = {"teacher": str(tmp_path / "other"), "temperature": 2.0, "hard_weight": 0.1}

@@ -504,6 +504,7 @@ TRAIN_WRONG = [
     ("--steps 2 --unknown 3", "--unknown"),
     ("--steps many", "invalid literal.*'many'"),
     ("--preset large", "'large'"),
+    ("--preset", "Missing value.*--preset"),
     ("--data nonsense", "'nonsense'"),
     ("--steps 0", "steps.*minutes.*got 0"),
     ("--vocab-size 100", "vocab_size.*257"),

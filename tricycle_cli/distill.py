@@ -90,10 +90,10 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> DistillTask:
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
     """Parse a command line, with config defaults of --student-preset; print an error and exit (2) if it is wrong."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--student-preset", "--student_preset", default=Arguments.preset)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--student-preset", "--student_preset", nargs="?")
     preset = first.parse_known_args(list(words))[0].student_preset
-    preset = preset if preset in PRESETS else Arguments.preset  # `parse` below reports a wrong one
+    preset = preset if preset in PRESETS else Arguments.preset  # `parse` below reports a wrong or missing one
     config = GPTConfig.from_dict(PRESETS[preset]().to_dict())
     return parse(Arguments, Arguments(preset=preset, config=config), words, description=DESCRIPTION)
 

@@ -218,14 +218,11 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
 
     The preset, or the model of --init-from, is parsed first, because it provides the defaults of the other flags.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--preset")
-    first.add_argument("--device", default="auto")
-    first.add_argument("--init-from", "--init_from")
-    try:
-        known = first.parse_known_args(args)[0]
-    except argparse.ArgumentError:
-        known = argparse.Namespace(preset=None, device="cpu", init_from=None)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", nargs="?")  # `parse` below reports a missing value
+    first.add_argument("--device", nargs="?")
+    first.add_argument("--init-from", "--init_from", nargs="?")
+    known = first.parse_known_args(args)[0]
     if known.init_from:
         return parse_with_init_from(known, args)
     preset = known.preset
