@@ -124,6 +124,21 @@ def test_result_is_that_of_a_loop_over_tokens(n_active, normalized):
         assert np.array_equal(layer(x).array, layer(to_tensor(x)).array)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradient_of_one_parameter_equals_that_beside_all_others(bias):
+    x = RNG.standard_normal((40, 6))
+    layer = new_mixture(np.float64, bias=bias)
+    (layer(x) ** 2).sum().backward()
+    for name, expected in gradients(layer).items():
+        layer.zero_grad()
+        for other, parameter in layer.named_parameters():
+            parameter.requires_grad = other == name
+        (layer(x) ** 2).sum().backward()
+        found = {other: p.grad.array for other, p in layer.named_parameters() if p.grad is not None}
+        assert [*found] == [name]
+        np.testing.assert_allclose(found[name], expected, 1e-10)
+
+
 GROUPS = Routing(3, n_groups=4, n_active_groups=2, scale=1.7)
 
 

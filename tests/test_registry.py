@@ -108,6 +108,19 @@ def test_gradient_matches_finite_differences(sample):
 
 
 @every_sample
+def test_gradients_of_some_inputs_equal_those_of_all(sample):
+    """Each input alone needs a gradient, then each input but one: an op computes only what is needed."""
+    _, expected = run(sample, sample.tensors())
+    indices = [i for i, gradient in enumerate(expected) if gradient is not None]
+    for needed in [[i] for i in indices] + [[j for j in indices if j != i] for i in indices if len(indices) > 2]:
+        tensors = sample.tensors()
+        for i in set(indices).difference(needed):
+            tensors[i].requires_grad = False
+        output, actual = run(sample, tensors)
+        assert_same((output, actual), (output, [expected[i] if i in needed else None for i in range(len(expected))]))
+
+
+@every_sample
 def test_second_backward_over_retained_graph_doubles_gradients(sample):
     tensors = sample.tensors()
     output = sample.call(*tensors)
