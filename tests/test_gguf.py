@@ -96,6 +96,7 @@ def test_16_bit_tensors_keep_their_dtype(files, tmp_path, name, kind):
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
 def test_quantized_blocks_dequantize_as_in_transformers(tmp_path, kind):
     """Rows of queries and keys are permuted as whole rows of blocks."""
+    pytest.importorskip("accelerate")
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "pad_token_id": None}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()

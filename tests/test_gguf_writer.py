@@ -422,6 +422,7 @@ READ_BY_TRANSFORMERS = {
 def test_transformers_reads_exported_files(tmp_path, name):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
     model = lively(GPT(ModelConfig(**READ_BY_TRANSFORMERS[name])))
     export_gguf(model, bpe_tokeniser(), tmp_path / "a.gguf")
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -227,7 +227,7 @@ def test_logits_gradients_and_tokens_agree(name: str, tmp_path: Path) -> None:
     model = load(tmp_path).model
     assert difference(model(TOKENS).array, hf_logits(hf_model, TOKENS)) < AGREED
     by, where = compare_gradients(model, hf_model, TOKENS)
-    assert by < (2e-5 if name in ROUNDED else AGREED), where
+    assert by < (5e-5 if name in ROUNDED else 2 * AGREED), where
     assert list(generate(model, PROMPT, N_NEW, temperature=0)) == hf_tokens(hf_model)
     # random models soon say one thing for ever, which would agree too easily
     varied = list(generate(model, PROMPT, N_NEW, PenalizedSamplingParams(0, no_repeat_ngram_size=2)))
