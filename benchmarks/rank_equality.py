@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.heading import date_and_processor
 from benchmarks.ranks import MPI_VARIABLES, mpiexec
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.distributed.processes import SINGLE_PROCESS, ProcessGroup
@@ -252,7 +252,7 @@ def main() -> int:
         tables = [equality_table(Path(name), [1, *arguments.ranks], arguments.steps)]
         if 4 in arguments.ranks:
             tables.append(resume_table(Path(name), arguments.steps))
-    print(f"{date.today()}, the debug preset with dropout 0.1\n\n" + "\n\n".join(tables))
+    print(f"{date_and_processor()}, the debug preset with dropout 0.1\n\n" + "\n\n".join(tables))
     return 1 if any("NOT" in table for table in tables) else 0
 
 

@@ -14,10 +14,10 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.heading import date_and_processor
 from benchmarks.ranks import ranks_worker, stop_ranks
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker
@@ -291,7 +291,8 @@ def main() -> None:
     stop_ranks(worker)
     n_bytes = sum(size for _, size in profile.buckets)
     print(
-        f"{date.today()}, shape {arguments.shape}, {arguments.threads} thread: batch {1e3 * profile.compute:,.0f} ms, "
+        f"{date_and_processor()}, {arguments.threads} thread\n"
+        f"shape {arguments.shape}: batch {1e3 * profile.compute:,.0f} ms, "
         f"update {1e3 * profile.update:,.0f} ms, {n_bytes / 1e6:.1f} MB of gradients in {len(profile.buckets)} "
         f"buckets, the first full after {1e3 * profile.buckets[0][0]:,.0f} ms"
     )

@@ -10,11 +10,11 @@ import argparse
 import statistics
 import time
 from dataclasses import replace
-from datetime import date
 from functools import partial
 
 import numpy as np
 
+from benchmarks.heading import date_and_processor
 from benchmarks.shapes import SHAPES
 from tricycle.distributed.processes import ProcessGroup
 from tricycle.distributed.shards import ShardedOptimiser, Shards, n_state_bytes, update_cost
@@ -59,7 +59,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--times", type=int, default=3, help="timed updates of each rank")
     arguments = parser.parse_args()
-    print(f"{date.today()}\n\n| | update (ms), one process | by rank | optimizer state (MB), one process | by rank |")
+    print(f"{date_and_processor()}\n")
+    print("| | update (ms), one process | by rank | optimizer state (MB), one process | by rank |")
     print("|:---|---:|:---|---:|:---|")
     for shape in arguments.shape:
         for name in ("adamw", "muon"):

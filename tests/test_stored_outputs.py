@@ -1,7 +1,7 @@
 """Small models and default configs of all families against a file, so that no PyTorch is needed.
 
-The file contains outputs of transformers, and our configs of files that state nothing: test_pretrained_families.py and
-others compare these with transformers.
+The file contains outputs of transformers, and the default configs, which test_pretrained_families.py and others compare
+with those of transformers.
 
 `python tests/test_stored_outputs.py` writes the file again, with PyTorch and transformers: after a new family, or a new
 case of the modules that `hf_models` names.
@@ -97,7 +97,7 @@ def test_exported_fields_give_an_equal_config_without_dropout(name: str) -> None
 
 
 def default_config(kind: str) -> dict[str, Any]:
-    """Return the fields of the config for a config.json without fields that differ from those of the config's class."""
+    """Return the fields, of the config for a config.json with only a model_type, that are not the class's defaults."""
     stated: dict[str, Any] = {"model_type": kind}
     stated |= {"text_config": {}} if kind in ("gemma3", "gemma3n") else {}
     stated |= {"num_experts_per_tok": 6} if kind == "deepseek_v2" else {}  # it has no default
@@ -107,7 +107,7 @@ def default_config(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_default_configs_are_those_that_are_stored(kind: str) -> None:
+def test_default_config_equals_the_stored_one(kind: str) -> None:
     assert default_config(kind) == STORED["defaults"][kind]
 
 

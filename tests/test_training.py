@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -579,11 +580,11 @@ def test_metrics_are_written_as_complete_lines(tmp_path):
 
 
 def test_metrics_of_slow_updates_are_written_in_time(tmp_path, monkeypatch):
-    run = new_run(tmp_path)
-    monkeypatch.setattr(running, "MAX_BUFFERED_SECONDS", 0.0)
-    for step in range(3):
+    run, start = new_run(tmp_path), time.monotonic()
+    for step, (seconds, n_written) in enumerate([(0, 0), (6, 2), (7, 2), (12, 4)]):
+        monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda now=start + seconds: now))
         run.record(step=step, loss=1.0)
-        assert len(read_metrics(run.metrics)) == step + 1
+        assert len(read_metrics(run.metrics)) == n_written
 
 
 @pytest.mark.parametrize("window", [1, 2, 8])
