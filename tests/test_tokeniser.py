@@ -270,6 +270,19 @@ def test_gpt2_encoding_without_tiktoken_is_identical(gpt2):
         assert other.encode(text).tolist() == gpt2.encode(text).tolist()
 
 
+@settings(max_examples=200, deadline=None)
+@given(train_on=st.one_of(st.tuples(LIKELY.filter(bool), st.just(30)), REPETITIVE))
+def test_training_without_tiktoken_caches_the_ids_of_its_pieces(train_on):
+    text, n_merges = train_on
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tiktoken", None)
+        tokeniser = BPETokeniser(256 + n_merges, special_tokens=()).train(text, progress=False)
+    cached, merges = tokeniser._encoding, slow_merges(text, n_merges)
+    assert set(cached) == {piece for piece in re.findall(PIECE, text) if len(piece) <= module._LONGEST_KEPT}
+    for piece, ids in cached.items():
+        assert ids == slow_encode(piece, merges), piece
+
+
 def test_long_pieces_without_tiktoken_are_fast_and_not_cached(trained, gpt2):
     random = np.random.default_rng(0).integers(97, 123, 200_000, np.uint8).tobytes().decode()
     for tokeniser in (trained, gpt2):

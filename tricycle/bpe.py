@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 END_OF_TEXT = "<|endoftext|>"
+PiecesAndIds = Iterable[tuple[str, list[int]]]  # computed on iteration
 SINGLE_BYTES = [bytes([value]) for value in range(256)]
 
 # Pre-tokenization: no merge crosses a piece. Explicit character classes make Python's `re` (training) and Rust's regex
@@ -75,19 +76,17 @@ class ByteLevelBPE:
         Repeatedly merges the most frequent pair of adjacent tokens, or the one with the smallest ids among equally
         frequent ones, while it occurs more than once. `progress` shows a progress bar.
         """
-        from tqdm import tqdm
+        self._learn(text, progress)
+        return self
 
-        find_pieces = re.compile(self.pattern).findall
-        counts = Counter(chain.from_iterable(map(find_pieces, text)))
+    def _learn(self, text: Iterable[str], progress: bool) -> PiecesAndIds:
+        """Learn merges as `train` does; return the ids of each piece of the texts."""
+        counts = Counter(chain.from_iterable(map(re.compile(self.pattern).findall, text)))
         if not counts:
             raise ValueError(f"{type(self).__name__}: expected UTF-8 text to train on, got 'none'")
-        n_merges = self.vocab_size - 256 - len(self._special_names)
-        merges = learn_merges(counts, n_merges)
-        tokens = SINGLE_BYTES.copy()
-        for left, right in tqdm(merges, "Training tokeniser", n_merges, unit=" merges", disable=not progress):
-            tokens.append(tokens[left] + tokens[right])
+        tokens, ids = learn_merges(counts, self.vocab_size - 256 - len(self._special_names), progress)
         self._set_tokens(tokens)
-        return self
+        return ids
 
     def encode(self, text: str) -> np.ndarray:
         """Encode a text to token ids (T,) of type `dtype`; names of special tokens are encoded as ordinary text."""
@@ -109,12 +108,14 @@ class ByteLevelBPE:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
-def learn_merges(counts: Counter[str], n_merges: int) -> Iterator[tuple[int, int]]:
-    """Yield up to `n_merges` pairs of ids, each the most frequent left (at least twice); pair i forms id 256 + i.
+def learn_merges(counts: Counter[str], n_merges: int, progress: bool) -> tuple[list[bytes], PiecesAndIds]:
+    """Merge up to `n_merges` pairs, each the most frequent left (at least twice); return tokens, and the ids of pieces.
 
     All pieces form one linked list of symbols, in which a merge replaces the left symbol of each occurrence and unlinks
     the right one. Later merges only remove occurrences, so counts in the heap are upper bounds, updated at the top.
     """
+    from tqdm import tqdm
+
     pieces = [piece.encode("utf-8") for piece in counts]
     symbol = np.frombuffer(b"\n".join([b"", *pieces, b""]), np.uint8).astype(np.int64)
     sizes = np.fromiter(map(len, pieces), np.int64) + 1
@@ -126,7 +127,8 @@ def learn_merges(counts: Counter[str], n_merges: int) -> Iterator[tuple[int, int
     pair_at = np.full(len(symbol), -1)  # the pair that begins at an index
     heap: list[tuple[int, int, np.ndarray]] = []  # (-count, pair, places)
     places = np.flatnonzero((weight[:-1] > 0) & (weight[1:] > 0))
-    for new in range(256, 256 + n_merges):
+    tokens = SINGLE_BYTES.copy()
+    for new in tqdm(range(256, 256 + n_merges), "Training tokeniser", unit=" merges", disable=not progress):
         pairs = symbol[places] * base + symbol[after[places]]
         pair_at[places] = pairs
         for entry in _grouped(pairs, places, weight):
@@ -136,35 +138,33 @@ def learn_merges(counts: Counter[str], n_merges: int) -> Iterator[tuple[int, int
             places = known[pair_at[known] == pair]
             if len(places) == len(known):
                 break
-            count = int(np.add.reduce(weight[places]))
-            if count > 1:
+            if (count := int(np.add.reduce(weight[places]))) > 1:
                 heapq.heapreplace(heap, (-count, pair, places))
             else:
                 heapq.heappop(heap)
         if not heap:
-            return
-        heapq.heappop(heap)
-        a, b = divmod(pair, base)
+            break
+        a, b = divmod(heapq.heappop(heap)[1], base)
         if a == b:  # in a run of the symbol, every other place merges
             begins, numbers = np.append(True, places[1:] != after[places[:-1]]), np.arange(len(places))
             places = places[(numbers - np.maximum.accumulate(np.where(begins, numbers, 0))) % 2 == 0]
         unlinked = after[places]
         right = after[unlinked]
-        symbol[places], pair_at[unlinked] = new, -1
+        symbol[places], symbol[unlinked], pair_at[unlinked] = new, -1, -1
         after[places], before[right] = right, places
         # New pairs begin to the left and here, unless an edge (above `new`) or another merged pair follows.
         places = np.concatenate((before[places], places[symbol[right] < new]))
-        yield a, b
+        tokens.append(tokens[a] + tokens[b])
+    linked = symbol[symbol >= 0]
+    ids = (linked[end + 1 : next_end].tolist() for end, next_end in pairwise(np.flatnonzero(linked == base - 1)))
+    return tokens, zip(counts, ids)
 
 
 def _grouped(pairs: np.ndarray, places: np.ndarray, weight: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
     """Yield (-count, pair, its places) for each distinct pair; count, the sum of the weights, is at least 2."""
     order = pairs.argsort(kind="stable")
     pairs, places = pairs[order], places[order]
-    is_first = np.empty(len(pairs), bool)
-    is_first[:1] = True
-    np.not_equal(pairs[1:], pairs[:-1], out=is_first[1:])
-    starts = is_first.nonzero()[0]
+    starts = np.append(True, pairs[1:] != pairs[:-1])[: len(pairs)].nonzero()[0]
     counts = np.add.reduceat(weight[places], starts).tolist()
     bounds = [*starts.tolist(), len(pairs)]
     for pair, count, start, end in zip(pairs[starts].tolist(), counts, bounds, bounds[1:]):

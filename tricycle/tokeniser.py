@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from tricycle.bpe import END_OF_TEXT, LETTER, PIECE, ByteLevelBPE
+from tricycle.bpe import END_OF_TEXT, LETTER, PIECE, ByteLevelBPE, PiecesAndIds
 from tricycle.system.files import atomic_write, read_json
 
 if TYPE_CHECKING:
@@ -171,7 +171,11 @@ class BPETokeniser(ByteLevelBPE):
     def train(self, text: str | bytes | Iterable[str | bytes], progress: bool = True) -> Self:
         """Learn merges from texts (ValueError if empty), replacing earlier ones; skip invalid UTF-8; return self."""
         texts = [text] if isinstance(text, (str, bytes, bytearray)) else text
-        return super().train((chunk for one in texts for run in _runs(one)[::2] for chunk in _chunks(run)), progress)
+        ids = self._learn((chunk for one in texts for run in _runs(one)[::2] for chunk in _chunks(run)), progress)
+        self._encoding = self._new_encoding()
+        if isinstance(self._encoding, PieceIds):  # the texts are likely to be encoded next
+            self._encoding.keep(ids)
+        return self
 
     def encode(self, text: str | bytes, allowed_special: bool = False) -> np.ndarray:
         """Encode a text to token ids (T,) of an unsigned dtype; names of special tokens are text unless allowed.
@@ -324,9 +328,14 @@ class PieceIds(dict[str, list[int]]):
         """Encode a piece to a list of ids, and cache it if the piece is short and the cache is not full."""
         raw = piece.encode("utf-8")
         ids = [self.ranks[raw]] if raw in self.ranks else self._merge(raw)
-        if len(piece) <= _LONGEST_KEPT and len(self) < _MOST_KEPT:
-            self[piece] = ids
+        self.keep([(piece, ids)])
         return ids
+
+    def keep(self, pieces_and_ids: PiecesAndIds) -> None:
+        """Cache the ids of pieces that are short, until the cache is full."""
+        for piece, ids in pieces_and_ids:
+            if len(piece) <= _LONGEST_KEPT and len(self) < _MOST_KEPT:
+                self[piece] = ids
 
     def _merge(self, piece: bytes) -> list[int]:
         """Return a piece's ids: repeatedly merge the adjacent pair that forms the lowest token id, leftmost first.
