@@ -20,8 +20,9 @@ from tricycle_accelerators.instruction_sets import widest_instruction_set
 
 Shape = tuple[int, int, int]  # N, K, M
 
-MIN_VECTOR_BYTES = 2**12  # of the right matrix: for fewer NumPy is about as fast
-MAX_VECTORS = 16  # rows of the left matrix up to which OpenBLAS takes longer, as it copies the right one
+MIN_VECTOR_BYTES = 2**12  # of the right matrix: for fewer NumPy is about as fast with one row,
+MIN_VECTORS_BYTES = 2**18  # and with several
+MAX_VECTORS = 64  # rows of the left matrix up to which OpenBLAS takes longer, as it copies the right one
 MIN_TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
 MIN_TILED_WORK = 2**24  # multiplications
 MIN_FEW_ROWS_WORK = MIN_SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
@@ -111,18 +112,19 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
 
 # -------------------------------------------------------------------- providers
 def vector_decline_reason(n_rows: int, n_bytes: int, right: str, machine: Machine) -> str | None:
-    """Return why Numba's products of a few vectors decline; None for a right matrix by "columns" of 4 KiB or more.
+    """Return why Numba's products of a few vectors decline; None for a large enough right matrix by "columns".
 
-    More rows than one are faster than by OpenBLAS, which copies the matrix; with AVX-512 oneDNN multiplies them.
+    More rows than one are faster than by OpenBLAS, which copies the matrix. Other BLAS were not compared.
 
     Args:
         n_bytes: the size of the right matrix.
     """
-    most = MAX_VECTORS if machine.blas == "openblas" and "avx512f" not in machine.features else 1
+    most = MAX_VECTORS if machine.blas == "openblas" else 1
     if not 1 <= n_rows <= most:
         return f"from 1 to {most} rows, got {n_rows}"
-    if n_bytes < MIN_VECTOR_BYTES:
-        return f"a matrix of fewer than {MIN_VECTOR_BYTES} bytes: NumPy is as quick"
+    min_bytes = MIN_VECTOR_BYTES if n_rows == 1 else MIN_VECTORS_BYTES
+    if n_bytes < min_bytes:
+        return f"a matrix of fewer than {min_bytes} bytes: NumPy is as quick"
     return None if right == "columns" else "a matrix by columns"
 
 

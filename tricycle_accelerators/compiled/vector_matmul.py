@@ -16,11 +16,10 @@ from tricycle.kernels.quantized import DTYPE_NAMES, QuantizedMatrix
 from tricycle_accelerators import threads
 from tricycle_accelerators.compiled.elementwise import FLOAT32
 from tricycle_accelerators.compiled.loader import load_loops
-from tricycle_accelerators.matmul_plan import this_machine, vector_decline_reason
+from tricycle_accelerators.matmul_plan import MAX_VECTORS, this_machine, vector_decline_reason
 from tricycle_accelerators.providers import decline_when
 from tricycle_accelerators.spin_threads import SpinPolicy
 
-MAX_ROWS = 32  # of x with a quantized matrix: with more, to convert parts of it for BLAS takes less time
 TOO_FEW = -1  # what a job returns if fewer threads took part than were asked for
 LATE_PAUSES = 5_000  # pauses: a thread that is waited for longer was put aside by the system
 PAUSE_SECONDS = 2e-8  # 40 to 140 cycles
@@ -134,9 +133,8 @@ def _few_bits_matmul_decline_reason(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
     """Return why the loop cannot run: not a few float32 rows, or not a transposed matrix of few bits; else None."""
-    most = 1 if "avx512f" in this_machine().features else MAX_ROWS  # with it oneDNN has products of a few rows
-    if not 1 <= len(x) <= most:
-        return f"from 1 to {most} rows, got {len(x)}"
+    if not 1 <= len(x) <= MAX_VECTORS:
+        return f"from 1 to {MAX_VECTORS} rows, got {len(x)}"
     if (why := matrix_decline_reason(matrix)) is not None:
         return why
     if x.dtype != FLOAT32 or not x.flags.carray:

@@ -64,37 +64,44 @@ def load_numbers(builder: Any, address: Any, kind: int, n_lanes: int = LANES) ->
     return builder.bitcast(builder.shl(builder.zext(numbers, whole), ir.Constant(whole, [16] * n_lanes)), floats)
 
 
-def _dots(kind: int, n_x: int) -> Any:
-    """Make the intrinsic that computes the dot products of n_x vectors and a row, over whole steps of WHOLE numbers."""
+def _dots(kind: int, n_x: int, n_rows: int) -> Any:
+    """Make the intrinsic for the dot products of n_x vectors and n_rows rows, over whole steps of WHOLE numbers.
+
+    Its last argument is how many bytes ahead rows are prefetched. The bits of a product do not depend on n_rows.
+    """
     itemsize = ITEM_SIZES[kind]
     n_bytes = WHOLE * itemsize
-    n_sums = max(2, UNROLLED // n_x)  # registers of each vector
+    n_sums = UNROLLED // n_x  # registers of each vector and row
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, stride, row, n_steps = arguments
+        x, x_stride, row, row_stride, n_steps, ahead = arguments
 
         def add_products(step: Any, sums: list[Any]) -> list[Any]:
             numbers = builder.add(row, builder.mul(step, INDEX(n_bytes)))
+            rows = [offset_address(builder, numbers, row_stride, i) for i in range(n_rows)]
             first = builder.add(x, builder.mul(step, INDEX(4 * WHOLE)))
-            others = [offset_address(builder, first, stride, i) for i in range(n_x)]
-            for line in range(0, n_bytes, 64):
-                prefetch(builder, builder.add(numbers, INDEX(AHEAD + line)))
+            vectors = [offset_address(builder, first, x_stride, i) for i in range(n_x)]
+            for address in rows:
+                for line in range(0, n_bytes, 64):
+                    prefetch(builder, builder.add(builder.add(address, ahead), INDEX(line)))
             new = list(sums)
             for i in range(UNROLLED):
-                a = load_numbers(builder, builder.add(numbers, INDEX(i * LANES * itemsize)), kind)
-                for n, other in enumerate(others):
-                    b = load(builder, builder.add(other, INDEX(4 * i * LANES)), VECTOR)
-                    place = n * n_sums + i % n_sums
-                    new[place] = multiply_add(builder, new[place], a, b)
+                a = [load_numbers(builder, builder.add(address, INDEX(i * LANES * itemsize)), kind) for address in rows]
+                for n, vector in enumerate(vectors):
+                    b = load(builder, builder.add(vector, INDEX(4 * i * LANES)), VECTOR)
+                    for m in range(n_rows):
+                        place = (n * n_rows + m) * n_sums + i % n_sums
+                        new[place] = multiply_add(builder, new[place], a[m], b)
             return new
 
-        new = build_loop(builder, n_steps, [ir.Constant(VECTOR, [0.0] * LANES)] * (n_x * n_sums), add_products)
-        totals = [_add_up(builder, new[n * n_sums : (n + 1) * n_sums]) for n in range(n_x)]
+        n_pairs = n_x * n_rows
+        new = build_loop(builder, n_steps, [ir.Constant(VECTOR, [0.0] * LANES)] * (n_pairs * n_sums), add_products)
+        totals = [_add_up(builder, new[n * n_sums : (n + 1) * n_sums]) for n in range(n_pairs)]
         return context.make_tuple(builder, signature.return_type, totals)
 
     @intrinsic
-    def dots(context: Any, x: Any, stride: Any, row: Any, n_steps: Any) -> Any:
-        return types.UniTuple(types.float32, n_x)(*[types.intp] * 4), code
+    def dots(context: Any, x: Any, x_stride: Any, row: Any, row_stride: Any, n_steps: Any, ahead: Any) -> Any:
+        return types.UniTuple(types.float32, n_x * n_rows)(*[types.intp] * 6), code
 
     return dots
 
@@ -149,44 +156,56 @@ def call_multiply(
     return types.int64(*[types.int64] * 8), code
 
 
-def _make_write_products(kind: int, n_x: int) -> Any:
-    """Return the Numba function (box, i, n) that computes column i of rows n to n + n_x of a job's result."""
-    dots = _dots(kind, n_x)
-    number, zeros = (np.float32(0), np.uint16(0), np.uint16(0), np.int8(0))[kind], (ZERO,) * n_x
+def _make_write_products(kind: int, n_x: int, n_rows: int) -> Any:
+    """Return the Numba function (box, i, n, ahead) that computes columns i to i + n_rows of rows n to n + n_x."""
+    dots = _dots(kind, n_x, n_rows)
+    number, zeros = (np.float32(0), np.uint16(0), np.uint16(0), np.int8(0))[kind], (ZERO,) * (n_x * n_rows)
     convert = float16_to_float32 if kind == FLOAT16 else to_float32
 
     @numba.njit(fastmath={"contract"}, **OPTIONS)
-    def write_products(box: Any, i: int, n: int) -> None:
-        size, row = box[SIZE], box[ROWS] + i * box[STRIDE]
+    def write_products(box: Any, i: int, n: int, ahead: int) -> None:
+        size, stride = box[SIZE], box[STRIDE]
+        row, n_steps = box[ROWS] + i * stride, size // WHOLE
         vectors = numba.carray(pointer_to(box[X], ZERO), (box[N_X], size))
         out = numba.carray(pointer_to(box[OUT], ZERO), (box[N_X], box[N_ROWS]))
-        rest, n_steps = numba.carray(pointer_to(row, number), (size,)), size // WHOLE
         totals = zeros
         if n_steps:
-            totals = dots(vectors[n].ctypes.data, 4 * size, row, n_steps)
-        for k in range(n_x):
-            total = totals[k]
-            for j in range(n_steps * WHOLE, size):
-                total += vectors[n + k, j] * np.float32(convert(rest[j]))
-            out[n + k, i] = total
+            totals = dots(vectors[n].ctypes.data, 4 * size, row, stride, n_steps, ahead)
+        for m in range(n_rows):
+            rest = numba.carray(pointer_to(row + m * stride, number), (size,))
+            for k in range(n_x):
+                total = totals[k * n_rows + m]
+                for j in range(n_steps * WHOLE, size):
+                    total += vectors[n + k, j] * np.float32(convert(rest[j]))
+                out[n + k, i + m] = total
 
     return write_products
 
 
 def _make_multiply_rows(kind: int) -> Any:
-    """Return the Numba function (box, start, stop) that computes columns of a job's result for matrices of a kind."""
-    write_one, write_two, write_four = (_make_write_products(kind, n_x) for n_x in (1, 2, 4))
+    """Return the Numba function (box, start, stop) that computes columns of a job's result for matrices of a kind.
+
+    Four rows multiply two columns at a time, so that each number of a row is loaded once for both. The first four read
+    the columns from memory; the others, which find them in a cache, prefetch the columns that follow.
+    """
+    write_one, write_two, write_four, write_four_twice = (
+        _make_write_products(kind, *sizes) for sizes in ((1, 1), (2, 1), (4, 1), (4, 2))
+    )
 
     @numba.njit(**OPTIONS)
     def multiply_rows(box: Any, start: int, stop: int) -> None:
-        n_x = box[N_X]
+        n_x, stride = box[N_X], box[STRIDE]
+        for n in range(0, n_x - 3, 4):
+            ahead = stride * (2 if n == 0 else stop - start)
+            for i in range(start, stop - 1, 2):
+                write_four_twice(box, i, n, ahead)
+            if (stop - start) & 1:
+                write_four(box, stop - 1, n, ahead)
         for i in range(start, stop):
-            for n in range(0, n_x - 3, 4):
-                write_four(box, i, n)
             if n_x & 2:
-                write_two(box, i, n_x & ~3)
+                write_two(box, i, n_x & ~3, AHEAD)
             if n_x & 1:
-                write_one(box, i, n_x - 1)
+                write_one(box, i, n_x - 1, AHEAD)
         if box[SCALES]:
             scales = numba.carray(pointer_to(box[SCALES], ZERO), (box[N_ROWS],))
             out = numba.carray(pointer_to(box[OUT], ZERO), (n_x, box[N_ROWS]))
