@@ -163,15 +163,3 @@ def test_permanent_blas_limit_survives_a_fork(monkeypatch):
     run_threads(hold.forget_other_threads)  # in a thread that holds nothing, as the child of a fork
     assert (hold.n_holders, hold.is_permanent) == (1, True)
     assert blas_threads() == main
-
-
-def test_few_rows_use_the_current_number_of_threads(monkeypatch):
-    library = pytest.importorskip("tricycle_accelerators.onednn.library")
-    if library.unavailable_reason() is not None:
-        pytest.skip(library.unavailable_reason())
-    matrix = library.PackedMatrix(np.ones((64, 64), np.int8), np.ones(64, np.float32))
-    monkeypatch.setattr(threads, "n_threads", lambda: 1)  # as inside of a user's limit
-    first = matrix.few_rows_matmul(2)
-    assert matrix.few_rows_matmul(2) is first and first.n_threads == 1
-    monkeypatch.setattr(threads, "n_threads", lambda: 2)
-    assert matrix.few_rows_matmul(2).n_threads == 2

@@ -200,30 +200,6 @@ def test_non_finite_values_propagate(bad):
     values[0, 3, 0, 1] = bad
     q, keys = normal(1, 1, 2, 64), normal(1, 5, 1, 64)
     assert not np.isfinite(attention.attention(q, keys, values, ScoreOptions(0.1, 4), False)[0]).all()
-    halves = np.empty((2, 64), np.int8)
-    assert not load_loops("loops").split_int8(x, halves, np.empty(1, np.float32))
-    assert not load_loops("loops").split_bfloat16(x, halves.view(np.int8).repeat(2, 1).view(np.uint16))
-
-
-@pytest.mark.parametrize("n_rows", [1, 5])
-def test_int8_halves_add_up_to_the_value(n_rows):
-    x = normal(n_rows, 70) * np.geomspace(1e-20, 1e20, n_rows, dtype=np.float32)[:, None]
-    halves = np.empty((2 * n_rows, 70), np.int8)
-    steps = np.empty(n_rows, np.float32)
-    assert load_loops("loops").split_int8(x, halves, steps)
-    joined = np.empty_like(x)
-    load_loops("loops").join_int8(halves.astype(np.float32), steps, joined)
-    assert (np.abs(joined - x) <= 0.51 * steps[:, None]).all()
-    assert (np.abs(x).max(axis=1) / steps <= 32_512.01).all()
-
-
-def test_bfloat16_halves_add_up_to_the_value():
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    x = normal(3, 70)
-    halves = np.empty((6, 70), ml_dtypes.bfloat16)
-    assert load_loops("loops").split_bfloat16(x, halves.view(np.uint16))
-    np.testing.assert_array_equal(halves[:3], x.astype(ml_dtypes.bfloat16))
-    np.testing.assert_allclose(halves[:3].astype(np.float32) + halves[3:].astype(np.float32), x, 2**-16)
 
 
 def test_numba_is_imported_only_when_a_kernel_needs_it():

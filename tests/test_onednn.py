@@ -133,18 +133,14 @@ def test_bfloat16_matmul_matches_float64(many_threads, monkeypatch, wide, size, 
 
 
 @USABLE
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("n_rows", "n_inner", "n_columns"), [(2, 300, 500), (3, 577, 1003), (8, 640, 70), (16, 99, 999)]
 )
-def test_float32_matmul_of_few_rows_matches_float64(
-    n_rows, n_inner, n_columns, with_bias, transposed, many_threads, monkeypatch
-):
+def test_float32_matmul_of_few_rows_matches_float64(n_rows, n_inner, n_columns, with_bias, many_threads, monkeypatch):
     rng = np.random.default_rng(3)
     a = rng.standard_normal((n_rows, n_inner), np.float32)
     b = rng.standard_normal((n_inner, n_columns), np.float32)
-    b = np.asfortranarray(b) if transposed else b
     bias = rng.standard_normal(n_columns, np.float32) if with_bias else None
     expected = a.astype(np.float64) @ b + (0 if bias is None else bias)
     assert matrices.matmul(a, b, bias) is not NotImplemented
@@ -206,15 +202,14 @@ def test_library_error_names_the_failed_call():
         (matrices.matmul, lambda x, half: (half[:1], half.T, None, None, half.dtype), None),
         (matrices.matmul, lambda x, half: (half, x.T), "other than float32 or bfloat16"),
         (matrices.matmul, lambda x, half: (half, half.T, None, np.empty((16, 16))), "float32 alone, got float64"),
-        (matrices.matmul, lambda x, half: (x, x.T), None),
         (matrices.matmul, lambda x, half: (x, x.T.copy()), None),
         (matrices.matmul, lambda x, half: (x[:1], x.T), "fewer than two rows"),
         (matrices.matmul, lambda x, half: (x.T, x), "more than a few rows"),
-        (matrices.matmul, lambda x, half: (x, half.T), "one dtype"),
-        (matrices.matmul, lambda x, half: (x, x.T, None, x @ x.T), "an out or a dtype"),
+        (matrices.matmul, lambda x, half: (x, half.T.copy()), "one dtype"),
+        (matrices.matmul, lambda x, half: (x, x.T.copy(), None, x @ x.T), "an out or a dtype"),
         (matrices.matmul, lambda x, half: (x[:2], x.T), "small product"),
-        (matrices.matmul, lambda x, half: (x[::-1], x.T), "one piece"),
-        (matrices.matmul, lambda x, half: (x, x[::-1].T), "one piece"),
+        (matrices.matmul, lambda x, half: (x, x.T), "by rows"),
+        (matrices.matmul, lambda x, half: (x[::-1], x.T.copy()), "one piece"),
         (orthogonalize, lambda x, half: (x[None, :, :16], "bfloat16"), None),
         (orthogonalize, lambda x, half: (x[None],), "other than bfloat16"),
         (quantized_matmul, lambda x, half: (x, QuantizedMatrix(half, None, True)), None),

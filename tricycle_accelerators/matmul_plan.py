@@ -103,7 +103,7 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
             ("numba", vectors, "columns"),
             ("numba", amx, amx_partition(shape)),
             ("numba", tiles, "rows and columns"),
-            ("onednn", few_rows_decline_reason(shape), "columns"),
+            ("onednn", few_rows_decline_reason(shape, product.right), "columns"),
         ]
     takers = ((name, share) for name, why, share in versions if why is None and name in machine.providers)
     provider, share = next(takers, ("numpy", blas_partition(shape, product.right)))
@@ -167,14 +167,16 @@ def amx_decline_reason(shape: Shape, dtype: str) -> str | None:
     return None if math.prod(shape) >= work else f"fewer than {work} multiplications"
 
 
-def few_rows_decline_reason(shape: Shape) -> str | None:
-    """Return why oneDNN declines a float32 product: not 2 to FEW_ROWS rows, or too small; None if it accepts."""
+def few_rows_decline_reason(shape: Shape, right: str) -> str | None:
+    """Return why oneDNN declines a float32 product: not 2 to FEW_ROWS rows, too small, or `right` by columns; else None."""
     n_rows, n_inner, n_columns = shape
     if n_rows < 2:
         return "fewer than two rows of float32"
     if n_rows > FEW_ROWS:
         return "more than a few rows of float32"
-    return "a small product: NumPy is as fast" if n_rows * n_inner * n_columns < MIN_FEW_ROWS_WORK else None
+    if n_rows * n_inner * n_columns < MIN_FEW_ROWS_WORK:
+        return "a small product: NumPy is as fast"
+    return None if right == "rows" else "a matrix by rows"
 
 
 # -------------------------------------------------------------------- sharing

@@ -20,7 +20,6 @@ from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle.kernels.quantized_heads import quantized_attention
 from tricycle.kernels.ragged_attention import ragged_attention
 from tricycle.kernels.sublayers import run_sublayers
-from tricycle_accelerators import split_precision as narrow
 from tricycle_accelerators.compiled import (
     amx_matmul,
     attention,
@@ -31,7 +30,6 @@ from tricycle_accelerators.compiled import (
     normalisation,
     optimisers,
     recurrence,
-    split_precision,
     sublayers,
     tables,
     tiled_matmul,
@@ -70,7 +68,6 @@ def register(array: type) -> None:
         (attention, (k.attention, k.attention_backward, quantized_attention, ragged_attention)),
         (block_matmul, (quantized_matmul, dequantize_blocks)),
         (vector_matmul, (k.matmul, quantized_matmul)),
-        (split_precision, (narrow.int8_split_matmul, narrow.bfloat16_split_matmul)),
         (amx_matmul, [k.matmul]),
         (tiled_matmul, [k.matmul]),
         (elementwise, (*activated, k.softmax, k.matmul_operand_and_sums, k.sum_rows, k.sum_squares, k.apply_rope)),

@@ -15,8 +15,6 @@ from numba import types
 from numba.core import cgutils
 
 from tricycle_accelerators.compiled.jit import (
-    LARGEST,
-    OFFSET,
     ONE,
     OPTIONS,
     ZERO,
@@ -26,9 +24,7 @@ from tricycle_accelerators.compiled.jit import (
     convert_for,
     exp_underflowing_to_zero,
     float16_to_float32,
-    float32_to_bfloat16,
     intrinsic,
-    max_abs_if_finite,
     maximum,
     multiply_by_sigmoid,
     to_float32,
@@ -170,57 +166,6 @@ def softmax(x: np.ndarray, y: np.ndarray, off_by_one: bool) -> None:
         share = ONE if total == ZERO else ONE / total
         for j in range(size):
             y[i, j] *= share
-
-
-# -------------------------------------------------------------------- numbers as two of fewer bits
-@compile_loop("b1(f4[:, ::1], i1[:, ::1], f4[::1])")
-def split_int8(x: np.ndarray, parts: np.ndarray, scales: np.ndarray) -> bool:
-    """Split rows x (R, K) ~ scales * (256 high + low) into `parts`: R low, R high int8 rows; False if not finite.
-
-    Args:
-        scales: (R,), how large a step is.
-
-    Returns:
-        False where there is infinity or NaN.
-    """
-    n_rows, size = x.shape
-    for i in range(n_rows):
-        largest = max_abs_if_finite(x[i])
-        if largest == 0:
-            return False
-        scales[i] = largest / LARGEST
-        factor = LARGEST / largest
-        for j in range(size):
-            whole = np.int32(x[i, j] * factor + OFFSET)
-            parts[i, j] = np.int8((whole & 255) - 128)
-            parts[n_rows + i, j] = np.int8((whole >> 8) - 128)
-    return True
-
-
-@compile_loop("void(f4[:, ::1], f4[::1], f4[:, ::1])")
-def join_int8(products: np.ndarray, scales: np.ndarray, result: np.ndarray) -> None:
-    """Write (256 high + low) * scales to `result` (R, M), from products (2 R, M) of low, then high int8 rows."""
-    n_rows, size = result.shape
-    for i in range(n_rows):
-        for j in range(size):
-            result[i, j] = (products[n_rows + i, j] * np.float32(256) + products[i, j]) * scales[i]
-
-
-@compile_loop("b1(f4[:, ::1], u2[:, ::1])")
-def split_bfloat16(x: np.ndarray, parts: np.ndarray) -> bool:
-    """Write rows (R, K) rounded to bfloat16, then their rounding errors, into `parts` (2 R, K); False if not finite.
-
-    Returns False where a number is infinite or NaN.
-    """
-    n_rows, size = x.shape
-    for i in range(n_rows):
-        if max_abs_if_finite(x[i]) == 0:
-            return False
-        for j in range(size):
-            upper = float32_to_bfloat16(x[i, j])
-            parts[i, j] = upper
-            parts[n_rows + i, j] = float32_to_bfloat16(x[i, j] - bfloat16_to_float32(upper))
-    return True
 
 
 # -------------------------------------------------------------------- conversion of 16-bit numbers

@@ -281,14 +281,10 @@ class _Primitive:
             _call("dnnl_memory_desc_destroy", descriptor)
         _call("dnnl_primitive_desc_destroy", description)
 
-    def set_arrays(self, arrays: tuple[np.ndarray, ...]) -> None:
-        """Make these arrays, not copied, the arguments of later calls."""
-        for memory, array in zip(self.memories, arrays):
-            self.held.dnnl_memory_set_data_handle(memory, array.ctypes.data)
-
     def __call__(self, stream: c_void_p, arrays: tuple[np.ndarray, ...]) -> None:
         """Execute the primitive on the arrays, in the order of its places; an error of oneDNN is raised."""
-        self.set_arrays(arrays)
+        for memory, array in zip(self.memories, arrays):
+            self.held.dnnl_memory_set_data_handle(memory, array.ctypes.data)
         status = self.free.dnnl_primitive_execute(self.handle, stream, len(arrays), self.arguments)
         _check("dnnl_primitive_execute", status)
 
@@ -378,7 +374,7 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | Non
 
 
 class PackedMatrix:
-    """A weight matrix in oneDNN's preferred layout, packed once for products with few or many rows.
+    """A weight matrix in oneDNN's preferred layout, packed once.
 
     Args:
         matrix: (K, M), int8 or bfloat16.
@@ -395,7 +391,6 @@ class PackedMatrix:
         memory = np.empty(n_bytes + ALIGNMENT, np.uint8)
         self.memory = memory[-memory.ctypes.data % ALIGNMENT :][:n_bytes]
         _run(_reorder, (), (SOURCE, RESULT), (matrix, self.memory), (_layout(matrix), self.layout))
-        self.calls = threading.local()
 
     def product(self, x: np.ndarray, out: np.ndarray, add: bool = False) -> None:
         """Write the rows x times this matrix, times its column factors, into `out` (N, M); add it there if `add`.
@@ -404,75 +399,11 @@ class PackedMatrix:
             x: (N, K), of the matrix's dtype.
             out: in one piece: oneDNN is very slow where factors meet a part of a larger array.
         """
-        places, layouts, arrays = self._arguments(x, out)
-        _run(_matmul, ("times",) * (self.factors is not None) + ("add",) * add, places, arrays, layouts)
-
-    def few_rows_matmul(self, n_rows: int) -> FewRowsMatmul:
-        """Return this thread's FewRowsMatmul for `n_rows` rows, cached until the number of threads changes.
-
-        Cache: valid while as many threads share work; in a user's limit they are fewer for the moment.
-        """
-        calls: dict[int, FewRowsMatmul] = self.calls.__dict__.setdefault("by_size", {})
-        if n_rows not in calls or calls[n_rows].n_threads != threads.n_threads():
-            calls[n_rows] = FewRowsMatmul(self, n_rows)
-        return calls[n_rows]
-
-    def _arguments(
-        self, x: np.ndarray, out: np.ndarray
-    ) -> tuple[tuple[int, ...], tuple[Layout, ...], tuple[np.ndarray, ...]]:
-        """Return (places, layouts, arrays) of x, weights, out and any factors, as a primitive's arguments."""
         places: tuple[int, ...] = (SOURCE, WEIGHTS, RESULT)
-        layouts = (_layout(x), self.layout, _layout(out))
-        arrays = (x, self.memory, out)
-        if self.factors is None:
-            return places, layouts, arrays
-        return (*places, FACTOR + 2), (*layouts, _layout(self.factors)), (*arrays, self.factors)
-
-
-class FewRowsMatmul:
-    """A prepared product of a fixed number of rows and a packed matrix, with its own input and output arrays.
-
-    A call then costs a microsecond. An object belongs to one thread.
-
-    Attributes:
-        x: (N, K) of the matrix's dtype, to be filled.
-        numbers: the bits of x, as whole numbers.
-        out: (N, M) of float32, what `run` writes.
-    """
-
-    def __init__(self, matrix: PackedMatrix, n_rows: int) -> None:
-        n_inner, n_columns = matrix.shape
-        self.x = np.zeros((n_rows, n_inner), np.int8 if matrix.itemsize == 1 else bfloat16())
-        self.numbers = self.x.view(np.int8 if matrix.itemsize == 1 else np.uint16)
-        self.out = np.zeros((n_rows, n_columns), np.float32)
-        places, layouts, arrays = matrix._arguments(self.x, self.out)
-        then = () if matrix.factors is None else ("times",)
-        self.stream = _this_thread().stream
-        self.n_threads = threads.n_threads()
-        self.alone = _Primitive(_matmul, then, places, *layouts)
-        spin_threads.disable_after_fork()
-        self.shared = _Primitive(_matmul, then, places, *layouts, n_threads=self.n_threads)
-        self.alone.set_arrays(arrays)
-        self.shared.set_arrays(arrays)
-        self.arrays = arrays  # they must live as long
-        self.n_bytes = matrix.memory.nbytes
-        self.set_threads = self.alone.held.omp_set_num_threads
-        self.execute = self.alone.free.dnnl_primitive_execute
-
-    def run(self) -> None:
-        """Compute `x` times the matrix into `out`, in OpenMP threads if the spin policy allows, else in this thread."""
-        if not spin_threads.spin_policy:
-            self._run(self.alone)
-            return
-        start = perf_counter()
-        self.set_threads(self.n_threads)
-        try:
-            self._run(self.shared)
-        finally:
-            self.set_threads(1)
-        spin_threads.spin_policy.record_seconds(perf_counter() - start, self.n_bytes)
-
-    def _run(self, primitive: _Primitive) -> None:
-        """Execute a primitive with the arrays bound to it; RuntimeError if it fails."""
-        status = self.execute(primitive.handle, self.stream, len(primitive.memories), primitive.arguments)
-        _check("dnnl_primitive_execute", status)
+        layouts: tuple[Layout, ...] = (_layout(x), self.layout, _layout(out))
+        arrays: tuple[np.ndarray, ...] = (x, self.memory, out)
+        then = ("add",) * add
+        if self.factors is not None:
+            places, then = (*places, FACTOR + 2), ("times", *then)
+            layouts, arrays = (*layouts, _layout(self.factors)), (*arrays, self.factors)
+        _run(_matmul, then, places, arrays, layouts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -71,14 +70,15 @@ def _matmul_decline_reason(
         if not a.dtype == b.dtype == library.bfloat16():
             return "operands other than float32 or bfloat16"
         return None if out is None or out.dtype == np.float32 else f"an out of float32 alone, got {out.dtype}"
-    why = matmul_plan.few_rows_decline_reason((*a.shape, b.shape[1]))
+    right = "rows" if b.flags.c_contiguous else "columns"
+    why = matmul_plan.few_rows_decline_reason((*a.shape, b.shape[1]), right)
     if why is not None:
         return why
     if b.dtype != np.float32:
         return f"operands of one dtype, got float32 and {b.dtype}"
     if out is not None or dtype is not None:
         return "an out or a dtype for a product of float32"
-    return None if a.flags.c_contiguous and b.flags.forc else "matrices in one piece"
+    return None if a.flags.c_contiguous else "rows in one piece"
 
 
 @decline_when(_matmul_decline_reason)
@@ -115,32 +115,13 @@ def matmul(
 
 def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """Return a @ b + bias for a few float32 rows, by oneDNN, which does not copy b first as OpenBLAS does."""
-    n_rows, n_columns = len(a), b.shape[1]
-    if b.flags.c_contiguous:
-        result = np.empty((n_rows, n_columns), np.float32)
-        # some columns each, as below, would give other bits, and so a result that depends on what else the machine does
-        multiply = library.matmul_openmp if spin_threads.spin_policy else library.matmul
-        multiply(a, b, result)
-    else:  # the other way round, for oneDNN copies the second factor where it is transposed
-        turned = buffers.empty((n_columns, n_rows), np.float32)
-        _multiply_shared(lambda part: (b.T[part], a.T, turned[part]), n_columns)
-        result = np.ascontiguousarray(turned.T)
+    result = np.empty((len(a), b.shape[1]), np.float32)
+    # some columns for each thread would give other bits, and so a result that depends on what else the machine does
+    multiply = library.matmul_openmp if spin_threads.spin_policy else library.matmul
+    multiply(a, b, result)
     if bias is not None:
         result += bias
     return result
-
-
-def _multiply_shared(operands: Callable[[slice], tuple[np.ndarray, np.ndarray, np.ndarray]], n_columns: int) -> None:
-    """Compute `operands(columns)` = (a, b, out): at once in OpenMP threads if they keep up, else parts in workers."""
-    if spin_threads.spin_policy:
-        library.matmul_openmp(*operands(slice(None)))
-        return
-    n_parts = min(threads.n_threads(), -(-n_columns // 64))
-    step = -(-n_columns // n_parts // 16) * 16  # whole lines of a cache
-    threads.parallel_for(
-        lambda start: library.matmul(*operands(slice(start, start + step))),
-        range(0, n_columns, step),
-    )
 
 
 def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:

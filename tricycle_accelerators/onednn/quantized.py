@@ -1,8 +1,8 @@
 """Products with quantized matrices by oneDNN.
 
 The matrix is stored once, in the layout that oneDNN selects. A float32 row is split into a high and a low row of 8 or
-16 bits. Both use a weight while it is loaded, because memory bandwidth dominates. Only the weights are therefore
-rounded. (With one row of 8 bits SmolLM2's perplexity rises by 4%, with two only by the rounding of the weights.)
+16 bits, so that only the weights are rounded. (With one row of 8 bits SmolLM2's perplexity rises by 4%, with two only
+by the rounding of the weights.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from tricycle.devices import Array
-from tricycle.kernels import FEW_ROWS
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle_accelerators import buffers, chunks, split_precision, threads
 from tricycle_accelerators.onednn import library
@@ -65,8 +64,6 @@ def quantized_matmul(
 def _multiply_int8(x: np.ndarray, matrix: library.PackedMatrix) -> np.ndarray | None:
     """Return float32 rows @ int8 matrix (R, M), computed from two int8 parts; None if x has infinity or NaN."""
     n_rows = len(x)
-    if n_rows <= FEW_ROWS:
-        return split_precision.int8_split_matmul(x, matrix.few_rows_matmul(2 * n_rows))
     largest = split_precision.row_max_abs(x)
     if largest is None:
         return None
@@ -87,12 +84,8 @@ def _multiply_int8(x: np.ndarray, matrix: library.PackedMatrix) -> np.ndarray | 
 
 # -------------------------------------------------------------------- bfloat16
 def _multiply_bfloat16(x: np.ndarray, matrix: library.PackedMatrix, exact: bool) -> np.ndarray:
-    """Return float32 rows @ bfloat16 matrix: rows split in two if few, or if `exact` and finite, else rounded."""
+    """Return float32 rows @ bfloat16 matrix: rows split in two if `exact` and finite, else rounded."""
     n_rows = len(x)
-    if n_rows <= FEW_ROWS:
-        product = split_precision.bfloat16_split_matmul(x, matrix.few_rows_matmul(2 * n_rows))
-        if product is not None:
-            return product
     exact = exact and bool(np.isfinite(x).all())
     halves = buffers.empty((2 if exact else 1, *x.shape), library.bfloat16())
     halves[0] = x
