@@ -150,6 +150,26 @@ def test_onednn_product_matches_the_reference(monkeypatch, kind, n_rows, shape, 
     assert np.linalg.norm(product - expected) <= rounded * np.linalg.norm(expected)
 
 
+@USABLE
+@pytest.mark.parametrize("n_rows", [17, 33])
+def test_onednn_multiplies_no_single_row_with_factors(monkeypatch, n_rows):
+    """It would take 200 times as long as two: a prompt of 17 tokens, of which a thread has one, took four seconds."""
+    library = onednn.quantized.library
+    run, counts = library._run, []
+
+    def spy(describe, options, places, arrays, layouts=None):
+        counts.append(len(arrays[0]))
+        run(describe, options, places, arrays, layouts)
+
+    matrix = matrix_of("int8", (576, 130))[1]
+    onednn.quantized._packed(matrix)
+    monkeypatch.setattr(library, "_run", spy)
+    monkeypatch.setattr(threads, "n_threads", lambda: 2)
+    x = np.random.default_rng(1).standard_normal((n_rows, len(matrix))).astype(np.float32)
+    np.testing.assert_allclose(onednn.quantized.quantized_matmul(x, matrix), x @ np.asarray(matrix), 1e-3, 1e-2)
+    assert sorted(set(counts)) == [2, n_rows - 1]
+
+
 WITH_THREADS = """
 import numpy as np
 from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul

@@ -168,7 +168,7 @@ def amx_decline_reason(shape: Shape, dtype: str) -> str | None:
 
 
 def few_rows_decline_reason(shape: Shape, right: str) -> str | None:
-    """Return why oneDNN declines a float32 product: not 2 to FEW_ROWS rows, too small, or `right` by columns; else None."""
+    """Return why oneDNN declines a float32 product: not 2 to FEW_ROWS rows, too small, by columns; None otherwise."""
     n_rows, n_inner, n_columns = shape
     if n_rows < 2:
         return "fewer than two rows of float32"
