@@ -84,9 +84,9 @@ class ByteLevelBPE:
         counts = Counter(chain.from_iterable(map(re.compile(self.pattern).findall, text)))
         if not counts:
             raise ValueError(f"{type(self).__name__}: expected UTF-8 text to train on, got 'none'")
-        tokens, ids = learn_merges(counts, self.vocab_size - 256 - len(self._special_names), progress)
+        tokens, pieces_and_ids = learn_merges(counts, self.vocab_size - 256 - len(self._special_names), progress)
         self._set_tokens(tokens)
-        return ids
+        return pieces_and_ids
 
     def encode(self, text: str) -> np.ndarray:
         """Encode a text to token ids (T,) of type `dtype`; names of special tokens are encoded as ordinary text."""
@@ -122,7 +122,7 @@ def learn_merges(counts: Counter[str], n_merges: int, progress: bool) -> tuple[l
     weight = np.append(np.repeat([*counts.values()], sizes), 0)  # the count of the piece
     edges = np.append(0, sizes.cumsum())  # around and between pieces; larger than all ids
     symbol[edges], weight[edges] = 256 + min(n_merges, len(symbol)), 0
-    base = int(symbol[0]) + 1  # a pair (a, b) is stored as a * base + b
+    base = int(symbol[0]) + 1  # a pair (a, b) is stored as a * base + b; an edge is base - 1
     before, after = np.arange(-1, len(symbol) - 1), np.arange(1, len(symbol) + 1)  # indices of the neighbors
     pair_at = np.full(len(symbol), -1)  # the pair that begins at an index
     heap: list[tuple[int, int, np.ndarray]] = []  # (-count, pair, places)

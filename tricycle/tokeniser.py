@@ -171,10 +171,11 @@ class BPETokeniser(ByteLevelBPE):
     def train(self, text: str | bytes | Iterable[str | bytes], progress: bool = True) -> Self:
         """Learn merges from texts (ValueError if empty), replacing earlier ones; skip invalid UTF-8; return self."""
         texts = [text] if isinstance(text, (str, bytes, bytearray)) else text
-        ids = self._learn((chunk for one in texts for run in _runs(one)[::2] for chunk in _chunks(run)), progress)
+        chunks = (chunk for one in texts for run in _runs(one)[::2] for chunk in _chunks(run))
+        pieces_and_ids = self._learn(chunks, progress)
         self._encoding = self._new_encoding()
         if isinstance(self._encoding, PieceIds):  # the texts are likely to be encoded next
-            self._encoding.keep(ids)
+            self._encoding.keep(pieces_and_ids)
         return self
 
     def encode(self, text: str | bytes, allowed_special: bool = False) -> np.ndarray:

@@ -20,8 +20,8 @@ from tricycle_accelerators.instruction_sets import widest_instruction_set
 
 Shape = tuple[int, int, int]  # N, K, M
 
-MIN_VECTOR_BYTES = 2**12  # of the right matrix: for fewer NumPy is about as fast with one row,
-MIN_VECTORS_BYTES = 2**18  # and with several
+MIN_VECTOR_BYTES = 2**12  # of the right matrix: with fewer NumPy multiplies one row about as fast
+MIN_VECTORS_BYTES = 2**18  # the same with several rows
 MAX_VECTORS = 64  # rows of the left matrix up to which OpenBLAS takes longer, as it copies the right one
 MIN_TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
 MIN_TILED_WORK = 2**24  # multiplications

@@ -71,7 +71,7 @@ def _dots(kind: int, n_x: int, n_rows: int) -> Any:
     """
     itemsize = ITEM_SIZES[kind]
     n_bytes = WHOLE * itemsize
-    n_sums = UNROLLED // n_x  # registers of each vector and row
+    n_sums = UNROLLED // n_x  # registers of each vector and row: with 4 and 2 eight in all, of AVX2's sixteen
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, x_stride, row, row_stride, n_steps, ahead = arguments
@@ -157,7 +157,7 @@ def call_multiply(
 
 
 def _make_write_products(kind: int, n_x: int, n_rows: int) -> Any:
-    """Return the Numba function (box, i, n, ahead) that computes columns i to i + n_rows of rows n to n + n_x."""
+    """Return the Numba function (box, i, n, ahead) for rows n to n + n_x, columns i to i + n_rows of a job's result."""
     dots = _dots(kind, n_x, n_rows)
     number, zeros = (np.float32(0), np.uint16(0), np.uint16(0), np.int8(0))[kind], (ZERO,) * (n_x * n_rows)
     convert = float16_to_float32 if kind == FLOAT16 else to_float32
@@ -188,7 +188,7 @@ def _make_multiply_rows(kind: int) -> Any:
     Four rows multiply two columns at a time, so that each number of a row is loaded once for both. The first four read
     the columns from memory; the others, which find them in a cache, prefetch the columns that follow.
     """
-    write_one, write_two, write_four, write_four_twice = (
+    write_one, write_two, write_four, write_four_by_two = (
         _make_write_products(kind, *sizes) for sizes in ((1, 1), (2, 1), (4, 1), (4, 2))
     )
 
@@ -198,7 +198,7 @@ def _make_multiply_rows(kind: int) -> Any:
         for n in range(0, n_x - 3, 4):
             ahead = stride * (2 if n == 0 else stop - start)
             for i in range(start, stop - 1, 2):
-                write_four_twice(box, i, n, ahead)
+                write_four_by_two(box, i, n, ahead)
             if (stop - start) & 1:
                 write_four(box, stop - 1, n, ahead)
         for i in range(start, stop):
