@@ -644,6 +644,21 @@ def test_tile_products_match_float64(shape, add, transposed):
         assert not out[n_rows:].any()
 
 
+def test_operands_without_enough_memory_raise_memory_error():
+    import numba
+
+    from tricycle_accelerators.compiled import tiles
+
+    @numba.njit
+    def take(memory, n_rows, like):
+        return tiles.take_zeros(memory, n_rows, 16, like)
+
+    memory, like = np.full(32, 8), np.zeros(1, np.float32)
+    assert take(memory, 2, like).shape == (2, 16)
+    with pytest.raises(MemoryError):
+        take(memory, 2, like)
+
+
 @pytest.mark.parametrize("shape", [(5, 3), (16, 16), (70, 33)])
 def test_pack_right_transposed_matches_numpy_transpose(shape):
     import numba

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 
@@ -32,10 +31,11 @@ from tricycle_accelerators.compiled.amx_tiles import (
 )
 from tricycle_accelerators.compiled.jit import (
     HAS_AMX,
-    OPTIONS,
     ZERO,
     compile_loop,
     convert_for,
+    copy_row,
+    inner_function,
     overload_by_types,
     to_float32,
 )
@@ -59,7 +59,7 @@ def even_inner(n_inner: int) -> int:
     return -(-n_inner // (n_times * STEP)) * STEP
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _n_groups(size: int, group_bytes: int, most_bytes: int) -> int:
     """Return how many groups of BLOCK of `size` rows or columns are laid out at once: about equally many each time."""
     n_groups, most = (size + BLOCK - 1) // BLOCK, max(1, most_bytes // group_bytes)
@@ -67,13 +67,13 @@ def _n_groups(size: int, group_bytes: int, most_bytes: int) -> int:
     return (n_groups + n_times - 1) // n_times
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _group_bytes(n_parts: int, n_inner: int) -> int:
     """Return the bytes of BLOCK rows of n_inner terms that are laid out as tiles."""
     return (n_inner + STEP - 1) // STEP * 2 * n_parts * TILE_BYTES
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _n_left_groups(n_rows: int, in_rows: bool, n_columns: int, n_resident: int, group_bytes: int) -> int:
     """Return how many groups of the left matrix's rows are laid out at once: one, when its turn comes, or what fits.
 
@@ -104,7 +104,7 @@ def _make_pack_tiles(n_parts: int) -> Any:
     pairs, pairs_transposed = pack[True, False], pack[True, True]
     size = 2 if n_parts == 1 else 4
 
-    @numba.njit(**OPTIONS)
+    @inner_function()
     def pack_tiles(source: int, down: int, across: int, is_left: bool, result: int) -> None:
         in_rows = across == size
         for _ in range(2):
@@ -132,7 +132,7 @@ def _pack_tiles(x: Any, source: Any, down: Any, across: Any, is_left: Any, resul
     return lambda x, source, down, across, is_left, result: pack(source, down, across, is_left, result)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def pack_operand(x: np.ndarray, is_left: bool, edge: np.ndarray, result: int, group_bytes: int) -> None:
     """Write rows x (R, K) of a left operand, or columns of a right one, as tiles, missing numbers as 0.
 
@@ -154,7 +154,8 @@ def pack_operand(x: np.ndarray, is_left: bool, edge: np.ndarray, result: int, gr
         else:
             part = x[row : row + BLOCK, term : term + STEP]
             edge[:] = 0
-            edge[: part.shape[0], : part.shape[1]] = part
+            for r in range(len(part)):
+                copy_row(part[r], edge[r, : part.shape[1]])
             _pack_tiles(x, edge.ctypes.data, edge.strides[0], edge.strides[1], is_left, place)
 
 
@@ -194,7 +195,7 @@ def _write_rows(out: Any, sums: Any, others: Any, others_down: Any, place: Any, 
     return rows
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _write_edge(sums: np.ndarray, shift: np.ndarray, add: bool, out: np.ndarray) -> Any:
     """Write sums (BLOCK, BLOCK) + shift (BLOCK,) into `out` (M, N), or add sums there; NaN if not finite, else 0."""
     broken = ZERO
@@ -240,7 +241,7 @@ def multiply_large(
     sums_so_far, sums = aligned_zeros(n_resident, BLOCK, bias), aligned_zeros(BLOCK, BLOCK, bias)
     edge = np.zeros((STEP, STEP), a.dtype)
     shift = np.zeros(n_columns + BLOCK, np.float32)
-    shift[: len(bias)] = bias
+    copy_row(bias, shift[: len(bias)])
     broken, near, step_bytes = ZERO, NEAR_STEPS // _n_parts(a), 2 * _n_parts(a) * TILE_BYTES
     begin_tiles()
     for start in range(0, len(b), n_inner):

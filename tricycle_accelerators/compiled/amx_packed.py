@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from tricycle_accelerators.compiled.amx_pairs import split_row
@@ -26,7 +25,7 @@ from tricycle_accelerators.compiled.amx_tiles import (
     release_tiles,
     write_float32_rows,
 )
-from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, bfloat16_to_float32
+from tricycle_accelerators.compiled.jit import ZERO, bfloat16_to_float32, copy_row, inner_function
 
 STEP_BYTES = 2 * N_PARTS * TILE_BYTES  # of BLOCK rows or columns
 WIDTH = STEP_BYTES // 4  # float32 of as many bytes
@@ -34,7 +33,7 @@ LINE = 16  # float32 in a line of a cache
 TILE_NUMBERS = TILE_BYTES // 2  # of bfloat16
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _aligned_empty(n_rows: int, n_columns: int) -> np.ndarray:
     """Allocate float32 (n_rows, n_columns) from the start of a cache line, not initialized."""
     flat = np.empty(n_rows * n_columns + LINE, np.float32)
@@ -42,7 +41,7 @@ def _aligned_empty(n_rows: int, n_columns: int) -> np.ndarray:
     return flat[skip : skip + n_rows * n_columns].reshape(n_rows, n_columns)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _pack_rows(x: np.ndarray, first: int, left: np.ndarray) -> int:
     """Pack up to BLOCK rows of x (T, B, K), from number `first` of all T B on; return how many."""
     n_items, n_terms = x.shape[1:]
@@ -57,7 +56,7 @@ def _pack_rows(x: np.ndarray, first: int, left: np.ndarray) -> int:
     return n
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _write_rows(sums: np.ndarray, bias: np.ndarray, out: np.ndarray, first: int, n_rows: int, column: int) -> Any:
     """Write `n_rows` rows of sums (BLOCK, BLOCK) plus a bias to columns of `out`, from row `first` of all on.
 
@@ -82,7 +81,7 @@ def _write_rows(sums: np.ndarray, bias: np.ndarray, out: np.ndarray, first: int,
     return broken
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _unpack(packed: np.ndarray) -> np.ndarray:
     """Return the float32 matrix of packed tiles, with the zeros at its edges.
 
@@ -102,17 +101,17 @@ def _unpack(packed: np.ndarray) -> np.ndarray:
     return matrix
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _multiply_in_vectors(x: np.ndarray, matrix: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
     """Write a row x (K,) times a matrix, of K rows or more, plus a bias to `out` (N,), without tiles."""
-    out[:] = bias[: len(out)]
+    copy_row(bias, out)
     for k in range(len(x)):
         row = matrix[k]
         for j in range(len(out)):
             out[j] += x[k] * row[j]
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def multiply_tiles(x: np.ndarray, packed: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
     """Write x (T, B, K) times a matrix packed as tiles, plus a bias, into `out` (T, B, N).
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -29,7 +28,7 @@ from tricycle_accelerators.compiled.amx_tiles import (
 )
 from tricycle_accelerators.compiled.amx_tiles import begin_tiles as begin_tiles
 from tricycle_accelerators.compiled.amx_tiles import release_tiles as release_tiles
-from tricycle_accelerators.compiled.jit import OPTIONS, intrinsic
+from tricycle_accelerators.compiled.jit import inner_function, intrinsic
 from tricycle_accelerators.compiled.registers import INDEX, PAIR, offset_address, store
 
 N_AT_ONCE = 4  # tiles of sums beside each other
@@ -204,7 +203,7 @@ def _make_tile(n_tiles: int, n_parts: int) -> Any:
     load_sums, store_sums = _move_sums(n_tiles, "tileloadd64"), _move_sums(n_tiles, "tilestored64")
     clear_sums, add_products, scratch = _clear_sums(n_tiles), _add_products(n_tiles, n_parts), _scratch(n_parts)
 
-    @numba.njit(**OPTIONS)
+    @inner_function()
     def multiply_rows(
         left: int,
         down: int,

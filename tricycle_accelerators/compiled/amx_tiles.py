@@ -18,13 +18,12 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from tricycle_accelerators.compiled.jit import OPTIONS, BFloat, intrinsic
+from tricycle_accelerators.compiled.jit import BFloat, inner_function, intrinsic
 from tricycle_accelerators.compiled.registers import INDEX, build_loop, load, offset_address, store, transpose
 
 TILE_ROWS, TILE_PAIRS = 16, 16  # pairs of bfloat16 in a row of 64 bytes
@@ -77,7 +76,7 @@ def release_tiles(context: Any) -> Any:
     return types.void(), code
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def begin_tiles() -> None:
     """Make this thread's tiles 16 rows of 64 bytes each, until `release_tiles`."""
     configuration = np.zeros(64, np.uint8)

@@ -25,12 +25,13 @@ from numba.core import cgutils
 from tricycle_accelerators.compiled.jit import (
     ANY_ORDER,
     ONE,
-    OPTIONS,
     ZERO,
     compile_loop,
     contiguous_row,
     convert_for,
+    copy_row,
     exp_underflowing_to_zero,
+    inner_function,
     intrinsic,
     to_float32,
 )
@@ -84,7 +85,7 @@ def _batch_size(n_queries: int) -> int:
     return min(QUERY_BATCH, round_up(n_queries, QUERIES))
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _visible_block_pairs(queries: slice, n_keys: int, last: int, window: int):  # type: ignore[no-untyped-def]
     """Yield (key block, query slice, shape, ends) for each key block and each query block that sees some of it.
 
@@ -101,7 +102,7 @@ def _visible_block_pairs(queries: slice, n_keys: int, last: int, window: int):  
                 yield block, here, (n, min(KEYS, stop - place)), (first + last + 1 - place, window)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def transposition_scratch(memory: np.ndarray, n_inner: int, like: np.ndarray) -> np.ndarray:
     """Return zeros (LANES, `n_inner` rounded up to LANES) in `like`'s dtype, the scratch of `pack_right_transposed`."""
     return take_zeros(memory, LANES, round_up_to_lanes(n_inner), like)
@@ -114,14 +115,14 @@ def key_block(operands: np.ndarray, block: int, scratch: np.ndarray) -> np.ndarr
     return operands[block * n_steps : (block + 1) * n_steps]
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _prefetch_head(x: np.ndarray, h: int, rows: slice) -> None:
     """Prefetch some rows of one head of an array (H, T, D); do nothing if there is no such head."""
     if h < len(x):
         prefetch_rows(x[h, rows])
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _prefetch_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, h: int, rows: slice) -> None:
     """Prefetch rows of a query head and of the key and value head that it uses."""
     key_head = h // (len(q) // len(k))
@@ -130,7 +131,7 @@ def _prefetch_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, h: int, rows: s
     _prefetch_head(v, key_head, rows)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _pack_key_blocks(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
     """Write the transposes of all key blocks of rows x (S, D) into `out`, packed as right operands, one per block."""
     n_steps = scratch.shape[1]
@@ -167,7 +168,7 @@ def _rows_per_call(n: int, shape: tuple[int, int], ends: tuple[int, int]) -> int
     return (n + GROUP - 1) // GROUP * GROUP if _all_visible(shape, ends) else GROUP
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _multiply_visible(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
     """Write left @ right (queries and keys) into `out` (QUERIES, KEYS), without keys that a group does not see."""
     n_queries, n_keys = shape
@@ -179,7 +180,7 @@ def _multiply_visible(left, right, out, shape, ends):  # type: ignore[no-untyped
             multiply(left[rows], right[:, :columns], out[rows, :columns], False)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _add_by_queries(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
     """Add left @ right (weights and rows of keys) to `out` (QUERIES, N), without keys that a group does not see."""
     n_queries, n_keys = shape
@@ -191,7 +192,7 @@ def _add_by_queries(left, right, out, shape, ends):  # type: ignore[no-untyped-d
             multiply(left[rows], right[:n_inner], out[rows], True)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _add_by_keys(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
     """Add left @ right (transposed rows of queries and weights) to `out` (N, KEYS), without queries that see none."""
     n_queries, n_keys = shape
@@ -204,7 +205,7 @@ def _add_by_keys(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
             multiply(left[:, some], right[some, keys], out[:, keys], True)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _mask_scores(scores: np.ndarray, shape: tuple[int, int], ends: tuple[int, int], value: np.float32) -> None:
     """Write `value` into scores (QUERIES, KEYS) where a query does not see the key, or where there is no key."""
     (n_queries, n_keys), (end, window) = shape, ends
@@ -215,7 +216,7 @@ def _mask_scores(scores: np.ndarray, shape: tuple[int, int], ends: tuple[int, in
             row[: max(0, min(stop, end + t - window))] = value
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _multiply_masked(left, right, out, shape, ends, value):  # type: ignore[no-untyped-def]
     """Write left @ right (queries and keys) into `out` (QUERIES, KEYS), and `value` for keys that a query can't see."""
     _multiply_visible(left, right, out, shape, ends)
@@ -243,7 +244,7 @@ def _largest(context: Any, place: Any) -> Any:
     return types.float32(types.intp), code
 
 
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+@inner_function(fastmath=ANY_ORDER)
 def _exponentials(scores, weights, mixed, shifts, totals, scale, n_queries):  # type: ignore[no-untyped-def]
     """Write a block's weights, e^(scale (score - shift)); update shifts, totals and `mixed` (online softmax).
 
@@ -270,7 +271,7 @@ def _exponentials(scores, weights, mixed, shifts, totals, scale, n_queries):  # 
         totals[t] += total
 
 
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+@inner_function(fastmath=ANY_ORDER)
 def _copy_converted(rows: np.ndarray, out: np.ndarray) -> Any:
     """Write float32 rows into `out`, converted to its dtype; return NaN if a number is not finite, else 0."""
     broken = ZERO
@@ -341,7 +342,7 @@ def _attention(q, k, v, scale, last, window, off_by_one, out, shifts, totals, li
 
 
 # -------------------------------------------------------------------- backward
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+@inner_function(fastmath=ANY_ORDER)
 def _differentiate(scores, slopes, logs, inner, scale, n_queries):  # type: ignore[no-untyped-def]
     """Turn scores into weights, and `slopes` (gradients of weights) into gradients of products, in place.
 
@@ -358,7 +359,7 @@ def _differentiate(scores, slopes, logs, inner, scale, n_queries):  # type: igno
             slope[s] = weight * (slope[s] - mean) * scale
 
 
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+@inner_function(fastmath=ANY_ORDER)
 def _row_dot_products(grads, out, sums):  # type: ignore[no-untyped-def]
     """Write into `sums` (T,) the dot product of each row of results `out` (T, E) with that of its gradients.
 
@@ -372,7 +373,7 @@ def _row_dot_products(grads, out, sums):  # type: ignore[no-untyped-def]
         sums[t] = total
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _copy_transposed(blocks: np.ndarray, rows: np.ndarray, out: np.ndarray) -> Any:
     """Write transposed blocks (n N, KEYS) of gradients into `out` (S, D) by way of `rows` (KEYS, N), D of N numbers.
 
@@ -386,7 +387,7 @@ def _copy_transposed(blocks: np.ndarray, rows: np.ndarray, out: np.ndarray) -> A
     return broken
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _allocate_for_keys(memory, n_keys, size, like):  # type: ignore[no-untyped-def]
     """Return zeros for keys or values and their gradients.
 
@@ -400,7 +401,7 @@ def _allocate_for_keys(memory, n_keys, size, like):  # type: ignore[no-untyped-d
     return operands, scratch, gradients, take_zeros(memory, KEYS, wide, numbers)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _allocate_for_queries(memory, n_queries, size, like):  # type: ignore[no-untyped-def]
     """Return zeros for a batch of queries as left operand, and for the transposes of its blocks, and scratch."""
     wide, n_steps = round_up_to_lanes(size), n_inner_steps(QUERIES, like)
@@ -410,7 +411,7 @@ def _allocate_for_queries(memory, n_queries, size, like):  # type: ignore[no-unt
     return left, across, take_zeros(memory, n_steps, wide, like)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _pack_queries(x, operands):  # type: ignore[no-untyped-def]
     """Pack rows of queries x (T, D) as `_allocate_for_queries` has made room for them."""
     left, across, scratch = operands
@@ -421,7 +422,7 @@ def _pack_queries(x, operands):  # type: ignore[no-untyped-def]
         pack_transposed(x[start : start + QUERIES], scratch, across[first : first + wide])
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _add_gradients(operands, here, weights, right, blocks, block, shape, ends):  # type: ignore[no-untyped-def]
     """Add to a block of keys' gradients the products of weights (QUERIES, KEYS) with queries packed in `operands`.
 
@@ -477,7 +478,7 @@ def _attention_backward(grad, q, k, v, out, logs, scale, last, window, dq, dk, d
             _pack_queries(q[h, some], queries)
             _pack_queries(grad[h, some], grads)
             _row_dot_products(left_elements(grads[0], grad[h, some]), out[h, some], inner)
-            own_logs[:n] = logs[h, some]
+            copy_row(logs[h, some], own_logs[:n])
             d_queries[:] = ZERO
             for block, here, shape, ends in _visible_block_pairs(some, n_keys, last, window):
                 keys_here = key_block(keys, block, scratch)[:n_inner]

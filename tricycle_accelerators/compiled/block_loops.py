@@ -19,7 +19,7 @@ from tricycle_accelerators.compiled.block_rows import FORMATS, PART, dot_blocks,
 from tricycle_accelerators.compiled.block_rows import ROWS as BLOCK_ROWS
 from tricycle_accelerators.compiled.block_tiles import KIND_OF_FORMAT as KIND_OF_FORMAT
 from tricycle_accelerators.compiled.block_tiles import TILE_VECTORS, multiply_tile, unpack_blocks
-from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compile_loop
+from tricycle_accelerators.compiled.jit import ZERO, compile_loop, inner_function
 from tricycle_accelerators.compiled.registers import LANES
 from tricycle_accelerators.compiled.tiles import aligned_zeros, round_up, transpose_tile
 from tricycle_accelerators.compiled.vector_loops import MAILBOX, run_job
@@ -81,7 +81,7 @@ def _multiply_block_rows(place: int, start: int, stop: int) -> None:
 multiply_block_rows: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_multiply_block_rows)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _unpack_group(part: Any, row: int, start: int, n: int, rows: Any, columns: Any) -> None:
     """Unpack LANES rows of n blocks of a part from block `start` on into `columns`, by way of `rows`, its transpose."""
     for j in range(LANES):
@@ -95,7 +95,7 @@ def _unpack_group(part: Any, row: int, start: int, n: int, rows: Any, columns: A
             transpose_tile(rows.ctypes.data + 4 * i, rows.strides[0], columns[i].ctypes.data, columns.strides[0])
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _multiply_group(box: Any, part: Any, starts: int, row: int, buffers: Any, sums: Any) -> None:
     """Write the products of all vectors with LANES rows of a part, from `row` on, to `sums` (vectors, LANES)."""
     rows, columns = buffers
@@ -147,7 +147,7 @@ def _multiply_block_tiles(place: int, start: int, stop: int) -> None:
 multiply_block_tiles: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_multiply_block_tiles)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _write_starts(fours: Any, factor: Any, n: int, starts: Any) -> None:
     """Write the sums of each n numbers of `fours` (R, K / 4), times a factor, to the first places of rows `starts`."""
     for r in range(len(fours)):

@@ -23,14 +23,14 @@ from numba import types
 
 from tricycle_accelerators.compiled.jit import (
     ANY_ORDER,
-    OPTIONS,
     ZERO,
     bfloat16_to_float32,
     compile_loop,
+    copy_row,
     exp,
+    inner_function,
     intrinsic,
     maximum,
-    overload_by_types,
 )
 from tricycle_accelerators.compiled.loops import widen
 from tricycle_accelerators.compiled.registers import (
@@ -53,6 +53,7 @@ from tricycle_accelerators.compiled.vector_rows import (
     FLOAT32,
     FUNCTION,
     INT8,
+    ITEM_SIZES,
     KIND,
     N_PARTS,
     N_ROWS,
@@ -76,42 +77,34 @@ TABLE, N_QUERIES, N_HEADS, N_KEY_HEADS, N_BLOCKS, NUMBERS, FACTOR = range(FUNCTI
 QUERY, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, N_TOKENS, FIRST_UNIT, N_COLUMNS = range(8)
 
 
-@overload_by_types
-def _float32_rows(rows: Any, scales: Any, is_float16: Any, copied: Any) -> Any:
-    """Write rows (n, K, D) of the cache to the first of `copied` as float32; return those."""
-    if rows.dtype == types.float32:
-        return lambda rows, scales, is_float16, copied: _copy(rows, copied)
-    if rows.dtype == types.int8:
-        return lambda rows, scales, is_float16, copied: _dequantize(rows, scales, copied)
-
-    def convert(rows: Any, scales: Any, is_float16: Any, copied: Any) -> Any:
-        widen(rows.reshape(-1), is_float16, copied.reshape(-1)[: rows.size])
-        return copied[: len(rows)]
-
-    return convert
-
-
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def _copy(rows: np.ndarray, copied: np.ndarray) -> Any:
-    """Write float32 numbers to the first of `copied`; return those."""
-    source, out = rows.reshape(-1), copied.reshape(-1)
-    for i in range(len(source)):
-        out[i] = source[i]
-    return copied[: len(rows)]
-
-
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def _dequantize(rows: np.ndarray, scales: np.ndarray, copied: np.ndarray) -> Any:
-    """Write int8 numbers times their block's scale, bfloat16 bits, to the first of `copied`; return those."""
-    source, out, of_blocks = rows.reshape(-1), copied.reshape(-1), scales.reshape(-1)
-    for i in range(len(source)):  # two loops, as LLVM checks once whether the arrays of this one overlap
-        out[i] = np.float32(source[i])
-    size = len(source) // max(1, len(of_blocks))
-    for n in range(len(of_blocks)):
-        scale, block = bfloat16_to_float32(of_blocks[n]), out[n * size : (n + 1) * size]
+@inner_function(fastmath=ANY_ORDER)
+def _dequantize(numbers: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
+    """Write int8 numbers times their block's scale, bfloat16 bits, to `out` as float32."""
+    for i in range(len(numbers)):  # two loops, as LLVM checks once whether the arrays of this one overlap
+        out[i] = np.float32(numbers[i])
+    size = len(numbers) // max(1, len(scales))
+    for n in range(len(scales)):
+        scale, block = bfloat16_to_float32(scales[n]), out[n * size : (n + 1) * size]
         for i in range(size):
             block[i] *= scale
-    return copied[: len(rows)]
+
+
+@inner_function()
+def _copy_tokens(kind: int, rows: int, scales: int, n_blocks: int, out: np.ndarray) -> None:
+    """Write numbers of a cache to `out` (n, K, D) as float32.
+
+    Args:
+        kind: of the numbers. rows: their address.
+        scales: the address of the scales of int8, bfloat16 bits, of which a token's head has `n_blocks`.
+    """
+    numbers = out.reshape(-1)
+    if kind == FLOAT32:
+        copy_row(numba.carray(pointer_to(rows, ZERO), (out.size,)), numbers)
+    elif kind == INT8:
+        of_blocks = numba.carray(pointer_to(scales, np.uint16(0)), (out.shape[0] * out.shape[1] * n_blocks,))
+        _dequantize(numba.carray(pointer_to(rows, np.int8(0)), (out.size,)), of_blocks, numbers)
+    else:
+        widen(numba.carray(pointer_to(rows, np.uint16(0)), (out.size,)), kind == FLOAT16, numbers)
 
 
 @intrinsic
@@ -150,7 +143,7 @@ def _add_parts(builder: Any, register: Any) -> Any:
     return register
 
 
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+@inner_function(fastmath=ANY_ORDER)
 def _write_scores(q: np.ndarray, keys: np.ndarray, factor: float, scores: np.ndarray) -> None:
     """Write `factor` times the dot products (H, n) of queries (H, D) and keys (n, K, D)."""
     n_heads, size = q.shape
@@ -171,7 +164,7 @@ def _write_scores(q: np.ndarray, keys: np.ndarray, factor: float, scores: np.nda
             scores[h, s] = score * factor
 
 
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+@inner_function(fastmath=ANY_ORDER)
 def _write_weights(scores: np.ndarray, largest: np.ndarray, totals: np.ndarray) -> None:
     """Replace scores (H, n) by exp(score - largest of the row); write the largest and the totals of rows (H,)."""
     for h in range(len(scores)):
@@ -211,7 +204,7 @@ def _add_weighted_rows(n_registers: int) -> Any:
 _add_one_register, _add_four_registers, _add_eight_registers = map(_add_weighted_rows, (1, 4, 8))
 
 
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+@inner_function(fastmath=ANY_ORDER)
 def _add_weighted_values(weights: np.ndarray, values: np.ndarray, out: np.ndarray) -> None:
     """Add the products of weights (H, n) and values (n, K, D) to `out` (H, D)."""
     n_heads, size = out.shape
@@ -234,17 +227,14 @@ def _add_weighted_values(weights: np.ndarray, values: np.ndarray, out: np.ndarra
                 out[h, i] += weights[h, s] * values[s, h // group, i]
 
 
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def _attend_to_unit(box: Any, query: Any, unit: int, number: Any, n_bytes: int) -> None:
+@inner_function(fastmath=ANY_ORDER)
+def _attend_to_unit(box: Any, query: Any, unit: int) -> None:
     """Write a unit's part of a job: for each head sums of weighted values (D), the largest score, and the total.
 
-    Args:
-        query: the row of the table whose unit it is.
-        number: any number of the cache's type; bits (uint16) for floats of 16 bits.
-        n_bytes: of a number.
+    `query` is the row of the table whose unit it is.
     """
     first, n_heads, n_key_heads, size = (unit - query[FIRST_UNIT]) * UNIT, box[N_HEADS], box[N_KEY_HEADS], box[SIZE]
-    n_tokens, per_token = min(UNIT, query[N_TOKENS] - first), n_key_heads * size
+    n_tokens = min(UNIT, query[N_TOKENS] - first)
     q = numba.carray(pointer_to(query[QUERY], ZERO), (n_heads, size))
     factor = numba.carray(pointer_to(box.ctypes.data + 8 * FACTOR, ZERO), (1,))
     part = numba.carray(pointer_to(box[OUT], ZERO), (unit + 1, n_heads * (size + 2)))[unit]
@@ -258,14 +248,9 @@ def _attend_to_unit(box: Any, query: Any, unit: int, number: Any, n_bytes: int) 
         address, scales_address = query[VALUES if of_values else KEYS], query[VALUE_SCALES if of_values else KEY_SCALES]
         for start in range(0, n_tokens, COPIED):
             stop, token = min(n_tokens, start + COPIED), first + start
-            stored = pointer_to(address + token * per_token * n_bytes, number)
-            scale = pointer_to(scales_address + 2 * token * n_key_heads * box[N_BLOCKS], np.uint16(0))
-            rows = _float32_rows(
-                numba.carray(stored, (stop - start, n_key_heads, size)),
-                numba.carray(scale, (stop - start, n_key_heads, box[N_BLOCKS])),
-                box[NUMBERS] == FLOAT16,
-                copied,
-            )
+            stored, n_blocks = address + token * n_key_heads * size * ITEM_SIZES[box[NUMBERS]], box[N_BLOCKS]
+            rows = copied[: stop - start]
+            _copy_tokens(box[NUMBERS], stored, scales_address + 2 * token * n_key_heads * n_blocks, n_blocks, rows)
             if of_values:
                 _add_weighted_values(weights[:, start:stop], rows, sums)
             else:
@@ -280,18 +265,13 @@ def _attend_to_units(place: int, start: int, stop: int) -> None:
     for unit in range(start, stop):
         while n + 1 < len(table) and table[n + 1, FIRST_UNIT] <= unit:
             n += 1
-        if box[NUMBERS] == FLOAT32:
-            _attend_to_unit(box, table[n], unit, ZERO, 4)
-        elif box[NUMBERS] == INT8:
-            _attend_to_unit(box, table[n], unit, np.int8(0), 1)
-        else:
-            _attend_to_unit(box, table[n], unit, np.uint16(0), 2)
+        _attend_to_unit(box, table[n], unit)
 
 
 attend_to_units: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_attend_to_units)
 
 
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+@inner_function(fastmath=ANY_ORDER)
 def _add_units(parts: np.ndarray, off_by_one: bool, out: np.ndarray, logsumexp: np.ndarray) -> None:
     """Write the results (H, D) and the logsumexp (H,) of softmax, or softmax1, over the tokens of all units' parts."""
     n_heads, size = out.shape

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import ONE, OPTIONS, ZERO, compile_loop, multiply_by_sigmoid
+from tricycle_accelerators.compiled.jit import ONE, ZERO, compile_loop, inner_function, multiply_by_sigmoid
 from tricycle_accelerators.compiled.loops import softmax, swiglu
 from tricycle_accelerators.compiled.vector_loops import multiply_vectors
 from tricycle_accelerators.compiled.vector_rows import FLOAT32
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _is_higher(a: Any, b: Any) -> bool:
     """Return whether a is higher than b, where any number is higher than NaN."""
     return a > b or (a == a and b != b)

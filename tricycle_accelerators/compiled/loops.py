@@ -16,7 +16,6 @@ from numba.core import cgutils
 
 from tricycle_accelerators.compiled.jit import (
     ONE,
-    OPTIONS,
     ZERO,
     bfloat16_to_float32,
     compile_loop,
@@ -24,6 +23,7 @@ from tricycle_accelerators.compiled.jit import (
     convert_for,
     exp_underflowing_to_zero,
     float16_to_float32,
+    inner_function,
     intrinsic,
     maximum,
     multiply_by_sigmoid,
@@ -64,7 +64,7 @@ def _sum_steps(context: Any, row: Any, about: Any, n_steps: Any) -> Any:
     return types.UniTuple(types.float32, 2)(row, types.float32, types.intp), code
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _sums_about(row: np.ndarray, about: np.float32) -> tuple[np.float32, np.float32]:
     """Return the sums of x - about and of its squares over a contiguous row.
 

@@ -9,16 +9,16 @@ Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multipli
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import OPTIONS, compile_loop, contiguous_row
+from tricycle_accelerators.compiled.jit import compile_loop, contiguous_row, inner_function
 from tricycle_accelerators.compiled.registers import LANES as LANES
 from tricycle_accelerators.compiled.tiles import ROWS as ROWS
 from tricycle_accelerators.compiled.tiles import (
     VECTORS,
     aligned_zeros,
     multiply,
+    pack_left,
     pack_right,
     pack_right_transposed,
     round_up_to_lanes,
@@ -30,7 +30,7 @@ STEPS, ROWS_AT_ONCE = 768, 32
 CHAIN = 96  # products that a register sums: rounding errors grow with their number, and each chain ends with a store
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _add_bias(out: np.ndarray, bias: np.ndarray) -> None:
     """Add a bias (N,) to each row of `out` (M, N) in place."""
     for i in range(len(out)):
@@ -39,7 +39,7 @@ def _add_bias(out: np.ndarray, bias: np.ndarray) -> None:
             row[j] += bias[j]
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _multiply_in_chains(left: np.ndarray, right: np.ndarray, out: np.ndarray, add: bool) -> None:
     """Write whole tiles left @ right into `out`, or add them there; sums of CHAIN products are added to each other."""
     for start in range(0, len(right), CHAIN):
@@ -47,7 +47,7 @@ def _multiply_in_chains(left: np.ndarray, right: np.ndarray, out: np.ndarray, ad
         multiply(left[:, steps], right[steps], out, add or start > 0)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _pack_panels(b: np.ndarray, scratch: np.ndarray, panels: np.ndarray) -> None:
     """Write b (K, N) to panels (P, STEPS, PANEL) of columns, by way of `scratch` (LANES, STEPS) if transposed."""
     n_terms, n_columns = b.shape
@@ -59,7 +59,7 @@ def _pack_panels(b: np.ndarray, scratch: np.ndarray, panels: np.ndarray) -> None
             pack_right_transposed(columns.T, scratch[:, : round_up_to_lanes(n_terms)], panels[p])
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _multiply_panels(left: np.ndarray, panels: np.ndarray, bias: np.ndarray, out: np.ndarray, add: bool) -> None:
     """Write whole tiles left (M, K) @ panels (P, STEPS, PANEL) + bias into `out` (M, N), or add them there."""
     for p in range(len(panels)):
@@ -85,7 +85,7 @@ def multiply_large(a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarr
     n_parts = (n_inner + STEPS - 1) // STEPS
     for part in range(n_parts):
         start, stop = n_inner * part // n_parts, n_inner * (part + 1) // n_parts
-        last_left[: n_rows - n_whole, : stop - start] = a[n_whole:, start:stop]
+        pack_left(a[n_whole:, start:stop], last_left)
         for first in range(0, n_columns, N_PANELS * PANEL):
             columns = slice(first, min(n_columns, first + N_PANELS * PANEL))
             right = panels[: (columns.stop - first + PANEL - 1) // PANEL]
@@ -96,6 +96,6 @@ def multiply_large(a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarr
                 _multiply_panels(a[rows, start:stop], right, shifts, out[rows, columns], start > 0)
             if n_whole < n_rows:
                 tile = last_out[:, : columns.stop - first]
-                tile[: n_rows - n_whole] = out[n_whole:, columns]
+                pack_left(out[n_whole:, columns], tile)
                 _multiply_panels(last_left[:, : stop - start], right, shifts, tile, start > 0)
-                out[n_whole:, columns] = tile[: n_rows - n_whole]
+                pack_left(tile[: n_rows - n_whole], out[n_whole:, columns])

@@ -18,7 +18,7 @@ from numba import types
 
 from tricycle_accelerators import buffers
 from tricycle_accelerators.compiled import amx_packed
-from tricycle_accelerators.compiled.jit import HAS_AMX, OPTIONS, ZERO, compile_loop, intrinsic, overload_by_types
+from tricycle_accelerators.compiled.jit import HAS_AMX, ZERO, compile_loop, inner_function, intrinsic, overload_by_types
 from tricycle_accelerators.compiled.registers import (
     INDEX,
     INSTRUCTION_SET,
@@ -130,7 +130,7 @@ def _rows_times_panel(
         first = last
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _multiply_panels(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
     """Write x (T, B, K) times panels (P, K, PANEL), plus a bias (P PANEL,), into `out` (T, B, N).
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import ONE, ZERO, compile_loop, contiguous_row, exp
+from tricycle_accelerators.compiled.jit import ONE, ZERO, compile_loop, contiguous_row, copy_row, exp
 from tricycle_accelerators.compiled.packed_matmul import PANEL, multiply_packed
 
 
@@ -92,7 +92,7 @@ def rnn(
                     gate[j] += more[j]
                     new[j] = _tanh(gate[j])
             if len(active) and not active[t, b]:
-                new[:] = before[b]
+                copy_row(before[b], new)
 
 
 @compile_loop("void(f4[:, :, :], f4[:, :, :], f4[:, :, ::1], b1[:, ::1], f4[:, :, :], f4[:, ::1], b1)")
@@ -166,10 +166,10 @@ def gru(
         )
         for b in range(n_items):
             _gru_step(gate[b], sums[0, b], before[b], after[b])
-            part_after[b] = sums[0, b, 2 * size :]
+            copy_row(sums[0, b, 2 * size :], part_after[b])
             if len(active) and not active[t, b]:
-                after[b] = before[b]
-                part_after[b] = part_before[b]
+                copy_row(before[b], after[b])
+                copy_row(part_before[b], part_after[b])
 
 
 @compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
@@ -192,7 +192,7 @@ def _gru_step_back(
 def _with_reset(d_input_gates: np.ndarray, gate: np.ndarray, d_state_gates: np.ndarray) -> None:
     """Copy `d_input_gates` (3 H,) into `d_state_gates`, with the part of n multiplied by the reset gate r."""
     size = len(gate) // 3
-    d_state_gates[:] = d_input_gates
+    copy_row(d_input_gates, d_state_gates)
     n, r = d_state_gates[2 * size :], gate[:size]
     for j in range(size):
         n[j] *= r[j]
@@ -274,9 +274,9 @@ def lstm(
         for b in range(n_items):
             _lstm_step(gate[b], sums[0, b], c_before[b], h_after[b], c_after[b], tanh_after[b])
             if len(active) and not active[t, b]:
-                h_after[b] = contiguous_row(h, t)[b]
-                c_after[b] = c_before[b]
-                tanh_after[b] = contiguous_row(tanh_c, t)[b]
+                copy_row(contiguous_row(h, t)[b], h_after[b])
+                copy_row(c_before[b], c_after[b])
+                copy_row(contiguous_row(tanh_c, t)[b], tanh_after[b])
 
 
 @compile_loop("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")

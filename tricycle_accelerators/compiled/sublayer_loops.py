@@ -15,7 +15,7 @@ import numba
 import numpy as np
 
 from tricycle_accelerators.compiled import decode_loops
-from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compile_loop
+from tricycle_accelerators.compiled.jit import ZERO, compile_loop, copy_row, inner_function
 from tricycle_accelerators.compiled.loops import gelu, layer_norm, rms_norm, rotate, swiglu
 from tricycle_accelerators.compiled.vector_rows import FLOAT32, call_multiply, pointer_to
 
@@ -44,7 +44,7 @@ def _vector(address: int, size: int) -> np.ndarray:
     return numba.carray(pointer_to(address, ZERO), (size,))
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _normalize(x: np.ndarray, fields: np.ndarray, eps: float) -> np.ndarray:
     """Return the layer norm or RMS norm of a row (1, C)."""
     size = x.shape[1]
@@ -58,7 +58,7 @@ def _normalize(x: np.ndarray, fields: np.ndarray, eps: float) -> np.ndarray:
     return y
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _rotate(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
     """Apply RoPE to heads (1, H, R) in place, by cosines and sines (1, R / 2)."""
     rotated = np.empty(heads.shape, np.float32)
@@ -68,7 +68,7 @@ def _rotate(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
             heads[0, h, i] = rotated[0, h, i]
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _multiply(x: np.ndarray, linear: np.ndarray, box: np.ndarray, n_threads: int) -> Any:
     """Return a linear layer's output (1, M) for a row (1, C), and what the product returned (below -1: it failed)."""
     out = np.empty((1, linear[N_COLUMNS]), np.float32)
@@ -88,7 +88,7 @@ def _multiply(x: np.ndarray, linear: np.ndarray, box: np.ndarray, n_threads: int
     return out, waited
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _attend(
     product: np.ndarray, fields: np.ndarray, scale: float, function: int, box: np.ndarray, n_threads: int
 ) -> Any:
@@ -126,7 +126,7 @@ def _attend(
     return attended.reshape(1, n_heads * head_size), waited
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _activate(hidden: np.ndarray, is_gated: bool) -> np.ndarray:
     """Return SwiGLU of a row (1, 2 M), or else GELU of a row (1, M)."""
     activated = np.empty((1, hidden.shape[1] // (2 if is_gated else 1)), np.float32)
@@ -151,7 +151,7 @@ def run_sublayers(
         The pauses of all jobs that waited for longer than LATE_PAUSES; TOO_FEW if in one of them fewer than `n_threads`
         took part; less if a product failed, and then y is of no use.
     """
-    y[:] = x
+    copy_row(x[0], y[0])
     late, all_took_part = 0, True
     for i in range(len(table)):
         fields = table[i]

@@ -27,9 +27,9 @@ from tricycle_accelerators import processor
 from tricycle_accelerators.compiled import amx_pairs, amx_tiles
 from tricycle_accelerators.compiled.jit import (
     HAS_AMX,
-    OPTIONS,
     address_to_pointer,
     contiguous_row,
+    inner_function,
     intrinsic,
     overload_by_types,
     prefer_512_bit_registers,
@@ -116,7 +116,7 @@ def _make_multiply(tiles: list[Any], tile_rows: int) -> Any:
     width = len(tiles)
     one, two, three, four = (*tiles, *tiles[-1:] * 3)[:4]
 
-    @numba.njit(**OPTIONS)
+    @inner_function()
     def product(
         left: int,
         down: int,
@@ -198,7 +198,7 @@ def end_products(like: Any) -> Any:
 
 
 # -------------------------------------------------------------------- operands
-@numba.njit(**OPTIONS)
+@inner_function()
 def prefetch_rows(x: np.ndarray) -> None:
     """Prefetch rows (N, K) into the cache."""
     for i in range(x.shape[0]):
@@ -207,7 +207,7 @@ def prefetch_rows(x: np.ndarray) -> None:
             prefetch_line(place)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def aligned_zeros(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
     """Allocate zeros (n_rows, n_columns) in the dtype of `like`, which has 4 bytes, aligned to a cache line."""
     flat = np.zeros(n_rows * n_columns + LINE, like.dtype)
@@ -230,20 +230,23 @@ def _first_part(operand: Any) -> Any:
     return lambda operand: operand
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def take_zeros(memory: np.ndarray, n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
-    """Return zeros as `aligned_zeros`, of all parts, in memory that nothing has taken yet, or else in new memory.
+    """Return zeros as `aligned_zeros`, of all parts, in memory that nothing has taken yet.
 
     Views of an array in `memory` cost nothing; each of a new array counts references, which takes a while.
 
     Args:
         memory: (n,) int64, of which the first is the number of bytes taken; the caller keeps it.
+
+    Raises:
+        MemoryError: too few bytes are left.
     """
     width = n_columns * n_parts(like)
     start = round_up(memory.ctypes.data + memory[0], 4 * LINE)
     end = start + n_rows * width * like.itemsize
     if end > memory.ctypes.data + memory.nbytes:
-        return _first_part(aligned_zeros(n_rows, width, like))
+        raise MemoryError("too little memory for the operands of products")
     memory[0] = end - memory.ctypes.data
     array = numba.carray(address_to_pointer(start, like), (n_rows, width))
     array[:] = 0
@@ -270,7 +273,7 @@ def n_inner_steps(n: Any, like: Any) -> Any:
     return lambda n, like: n
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _copy(x: np.ndarray, out: np.ndarray) -> None:
     """Write x into the top left corner of `out`, converted to float32."""
     for i in range(x.shape[0]):
@@ -279,7 +282,7 @@ def _copy(x: np.ndarray, out: np.ndarray) -> None:
             new[j] = to_float32(row[j])
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _split_rows(x: np.ndarray, out: np.ndarray) -> None:
     """Write float32 rows x (N, K) into the top left corner of parts `out`, as pairs along K."""
     between = out.strides[0] // n_parts(out)
@@ -289,7 +292,7 @@ def _split_rows(x: np.ndarray, out: np.ndarray) -> None:
             amx_pairs.split_row(source + 4 * j, min(amx_tiles.TILE_PAIRS, x.shape[1] - j), result + 2 * j, between)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _split_row_pairs(x: np.ndarray, out: np.ndarray) -> None:
     """Write float32 rows x (K, N) into the top left corner of parts `out`, as pairs of rows 2i and 2i + 1."""
     between = out.strides[0] // n_parts(out)
@@ -361,7 +364,7 @@ def transpose_tile(context: Any, source: Any, down: Any, result: Any, result_dow
     return types.void(*[types.intp] * 4), code
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def transpose_tiles(x: np.ndarray, out: np.ndarray) -> None:
     """Write the transpose of x (M, N), of 4-byte numbers, of all parts; M and N are multiples of LANES."""
     between, out_between = x.strides[0] // n_parts(x), out.strides[0] // n_parts(out)
@@ -373,7 +376,7 @@ def transpose_tiles(x: np.ndarray, out: np.ndarray) -> None:
                 transpose_tile(source, x.strides[0], place, out.strides[0])
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def pack_right_transposed(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
     """Write the transpose of rows x (N, K) into `out` as right operand, LANES rows at a time by way of `scratch`.
 

@@ -16,7 +16,7 @@ import numba
 import numpy as np
 
 from tricycle_accelerators.compiled.jit import HAS_FLOAT16 as HAS_FLOAT16
-from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compile_loop
+from tricycle_accelerators.compiled.jit import ZERO, compile_loop, inner_function
 from tricycle_accelerators.compiled.mailbox import atomic_add, atomic_load, atomic_store, compare_exchange, pause
 from tricycle_accelerators.compiled.registers import LANES as LANES
 from tricycle_accelerators.compiled.registers import prefetch_line
@@ -67,7 +67,7 @@ MOST_PREFETCHED = 2**19  # bytes of the next matrix: a second cache has room for
 SPIN_LIMIT = 100_000  # pauses, 40 to 140 cycles each, until a thread without work stops waiting
 
 
-@numba.njit(**OPTIONS)
+@numba.njit(inline="always")
 def _compute_chunk(box: Any, place: int, part: int) -> bool:
     """Claim and compute some of the remaining rows of a job's part; return False if none remain."""
     word = atomic_load(place, LEFT + A_LINE * part)
@@ -109,7 +109,7 @@ def _compute_all(place: int, part: int, n_parts: int) -> None:
 compute_all: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_compute_all)
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _prefetch_next(box: Any, place: int, part: int, known: Any, last: int) -> int:
     """Prefetch this part of the matrix that followed the current one the last time; return the current one.
 
@@ -161,7 +161,7 @@ def new_mailbox() -> np.ndarray:
     return box
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def run_job(box: Any) -> int:
     """Compute the rows of the job in a mailbox with the threads that serve it; return pauses waited, -1 if too few."""
     place, n_rows, n_threads = box.ctypes.data, box[N_ROWS], box[N_PARTS]

@@ -19,9 +19,9 @@ from tricycle_accelerators.compiled.jit import (
     HAS_FLOAT16,
     LARGEST,
     OFFSET,
-    OPTIONS,
     ZERO,
     float16_to_float32,
+    inner_function,
     intrinsic,
     max_abs_if_finite,
     to_float32,
@@ -162,7 +162,7 @@ def _make_write_products(kind: int, n_x: int, n_rows: int) -> Any:
     number, zeros = (np.float32(0), np.uint16(0), np.uint16(0), np.int8(0))[kind], (ZERO,) * (n_x * n_rows)
     convert = float16_to_float32 if kind == FLOAT16 else to_float32
 
-    @numba.njit(fastmath={"contract"}, **OPTIONS)
+    @inner_function(fastmath={"contract"})
     def write_products(box: Any, i: int, n: int, ahead: int) -> None:
         size, stride = box[SIZE], box[STRIDE]
         row, n_steps = box[ROWS] + i * stride, size // WHOLE
@@ -192,7 +192,7 @@ def _make_multiply_rows(kind: int) -> Any:
         _make_write_products(kind, *sizes) for sizes in ((1, 1), (2, 1), (4, 1), (4, 2))
     )
 
-    @numba.njit(**OPTIONS)
+    @inner_function(fastmath={"contract"})
     def multiply_rows(box: Any, start: int, stop: int) -> None:
         n_x, stride = box[N_X], box[STRIDE]
         for n in range(0, n_x - 3, 4):
@@ -260,7 +260,7 @@ def _dot_bytes(context: Any, upper: Any, lower: Any, row: Any, n_steps: Any, shi
     return types.float32(*[types.intp] * 4, types.int32, types.float32), code
 
 
-@numba.njit(**OPTIONS)
+@inner_function()
 def _multiply_int8_rows_by_bytes(box: Any, start: int, stop: int) -> None:
     """Compute result rows start to stop of a job in a mailbox, for x split into bytes and an int8 matrix."""
     size, stride, x = box[SIZE], box[STRIDE], box[X]
@@ -277,7 +277,7 @@ multiply_int8_rows_by_bytes = (
 )  # elsewhere no compiler knows the instruction
 
 
-@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+@inner_function(fastmath=ANY_ORDER)
 def split_into_bytes(x: np.ndarray, out: np.ndarray) -> Any:
     """Quantize a float32 row to 16 bits as high, low bytes in `out` (2, K); return the step, 0 if 0 or not finite."""
     largest = max_abs_if_finite(x)
