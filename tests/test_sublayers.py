@@ -29,6 +29,7 @@ from tricycle_accelerators.compiled.loader import load_loops
 
 SIZES = {"vocab_size": 97, "embedding_dim": 64, "n_heads": 4, "n_layers": 2, "context_window": 64}
 LLAMA = {"activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bias": False}
+GEMMA = {**LLAMA, "activation": "gelu", "gated": True, "norm_placement": "both", "norm_unit_offset": True}
 N_PROMPT, N_NEW = 10, 20
 
 needs_numba = pytest.mark.skipif(not compiled.is_available(), reason="needs Numba")
@@ -90,13 +91,19 @@ def without_fusing(monkeypatch) -> Callable[[], None]:
         (LLAMA, 2),
         ({**LLAMA, "n_key_heads": 2, "rotary_fraction": 0.5}, 2),
         ({"window": 7, "softmax": "softmax1", "norm": "rms_norm"}, 2),
+        ({**LLAMA, "qk_norm": True}, 2),
+        ({**LLAMA, "qk_norm": True, "qk_norm_gain": True, "n_key_heads": 2}, 2),
+        ({**LLAMA, "qk_norm": True, "qk_norm_gain": True, "qk_norm_per_head": False, "n_key_heads": 2}, 2),
+        ({"norm_placement": "both"}, 2),
+        ({**GEMMA, "qk_norm": True, "qk_norm_gain": True, "n_key_heads": 1, "head_size": 32}, 2),
         ({"activation": "gelu_exact"}, 1),
-        ({**LLAMA, "qk_norm": True}, 1),
+        ({**GEMMA, "activation": "gelu_exact"}, 1),
+        ({"activation": "relu", "gated": True}, 1),
         ({"softmax": "sink"}, 1),
         ({"score_cap": 3.0}, 1),
         ({"token_shift": True}, 1),
         ({"norm_placement": "after"}, 0),
-        ({"norm_placement": "both"}, 0),
+        ({"norm_placement": "output"}, 0),
         ({"residual_scale": 0.5}, 0),
         ({"parallel": True}, 0),
     ],
@@ -124,12 +131,14 @@ def test_other_sublayers_are_fused_if_one_is_declined(n_fused, without_fusing):
 
 
 @needs_numba
+@pytest.mark.parametrize("fields", [LLAMA, {**GEMMA, "qk_norm": True, "qk_norm_gain": True}], ids=["llama", "gemma"])
 @pytest.mark.parametrize("name", ["weights", "array", "gain", "eps", "in place", "block", "method"])
-def test_change_between_tokens_counts_from_the_next_token_on(name, without_fusing, monkeypatch):
+def test_change_between_tokens_counts_from_the_next_token_on(name, fields, without_fusing, monkeypatch):
     """A model whose parameters are known from the token before, and one that never fuses, are changed alike."""
 
     def change(model: GPT) -> None:
-        norm, up = model.blocks[1].mlp_norm, model.blocks[1].mlp.up
+        block = model.blocks[1]
+        norm, up = block.attention.query_norm or block.mlp_norm, block.mlp.up
         if name == "weights":
             up.weights = Parameter(up.weights.array * 2, "matrix")
         elif name == "array":
@@ -141,6 +150,7 @@ def test_change_between_tokens_counts_from_the_next_token_on(name, without_fusin
         elif name == "in place":
             up.weights.array *= 2
             norm.gain.array *= 2
+            block.mlp_norm.gain.array *= 3
         elif name == "block":
             model.blocks.reverse()
         else:
@@ -158,9 +168,9 @@ def test_change_between_tokens_counts_from_the_next_token_on(name, without_fusin
         monkeypatch.undo()
         return logits
 
-    fused = run(new_model(**LLAMA))
+    fused = run(new_model(**fields))
     without_fusing()
-    separate = run(new_model(**LLAMA))
+    separate = run(new_model(**fields))
     np.testing.assert_array_equal(fused, separate)
 
 
@@ -197,8 +207,9 @@ def hook_everywhere(model: GPT) -> list[str]:
 
 
 @needs_numba
-def test_hooks_of_all_layers_are_called():
-    model = new_model(**LLAMA)
+@pytest.mark.parametrize("fields", [LLAMA, {**GEMMA, "qk_norm": True}], ids=["llama", "gemma"])
+def test_hooks_of_all_layers_are_called(fields):
+    model = new_model(**fields)
     expected = decoded(model)
     called = hook_everywhere(model)
     np.testing.assert_array_equal(decoded(model), expected)
@@ -312,12 +323,13 @@ def assert_close_for_all_threads(arguments: tuple, monkeypatch, tolerance: float
 
 @needs_numba
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "geglu"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_mlp_matches_the_reference(kind, activation, norm, n_fused, monkeypatch):
-    hidden = 512 if activation == "swiglu" else 256
+    hidden = 256 if activation == "gelu" else 512
     linears = linear(kind, 256, hidden), linear(kind, 256, 256, False)
-    sublayers = Sublayers([Sublayer(norm_of(256, *norm), *linears, activation)])
+    post_norm = norm_of(256, *norm)._replace(unit_offset=True) if activation == "geglu" else None
+    sublayers = Sublayers([Sublayer(norm_of(256, *norm), *linears, activation, post_norm=post_norm)])
     assert_close_for_all_threads((normal(1, 256), sublayers, [None]), monkeypatch)
     assert n_fused == [1] * 6
 
@@ -325,15 +337,22 @@ def test_mlp_matches_the_reference(kind, activation, norm, n_fused, monkeypatch)
 @needs_numba
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("n_rotated", "window", "off_by_one", "norm"),
-    [(0, None, False, NORMS[0]), (64, None, True, NORMS[1]), (32, 70, False, NORMS[2]), (64, 1000, False, NORMS[2])],
+    ("n_rotated", "window", "off_by_one", "norm", "sizes"),
+    [
+        (0, None, False, NORMS[0], None),
+        (64, None, True, NORMS[1], (256, 128)),
+        (32, 70, False, NORMS[2], None),
+        (64, 1000, False, NORMS[2], (64, 64)),
+    ],
 )
-def test_attention_matches_the_reference(kind, n_rotated, window, off_by_one, norm, n_fused, monkeypatch):
+def test_attention_matches_the_reference(kind, n_rotated, window, off_by_one, norm, sizes, n_fused, monkeypatch):
     angles = normal(1, n_rotated // 2, seed=7)
     rope = (np.cos(angles), np.sin(angles)) if n_rotated else None
     cached = normal(1, 160, 2, 64, seed=8), normal(1, 160, 2, 64, seed=9)
     linears = linear(kind, 256, 8 * 64), linear(kind, 256, 256, seed=2)
-    attention = Sublayer(norm_of(256, *norm), *linears, "", ScoreOptions(0.125, 0, window), off_by_one)
+    head_norms = sizes and tuple(norm_of(size, *norm)._replace(unit_offset=True, eps=0.1) for size in sizes)
+    options = ScoreOptions(0.125, 0, window), off_by_one, norm_of(256, *norm) if sizes else None, head_norms
+    attention = Sublayer(norm_of(256, *norm), *linears, "", *options)
     arguments = normal(1, 256), Sublayers([attention]), [AttentionState(rope, *cached, 150)]
     written = [array[0, 149].copy() for array in cached]
     assert_close_for_all_threads(arguments, monkeypatch)
@@ -388,6 +407,9 @@ CACHED, OPTIONS = (normal(1, 5, 1, 32), normal(1, 5, 1, 32)), ScoreOptions(0.2, 
         (ROW, {"activation": "gelu"}, "64 and 128 channels"),
         (ROW[:, :32].copy(), {}, "32 and 64 channels"),
         (ROW, {"first": UP._replace(bias=UP.bias[:64])}, "a bias for 128"),
+        (ROW, {"post_norm": norm_of(32, True, True)}, "64 and 64 channels"),
+        (ROW, {"post_norm": NORM._replace(bias=NORM.bias[:32])}, "64 and 64 channels"),
+        (ROW, {"post_norm": NORM._replace(gain=NORM.gain.astype(np.float64))}, "parameters of float32"),
     ],
 )
 def test_mlp_declines_with_a_reason(x, changes, phrase):
@@ -401,6 +423,10 @@ def test_mlp_declines_with_a_reason(x, changes, phrase):
 @pytest.mark.parametrize(
     ("changes", "options", "phrase"),
     [
+        ({"norms": (32, 32)}, OPTIONS, None),
+        ({"norms": (64, 32)}, OPTIONS, None),
+        ({"norms": (16, 32)}, OPTIONS, "norms for 32 or 64 channels, got .16"),
+        ({"norms": (64, 64)}, OPTIONS, "norms for 32 or 32 channels, got .64"),
         ({}, OPTIONS, None),
         ({}, OPTIONS._replace(softcap=2.0), "soft-cap"),
         ({"keys": CACHED[0].astype(np.float16)}, OPTIONS, "cache.*float32"),
@@ -414,7 +440,9 @@ def test_mlp_declines_with_a_reason(x, changes, phrase):
     ],
 )
 def test_attention_declines_with_a_reason(changes, options, phrase):
-    state = AttentionState(None, *CACHED, 5)._replace(**changes)
-    arguments = ROW, Sublayers([MLP, ATTENTION._replace(score_options=options)]), [None, state]
+    head_norms = tuple(norm_of(size, False, False) for size in changes.get("norms", ())) or None
+    state = AttentionState(None, *CACHED, 5)._replace(**{key: changes[key] for key in changes if key != "norms"})
+    attention = ATTENTION._replace(score_options=options, head_norms=head_norms)
+    arguments = ROW, Sublayers([MLP, attention]), [None, state]
     reason = sublayers.run_sublayers.decline_reason(*arguments)
     assert reason is None if phrase is None else re.search(phrase, reason)

@@ -272,8 +272,8 @@ class TransformerBlock(Layer):
             return norm(self._add(x, self._run(part, x, x.dtype, *args)))
         if self.norm_placement == "output":
             return self._add(x, norm(self._run(part, x, x.dtype, *args)))
-        fused = FUSED.get(type(part)) if post_norm is None and getattr(self, "scale", 1) == 1 else None
-        if fused and (y := fused(x, part, norm, *args)) is not None:
+        fused = FUSED.get(type(part)) if getattr(self, "scale", 1) == 1 else None
+        if fused and (y := fused(x, part, (norm, post_norm), *args)) is not None:
             return y
         out = self._run(part, self._normalize(norm, part, x), x.dtype, *args)
         return self._add(x, out if post_norm is None else post_norm(out))

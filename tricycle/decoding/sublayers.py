@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from tricycle.activation import GeLU, SwiGLU
+from tricycle.activation import Gated, GeLU, SwiGLU
 from tricycle.attention.attend import Attention
 from tricycle.attention.cache import KeyValueCache
 from tricycle.attention.rotary import Rotary
@@ -22,14 +22,15 @@ from tricycle.layers import Dense, Dropout, LayerNorm, RMSNorm
 from tricycle.tensor import Tensor
 
 FLOAT32 = np.dtype(np.float32)
-KERNEL_NAMES = {SwiGLU: "swiglu", GeLU: "gelu"}
+Norms = tuple[Any, Any]  # layers: of a sublayer's input, and of its result or None
 BLOCKS = TransformerBlock, GPT2TransformerBlock
 # The methods that the kernel replaces, by the types of layers that it knows. Users may override each of them.
 _NAMES: dict[type, tuple[str, ...]] = {
-    **dict.fromkeys((Dense, LayerNorm, RMSNorm, Dropout, Rotary, GeLU, MLPBlock, Attention), ("forward",)),
+    **dict.fromkeys((Dense, Dropout, Rotary, GeLU, MLPBlock, Attention), ("forward",)),
+    **dict.fromkeys((LayerNorm, RMSNorm), ("forward", "_gains")),
     **dict.fromkeys((Softmax, Softmax1), ("attend",)),
     **dict.fromkeys(BLOCKS, ("forward", "add_sublayer")),
-    SwiGLU: ("forward", "_gate"),
+    **dict.fromkeys((SwiGLU, Gated), ("forward", "_gate")),
     MultiHeadSelfAttention: ("forward", "_project", "_attend_to_cached"),
 }
 REPLACED = {kind: [(name, getattr(kind, name)) for name in names] for kind, names in _NAMES.items()}
@@ -51,33 +52,53 @@ def _linear(layer: Any) -> Linear:
 
 def _norm(layer: Any, x: Tensor) -> Norm:
     """Return the parameters of a norm for x."""
-    return Norm(layer._gains(x), None if layer.bias is None else layer.bias.array, layer.eps, layer._subtract_mean)
+    gain = layer._gains(x) if layer.gain is None else layer.gain.array
+    bias = None if layer.bias is None else layer.bias.array
+    unit_offset = layer.gain is not None and getattr(layer, "unit_offset", False)
+    return Norm(gain, bias, layer.eps, layer._subtract_mean, unit_offset)
 
 
-def _layers(part: Any, norm: Any) -> list[Any]:
+def _layers(part: Any, norms: Norms) -> list[Any]:
     """Return the layers of a sublayer whose types and methods decide whether the kernel can replace them."""
+    layers = [part, *norms]
     if type(part) is MLPBlock:
-        return [norm, part, part.activation, part.up, part.projection, part.dropout]
-    if type(part) is MultiHeadSelfAttention:
-        op, rotary = part.attention, part.rotary
-        rest = [] if rotary is None else [rotary]
-        return [norm, part, op, op.softmax, part.qkv, part.projection, part.dropout, *rest]
-    return [norm, part]
+        layers += [part.activation, part.up, part.projection, part.dropout]
+        if type(part.activation) is Gated:
+            layers.append(part.activation.activation)
+    elif type(part) is MultiHeadSelfAttention:
+        op = part.attention
+        layers += [op, op.softmax, part.qkv, part.projection, part.dropout]
+        layers += [part.rotary, part.query_norm, part.key_norm]
+    return [layer for layer in layers if layer is not None]
 
 
-def _sublayer(part: Any, norm: Any, x: Tensor) -> Sublayer | None:
-    """Return the parameters of x + part(norm(x)), or None unless all layers are of the basic types."""
-    if x.array.shape[-1] != norm.size or not all(map(_is_known, _layers(part, norm))):
+def _activation_name(activation: Any) -> str | None:
+    """Return the kernel's name of an activation of a type in REPLACED, or None for the exact GELU."""
+    if type(activation) is SwiGLU:
+        return "swiglu"
+    is_gated = type(activation) is Gated
+    is_approximate = (activation.activation if is_gated else activation).approximate
+    return ("geglu" if is_gated else "gelu") if is_approximate else None
+
+
+def _sublayer(part: Any, norms: Norms, x: Tensor) -> Sublayer | None:
+    """Return the parameters of x + part(norm(x)), or None unless all layers are of the basic types.
+
+    The result of the part has a norm, too, if the second of `norms` is not None.
+    """
+    if x.array.shape[-1] != norms[0].size or not all(map(_is_known, _layers(part, norms))):
         return None  # in the first case the layer raises the error
+    norm, post_norm = _norm(norms[0], x), None if norms[1] is None else _norm(norms[1], x)
     if type(part) is MLPBlock:
-        if type(part.activation) is GeLU and not part.activation.approximate:
-            return None
-        return Sublayer(_norm(norm, x), _linear(part.up), _linear(part.projection), KERNEL_NAMES[type(part.activation)])
-    if part.query_norm is not None or part.uses_shift:
+        name = _activation_name(part.activation)
+        linears = _linear(part.up), _linear(part.projection)
+        return None if name is None else Sublayer(norm, *linears, name, post_norm=post_norm)
+    if part.uses_shift:
         return None
     token, op = _new_token(part), part.attention
-    options = op.score_options(token, token), op.softmax.off_by_one
-    return Sublayer(_norm(norm, x), _linear(part.qkv), _linear(part.projection), "", *options)
+    head_norms = None if part.query_norm is None else (_norm(part.query_norm, x), _norm(part.key_norm, x))
+    options = op.score_options(token, token), op.softmax.off_by_one, post_norm, head_norms
+    return Sublayer(norm, _linear(part.qkv), _linear(part.projection), "", *options)
 
 
 def _has_room(layer: Any, cache: Any) -> bool:
@@ -114,12 +135,12 @@ def _is_token(x: Tensor) -> bool:
     return array.size == array.shape[-1] and type(array) is np.ndarray and array.dtype == FLOAT32 and is_evaluating()
 
 
-def fused_sublayer(x: Tensor, part: Any, norm: Any, cache: Any = None, mask: Any = None) -> Tensor | None:
+def fused_sublayer(x: Tensor, part: Any, norms: Norms, cache: Any = None, mask: Any = None) -> Tensor | None:
     """Return x + part(norm(x), cache) of one token x (1, 1, C) by one kernel; None unless all layers are basic."""
     has_cache = type(part) is MultiHeadSelfAttention
     if mask is not None or not _is_token(x) or (has_cache and not _has_room(part, cache)):
         return None
-    sublayer = _sublayer(part, norm, x)
+    sublayer = _sublayer(part, norms, x)
     if sublayer is None:
         return None
     state = _new_state(_new_token(part), cache, _rope(part, cache, x)) if has_cache else None
@@ -141,12 +162,12 @@ class _Blocks:
     def __init__(self, blocks: Sequence[Any], x: Tensor) -> None:
         self.blocks = list(blocks)
         pairs = [pair for block in blocks for pair in _pairs(block)] if all(map(_is_plain, blocks)) else []
-        layers = [*blocks, *(layer for part, norm in pairs for layer in _layers(part, norm))]
+        layers = [*blocks, *(layer for part, norms in pairs for layer in _layers(part, norms))]
         self._layers = layers
         self._attributes = [vars(layer).values() for layer in layers]  # views, which change with the layers
         self._tensors = [value for values in self._attributes for value in values if isinstance(value, Tensor)]
         self._contents = list(self._read())
-        sublayers = [_sublayer(part, norm, x) for part, norm in pairs if not getattr(norm, "unit_offset", False)]
+        sublayers = [_sublayer(part, norms, x) for part, norms in pairs]
         known = [sublayer for sublayer in sublayers if sublayer is not None]
         self.sublayers = Sublayers(known) if len(known) == 2 * len(self.blocks) else None
         attentions = [block.attention for block in blocks] if self.sublayers else []
@@ -173,17 +194,17 @@ def _rope_key(layer: Any) -> Any:
     return None if rotary is None else (layer.head_size, rotary.base, rotary.fraction, id(rotary.scaling))
 
 
-def _pairs(block: Any) -> list[tuple[Any, Any]]:
+def _pairs(block: Any) -> list[tuple[Any, Norms]]:
     """Return the sublayers of a block with their norms."""
-    return [(block.attention, block.attention_norm), (block.mlp, block.mlp_norm)]
+    attention = block.attention, (block.attention_norm, block.attention_post_norm)
+    return [attention, (block.mlp, (block.mlp_norm, block.mlp_post_norm))]
 
 
 def _is_plain(block: Any) -> bool:
     """Return whether a block is of a basic type, and computes x + part(norm(x)) of attention, then of its MLP."""
     if type(block) not in BLOCKS or not _is_known(block):
         return False
-    is_before = block.norm_placement == "before" and not block.parallel and getattr(block, "scale", 1) == 1
-    return is_before and block.attention_post_norm is None and block.mlp_post_norm is None
+    return block.norm_placement in ("before", "both") and not block.parallel and getattr(block, "scale", 1) == 1
 
 
 # Cache: valid while `_Blocks.are` returns True; an entry is deleted with the first cache of its text.

@@ -20,16 +20,21 @@ from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul
 
 
 class Norm(NamedTuple):
-    """The parameters of a layer norm, or of an RMS norm (without `subtract_mean`): gain (C,), bias (C,) or None."""
+    """The parameters of a layer norm, or of an RMS norm (without `subtract_mean`): gain (C,), bias (C,) or None.
+
+    With `unit_offset` the factors are 1 + gain.
+    """
 
     gain: Array
     bias: Array | None
     eps: float
     subtract_mean: bool
+    unit_offset: bool = False
 
     def __call__(self, x: Array) -> Array:
         """Normalize rows (N, C)."""
-        return kernels.layer_norm(x, *self)[0]
+        gain = 1 + self.gain if self.unit_offset else self.gain
+        return kernels.layer_norm(x, gain, self.bias, self.eps, self.subtract_mean)[0]
 
 
 class Linear(NamedTuple):
@@ -50,11 +55,13 @@ class Sublayer(NamedTuple):
 
     Attributes:
         norm: of the input.
-        first: from C to M channels (2 M with SwiGLU), or to (H + 2 K) D, all queries, keys and values.
+        first: from C to M channels (2 M if gated), or to (H + 2 K) D, all queries, keys and values.
         last: from M or H D to C channels.
-        activation: of an MLP the kernel "swiglu" or "gelu", of attention "".
+        activation: of an MLP "swiglu", "gelu" or "geglu", of attention "".
         score_options: of attention; the offset is not used, for the token is the last one.
         off_by_one: whether the softmax is softmax1.
+        post_norm: of the result, before the input is added.
+        head_norms: of queries and of keys, with gains of (D,), or of (H D,) and (K D,).
     """
 
     norm: Norm
@@ -63,6 +70,8 @@ class Sublayer(NamedTuple):
     activation: str = ""
     score_options: ScoreOptions = ScoreOptions(1.0)
     off_by_one: bool = False
+    post_norm: Norm | None = None
+    head_norms: tuple[Norm, Norm] | None = None
 
 
 class AttentionState(NamedTuple):
@@ -107,11 +116,17 @@ def run_sublayers(x: Array, sublayers: Sublayers, states: Sequence[AttentionStat
         return x
     (sublayer,), (state,) = sublayers, states
     hidden = sublayer.first(sublayer.norm(x))
-    if state is not None:
-        hidden = _attend(hidden, sublayer, state)
-    else:
-        hidden = kernels.swiglu(hidden) if sublayer.activation == "swiglu" else kernels.gelu(hidden)
-    return x + sublayer.last(hidden)
+    hidden = _activate(hidden, sublayer.activation) if state is None else _attend(hidden, sublayer, state)
+    branch = sublayer.last(hidden)
+    return x + (branch if sublayer.post_norm is None else sublayer.post_norm(branch))
+
+
+def _activate(hidden: Array, activation: str) -> Array:
+    """Apply the activation of an MLP to its hidden layer."""
+    if activation == "geglu":
+        half = hidden.shape[1] // 2
+        return hidden[:, :half] * kernels.gelu(hidden[:, half:])
+    return kernels.swiglu(hidden) if activation == "swiglu" else kernels.gelu(hidden)
 
 
 def _attend(qkv: Array, sublayer: Sublayer, state: AttentionState) -> Array:
@@ -120,11 +135,14 @@ def _attend(qkv: Array, sublayer: Sublayer, state: AttentionState) -> Array:
     keys, values = (array[:, :n_tokens] for array in memory)
     n_key_heads, head_size = keys.shape[2:]
     heads = qkv.reshape(1, 1, -1, head_size)
+    queries_and_keys = heads[:, :, : -2 * n_key_heads], heads[:, :, -2 * n_key_heads : -n_key_heads]
+    for norm, part in zip(sublayer.head_norms or (), queries_and_keys):
+        part[...] = norm(part.reshape(-1, len(norm.gain))).reshape(part.shape)
     if rope is not None:
         n_channels, rotated = 2 * rope[0].shape[1], heads[:, :, :-n_key_heads, :]
         rotated[..., :n_channels] = kernels.apply_rope(rotated[..., :n_channels], *rope)
-    keys[:, -1:], values[:, -1:] = heads[:, :, -2 * n_key_heads : -n_key_heads], heads[:, :, -n_key_heads:]
-    q = heads[:, :, : -2 * n_key_heads]
+    q, keys[:, -1:] = queries_and_keys
+    values[:, -1:] = heads[:, :, -n_key_heads:]
     score_options = sublayer.score_options._replace(offset=n_tokens - 1)
     attended, _ = kernels.attention(q, keys, values, score_options, sublayer.off_by_one)
     return attended.reshape(1, -1)

@@ -15,17 +15,20 @@ import numba
 import numpy as np
 
 from tricycle_accelerators.compiled import decode_loops
-from tricycle_accelerators.compiled.jit import ZERO, compile_loop, copy_row, inner_function
+from tricycle_accelerators.compiled.jit import ONE, ZERO, compile_loop, copy_row, inner_function
 from tricycle_accelerators.compiled.loops import gelu, layer_norm, rms_norm, rotate, swiglu
 from tricycle_accelerators.compiled.vector_rows import FLOAT32, call_multiply, pointer_to
 
 TOO_FEW = -1  # what jobs return if fewer threads took part than were asked for
 LATE_PAUSES = 5_000  # pauses: a thread that is waited for longer was put aside by the system
 
-# Columns of a table of sublayers: the kind, addresses of the norm's gain and bias, whether there is a bias, and whether
-# the mean is subtracted; then the columns MULTIPLY to N_BIAS of the first linear layer, and those of the last.
-SWIGLU, GELU, ATTENTION = range(3)
-KIND, GAIN, NORM_BIAS, HAS_NORM_BIAS, SUBTRACT_MEAN, FIRST = range(6)
+# Columns of a table of sublayers: the kind; GAIN to SIZE of the norms of the input, the result, queries and keys, all 0
+# if there is none; MULTIPLY to N_BIAS of the first and the last linear layer; and those of attention.
+SWIGLU, GELU, GEGLU, ATTENTION = range(4)
+# The addresses of gain and bias; whether there is a bias, the mean is subtracted, and 1 is added to the gain; the size.
+GAIN, NORM_BIAS, HAS_NORM_BIAS, SUBTRACT_MEAN, UNIT_OFFSET, SIZE, N_NORM = range(7)
+KIND, NORM = range(2)
+POST_NORM, QUERY_NORM, KEY_NORM, FIRST = range(NORM + N_NORM, NORM + 5 * N_NORM, N_NORM)
 # The address of `multiply_row_by_blocks` or `multiply_row_by_rows`; address and length of the table of a matrix for it,
 # the address of a function for it; the number of columns; address and length of the bias.
 MULTIPLY, MATRIX, N_PARTS, FUNCTION, N_COLUMNS, BIAS, N_BIAS, N_LINEAR = range(8)
@@ -35,7 +38,8 @@ LAST = FIRST + N_LINEAR
 OFF_BY_ONE, WINDOW, COS, SIN, N_ANGLES, KEYS, VALUES, N_TOKENS, N_KEY_HEADS, HEAD_SIZE, N_FIELDS = range(
     LAST + N_LINEAR, LAST + N_LINEAR + 11
 )
-EPS, SCALE, N_NUMBERS = range(3)  # columns of a table of float64
+# Columns of a table of float64: the scale of scores, and the eps of each norm.
+SCALE, EPS, POST_EPS, QUERY_EPS, KEY_EPS, N_NUMBERS = range(6)
 
 
 @numba.njit(inline="always")
@@ -45,17 +49,21 @@ def _vector(address: int, size: int) -> np.ndarray:
 
 
 @inner_function()
-def _normalize(x: np.ndarray, fields: np.ndarray, eps: float) -> np.ndarray:
-    """Return the layer norm or RMS norm of a row (1, C)."""
-    size = x.shape[1]
-    y, statistics = np.empty_like(x), np.empty((2, 1), np.float32)
-    gain = _vector(fields[GAIN], size)
-    if fields[SUBTRACT_MEAN]:
-        bias = _vector(fields[NORM_BIAS], size) if fields[HAS_NORM_BIAS] else np.zeros(size, np.float32)
+def _normalize(numbers: np.ndarray, norm: np.ndarray, eps: float, out: np.ndarray) -> None:
+    """Write the layer norm or RMS norm of numbers, as rows of the norm's size, to `out`, which may be `numbers`."""
+    size = norm[SIZE]
+    x, y = numbers.reshape(len(numbers) // size, size), out.reshape(len(out) // size, size)
+    statistics, gain = np.empty((2, len(x)), np.float32), _vector(norm[GAIN], size)
+    if norm[UNIT_OFFSET]:
+        factors = np.empty(size, np.float32)
+        for i in range(size):
+            factors[i] = ONE + gain[i]
+        gain = factors
+    if norm[SUBTRACT_MEAN]:
+        bias = _vector(norm[NORM_BIAS], size) if norm[HAS_NORM_BIAS] else np.zeros(size, np.float32)
         layer_norm(x, gain, bias, eps, y, statistics[0], statistics[1])
     else:
         rms_norm(x, gain, eps, y, statistics[0])
-    return y
 
 
 @inner_function()
@@ -90,7 +98,7 @@ def _multiply(x: np.ndarray, linear: np.ndarray, box: np.ndarray, n_threads: int
 
 @inner_function()
 def _attend(
-    product: np.ndarray, fields: np.ndarray, scale: float, function: int, box: np.ndarray, n_threads: int
+    product: np.ndarray, fields: np.ndarray, numbers: np.ndarray, function: int, box: np.ndarray, n_threads: int
 ) -> Any:
     """Return attention (1, H D) of queries, keys and values (1, (H + 2 K) D), and pauses waited; cache the last two."""
     n_tokens, n_key_heads, head_size = fields[N_TOKENS], fields[N_KEY_HEADS], fields[HEAD_SIZE]
@@ -100,6 +108,10 @@ def _attend(
     values = numba.carray(pointer_to(fields[VALUES], ZERO), shape)
     heads = product.reshape(1, product.shape[1] // head_size, head_size)
     n_heads, n_angles = heads.shape[1] - 2 * n_key_heads, fields[N_ANGLES]
+    q, k = product[0, : n_heads * head_size], product[0, n_heads * head_size : (n_heads + n_key_heads) * head_size]
+    if fields[QUERY_NORM + SIZE]:
+        _normalize(q, fields[QUERY_NORM:KEY_NORM], numbers[QUERY_EPS], q)
+        _normalize(k, fields[KEY_NORM:FIRST], numbers[KEY_EPS], k)
     cos, sin = _vector(fields[COS], n_angles), _vector(fields[SIN], n_angles)
     _rotate(heads[:, : n_heads + n_key_heads, : 2 * n_angles], cos.reshape(1, n_angles), sin.reshape(1, n_angles))
     for h in range(n_key_heads):
@@ -115,7 +127,7 @@ def _attend(
         n_key_heads,
         0,
         FLOAT32,
-        np.float32(scale),
+        np.float32(numbers[SCALE]),
         fields[OFF_BY_ONE] != 0,
         attended,
         logsumexp,
@@ -127,13 +139,17 @@ def _attend(
 
 
 @inner_function()
-def _activate(hidden: np.ndarray, is_gated: bool) -> np.ndarray:
-    """Return SwiGLU of a row (1, 2 M), or else GELU of a row (1, M)."""
-    activated = np.empty((1, hidden.shape[1] // (2 if is_gated else 1)), np.float32)
-    if is_gated:
+def _activate(hidden: np.ndarray, kind: int) -> np.ndarray:
+    """Return SwiGLU or GeGLU of a row (1, 2 M), or else GELU of a row (1, M)."""
+    size = hidden.shape[1] // (1 if kind == GELU else 2)
+    activated = np.empty((1, size), np.float32)
+    if kind == SWIGLU:
         swiglu(hidden, activated)
-    else:
-        gelu(hidden[0], activated[0])
+        return activated
+    gelu(hidden[0, hidden.shape[1] - size :], activated[0])
+    if kind == GEGLU:
+        for j in range(size):
+            activated[0, j] *= hidden[0, j]
     return activated
 
 
@@ -153,19 +169,23 @@ def run_sublayers(
     """
     copy_row(x[0], y[0])
     late, all_took_part = 0, True
+    normal = np.empty_like(x)
     for i in range(len(table)):
         fields = table[i]
-        hidden, waited = _multiply(_normalize(y, fields, numbers[i, EPS]), fields[FIRST:LAST], box, n_threads)
+        _normalize(y[0], fields[NORM:POST_NORM], numbers[i, EPS], normal[0])
+        hidden, waited = _multiply(normal, fields[FIRST:LAST], box, n_threads)
         if waited < TOO_FEW:
             return waited
         waited_between = 0
         if fields[KIND] == ATTENTION:
-            hidden, waited_between = _attend(hidden, fields, numbers[i, SCALE], function, box, n_threads)
+            hidden, waited_between = _attend(hidden, fields, numbers[i], function, box, n_threads)
         else:
-            hidden = _activate(hidden, fields[KIND] == SWIGLU)
+            hidden = _activate(hidden, fields[KIND])
         branch, waited_again = _multiply(hidden, fields[LAST : LAST + N_LINEAR], box, n_threads)
         if waited_again < TOO_FEW:
             return waited_again
+        if fields[POST_NORM + SIZE]:
+            _normalize(branch[0], fields[POST_NORM:QUERY_NORM], numbers[i, POST_EPS], branch[0])
         for j in range(x.shape[1]):
             y[0, j] += branch[0, j]
         for pauses in (waited, waited_between, waited_again):

@@ -33,16 +33,24 @@ def _matrix_decline_reason(x: np.ndarray, matrix: Any) -> str | None:
     return vector_matmul.matrix_decline_reason(matrix)
 
 
+def _norms(sublayer: Sublayer) -> list[Norm]:
+    """Return the norms of a sublayer."""
+    return [norm for norm in (sublayer.norm, sublayer.post_norm, *(sublayer.head_norms or ())) if norm is not None]
+
+
 def _parameters_decline_reason(x: np.ndarray, sublayer: Sublayer) -> str | None:
     """Return why the loops cannot use the parameters of a sublayer for a row x; else None."""
     norm, first, last, activation, *_ = sublayer
-    linears, size = (first, last), x.shape[-1]
-    for array in (norm.gain, norm.bias, *(linear.bias for linear in linears)):
+    linears, norms, size = (first, last), _norms(sublayer), x.shape[-1]
+    parameters = [norm.gain for norm in norms] + [norm.bias for norm in norms] + [linear.bias for linear in linears]
+    for array in parameters:
         if array is not None and not (array.dtype == FLOAT32 and array.flags.carray):
             return f"parameters of float32 {CONTIGUOUS}"
-    n_hidden = first.weights.shape[1] // (2 if activation == "swiglu" else 1) if activation else last.weights.shape[0]
-    shapes = norm.gain.shape, first.weights.shape[:1], last.weights.shape
-    if shapes != ((size,), (size,), (n_hidden, size)) or (norm.bias is not None and norm.bias.shape != (size,)):
+    n_hidden = first.weights.shape[1] // (1 if activation == "gelu" else 2) if activation else last.weights.shape[0]
+    post_norm = norm if sublayer.post_norm is None else sublayer.post_norm
+    shapes = norm.gain.shape, post_norm.gain.shape, first.weights.shape[:1], last.weights.shape
+    biases = [(norm.gain.shape, norm.bias.shape) for norm in norms if norm.bias is not None]
+    if shapes != ((size,), (size,), (size,), (n_hidden, size)) or any(gain != bias for gain, bias in biases):
         return f"parameters for {size} and {n_hidden} channels, got shapes {shapes}"
     if sublayer.score_options.softcap is not None:
         return MASK_OR_CAP
@@ -64,6 +72,9 @@ def _memory_decline_reason(sublayer: Sublayer, keys: np.ndarray, values: np.ndar
     n_hidden = sublayer.first.weights.shape[1] - 2 * n_key_heads * size
     if n_hidden <= 0 or n_hidden % (n_key_heads * size) or n_hidden != sublayer.last.weights.shape[0]:
         return f"queries that fit keys {shape}"
+    for norm, n_channels in zip(sublayer.head_norms or (), (n_hidden, n_key_heads * size)):
+        if norm.gain.shape not in ((size,), (n_channels,)):
+            return f"norms for {size} or {n_channels} channels, got {norm.gain.shape}"
     return None
 
 
@@ -142,20 +153,26 @@ class _Table(NamedTuple):
 def _new_table(sublayers: Sublayers) -> _Table:
     """Return a table of sublayers."""
     loops = load_loops("sublayer_loops")
-    table = _Table(np.zeros((len(sublayers), loops.N_FIELDS), np.int64), np.zeros((len(sublayers), 2)), [], [], [])
-    for i, (norm, *linears, activation, score_options, off_by_one) in enumerate(sublayers):
-        fields = table.fields[i]
-        fields[loops.OFF_BY_ONE], fields[loops.WINDOW] = off_by_one, score_options.window or 0
-        fields[loops.KIND] = {"swiglu": loops.SWIGLU, "gelu": loops.GELU, "": loops.ATTENTION}[activation]
-        fields[loops.GAIN : loops.FIRST] = _describe_norm(norm)
-        table.numbers[i] = norm.eps, score_options.scale
-        for start, linear in zip((loops.FIRST, loops.LAST), linears):
+    kinds = {"swiglu": loops.SWIGLU, "gelu": loops.GELU, "geglu": loops.GEGLU, "": loops.ATTENTION}
+    numbers = np.zeros((len(sublayers), loops.N_NUMBERS))
+    table = _Table(np.zeros((len(sublayers), loops.N_FIELDS), np.int64), numbers, [], [], [])
+    for i, sublayer in enumerate(sublayers):
+        fields, score_options = table.fields[i], sublayer.score_options
+        fields[loops.KIND] = kinds[sublayer.activation]
+        fields[loops.OFF_BY_ONE], fields[loops.WINDOW] = sublayer.off_by_one, score_options.window or 0
+        numbers[i, loops.SCALE] = score_options.scale
+        for place, norm in enumerate((sublayer.norm, sublayer.post_norm, *(sublayer.head_norms or ()))):
+            if norm is not None:
+                start = loops.NORM + place * loops.N_NORM
+                fields[start : start + loops.N_NORM] = _describe_norm(norm)
+                numbers[i, loops.EPS + place] = norm.eps
+        for start, linear in zip((loops.FIRST, loops.LAST), (sublayer.first, sublayer.last)):
             matrix = _describe_matrix(linear)
             fields[start : start + loops.N_LINEAR] = _describe_linear(linear, matrix)
             table.matrices.append(matrix)
             if isinstance(linear.weights, BlockMatrix):
                 table.files.append(linear.weights.parts[0])
-        if not activation:
+        if not sublayer.activation:
             table.attention.append(i)
     return table
 
@@ -163,7 +180,7 @@ def _new_table(sublayers: Sublayers) -> _Table:
 def _describe_norm(norm: Norm) -> tuple[int, ...]:
     """Return the fields of a norm."""
     bias = 0 if norm.bias is None else norm.bias.ctypes.data
-    return norm.gain.ctypes.data, bias, norm.bias is not None, norm.subtract_mean
+    return norm.gain.ctypes.data, bias, norm.bias is not None, norm.subtract_mean, norm.unit_offset, len(norm.gain)
 
 
 def _describe_matrix(linear: Linear) -> np.ndarray:
