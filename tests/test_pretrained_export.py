@@ -73,7 +73,7 @@ def compare(model: GPT, folder: Path) -> None:
     tokens = np.random.default_rng(2).integers(0, model.config.vocab_size, (2, 24))
     actual = model(tokens).array
     assert difference(actual, hf_logits(hf_model, tokens)) < AGREED
-    assert difference(load(folder).model(tokens).array, actual) < 1e-6
+    assert difference(load(folder).model(tokens).array, actual) < 2e-5  # loaded matrices are multiplied by columns
     prompt = [5, 2, 8]
     n_new = min(32, model.config.context_window - 3)
     settings = {"no_repeat_ngram_size": 2, "do_sample": False, "suppress_tokens": None}

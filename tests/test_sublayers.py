@@ -95,6 +95,7 @@ def without_fusing(monkeypatch) -> Callable[[], None]:
         ({**LLAMA, "qk_norm": True, "qk_norm_gain": True, "n_key_heads": 2}, 2),
         ({**LLAMA, "qk_norm": True, "qk_norm_gain": True, "qk_norm_per_head": False, "n_key_heads": 2}, 2),
         ({"norm_placement": "both"}, 2),
+        ({**LLAMA, "norm_placement": "output", "qk_norm": True, "qk_norm_gain": True, "qk_norm_per_head": False}, 2),
         ({**GEMMA, "qk_norm": True, "qk_norm_gain": True, "n_key_heads": 1, "head_size": 32}, 2),
         ({"activation": "gelu_exact"}, 1),
         ({**GEMMA, "activation": "gelu_exact"}, 1),
@@ -103,7 +104,6 @@ def without_fusing(monkeypatch) -> Callable[[], None]:
         ({"score_cap": 3.0}, 1),
         ({"token_shift": True}, 1),
         ({"norm_placement": "after"}, 0),
-        ({"norm_placement": "output"}, 0),
         ({"residual_scale": 0.5}, 0),
         ({"parallel": True}, 0),
     ],
@@ -281,6 +281,15 @@ def test_full_context_raises_the_error_of_the_layer():
         model(np.zeros((1, 64), int), caches)
         with pytest.raises(ValueError, match="context"):
             model(np.zeros((1, 1), int), caches)
+
+
+@pytest.mark.parametrize("place", ["attention_norm", "mlp_post_norm", "attention.query_norm", "attention.key_norm"])
+def test_norm_of_another_size_raises_the_error_of_the_layer(place):
+    model = new_model(**GEMMA, qk_norm=True)
+    *parts, name = place.split(".")
+    setattr(getattr(model.blocks[1], parts[0]) if parts else model.blocks[1], name, RMSNorm(8))
+    with model.evaluating(), pytest.raises(ValueError, match=r"RMSNorm\(size=8\)"):
+        model(np.zeros((1, 1), int), model.new_caches())
 
 
 def test_training_does_not_fuse(n_fused):

@@ -22,7 +22,7 @@ from tricycle.layers import Dense, Dropout, LayerNorm, RMSNorm
 from tricycle.tensor import Tensor
 
 FLOAT32 = np.dtype(np.float32)
-Norms = tuple[Any, Any]  # layers: of a sublayer's input, and of its result or None
+Norms = tuple[Any, Any]  # layers, or None: of a sublayer's input, and of its result
 BLOCKS = TransformerBlock, GPT2TransformerBlock
 # The methods that the kernel replaces, by the types of layers that it knows. Users may override each of them.
 _NAMES: dict[type, tuple[str, ...]] = {
@@ -82,23 +82,28 @@ def _activation_name(activation: Any) -> str | None:
 
 
 def _sublayer(part: Any, norms: Norms, x: Tensor) -> Sublayer | None:
-    """Return the parameters of x + part(norm(x)), or None unless all layers are of the basic types.
-
-    The result of the part has a norm, too, if the second of `norms` is not None.
-    """
-    if x.array.shape[-1] != norms[0].size or not all(map(_is_known, _layers(part, norms))):
+    """Return the parameters of x + post_norm(part(norm(x))), or None unless all layers are of the basic types."""
+    sizes = {norm.size for norm in norms if norm is not None}
+    if sizes != {x.array.shape[-1]} or not all(map(_is_known, _layers(part, norms))):
         return None  # in the first case the layer raises the error
-    norm, post_norm = _norm(norms[0], x), None if norms[1] is None else _norm(norms[1], x)
+    norm, post_norm = (None if layer is None else _norm(layer, x) for layer in norms)
     if type(part) is MLPBlock:
         name = _activation_name(part.activation)
         linears = _linear(part.up), _linear(part.projection)
         return None if name is None else Sublayer(norm, *linears, name, post_norm=post_norm)
-    if part.uses_shift:
+    if part.uses_shift or not _has_fitting_norms(part):
         return None
     token, op = _new_token(part), part.attention
     head_norms = None if part.query_norm is None else (_norm(part.query_norm, x), _norm(part.key_norm, x))
     options = op.score_options(token, token), op.softmax.off_by_one, post_norm, head_norms
     return Sublayer(norm, _linear(part.qkv), _linear(part.projection), "", *options)
+
+
+def _has_fitting_norms(layer: Any) -> bool:
+    """Return whether the norms of queries and keys, if there are any, have the sizes of what they normalize."""
+    pairs = (layer.query_norm, layer.n_heads), (layer.key_norm, layer.n_key_heads)
+    n_heads = [(norm, 1 if layer.qk_norm_per_head else n) for norm, n in pairs]
+    return all(norm is None or norm.size == n * layer.head_size for norm, n in n_heads)
 
 
 def _has_room(layer: Any, cache: Any) -> bool:
@@ -196,15 +201,17 @@ def _rope_key(layer: Any) -> Any:
 
 def _pairs(block: Any) -> list[tuple[Any, Norms]]:
     """Return the sublayers of a block with their norms."""
-    attention = block.attention, (block.attention_norm, block.attention_post_norm)
-    return [attention, (block.mlp, (block.mlp_norm, block.mlp_post_norm))]
+    norms = [(block.attention_norm, block.attention_post_norm), (block.mlp_norm, block.mlp_post_norm)]
+    if block.norm_placement == "output":
+        norms = [(None, norm) for norm, _ in norms]
+    return [*zip((block.attention, block.mlp), norms)]
 
 
 def _is_plain(block: Any) -> bool:
-    """Return whether a block is of a basic type, and computes x + part(norm(x)) of attention, then of its MLP."""
+    """Return whether a block is of a basic type, and adds attention and then its MLP as `_sublayer` can describe it."""
     if type(block) not in BLOCKS or not _is_known(block):
         return False
-    return block.norm_placement in ("before", "both") and not block.parallel and getattr(block, "scale", 1) == 1
+    return block.norm_placement != "after" and not block.parallel and getattr(block, "scale", 1) == 1
 
 
 # Cache: valid while `_Blocks.are` returns True; an entry is deleted with the first cache of its text.

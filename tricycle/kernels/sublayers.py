@@ -54,7 +54,7 @@ class Sublayer(NamedTuple):
     """The parameters of a sublayer, which one token after another uses.
 
     Attributes:
-        norm: of the input.
+        norm: of the input, or None.
         first: from C to M channels (2 M if gated), or to (H + 2 K) D, all queries, keys and values.
         last: from M or H D to C channels.
         activation: of an MLP "swiglu", "gelu" or "geglu", of attention "".
@@ -64,7 +64,7 @@ class Sublayer(NamedTuple):
         head_norms: of queries and of keys, with gains of (D,), or of (H D,) and (K D,).
     """
 
-    norm: Norm
+    norm: Norm | None
     first: Linear
     last: Linear
     activation: str = ""
@@ -115,7 +115,7 @@ def run_sublayers(x: Array, sublayers: Sublayers, states: Sequence[AttentionStat
             x = run_sublayers(x, alone, [state])
         return x
     (sublayer,), (state,) = sublayers, states
-    hidden = sublayer.first(sublayer.norm(x))
+    hidden = sublayer.first(x if sublayer.norm is None else sublayer.norm(x))
     hidden = _activate(hidden, sublayer.activation) if state is None else _attend(hidden, sublayer, state)
     branch = sublayer.last(hidden)
     return x + (branch if sublayer.post_norm is None else sublayer.post_norm(branch))

@@ -49,10 +49,10 @@ def _vector(address: int, size: int) -> np.ndarray:
 
 
 @inner_function()
-def _normalize(numbers: np.ndarray, norm: np.ndarray, eps: float, out: np.ndarray) -> None:
-    """Write the layer norm or RMS norm of numbers, as rows of the norm's size, to `out`, which may be `numbers`."""
+def _normalize(numbers: np.ndarray, norm: np.ndarray, eps: float) -> None:
+    """Replace numbers by their layer norm or RMS norm, as rows of the norm's size."""
     size = norm[SIZE]
-    x, y = numbers.reshape(len(numbers) // size, size), out.reshape(len(out) // size, size)
+    x = numbers.reshape(len(numbers) // size, size)
     statistics, gain = np.empty((2, len(x)), np.float32), _vector(norm[GAIN], size)
     if norm[UNIT_OFFSET]:
         factors = np.empty(size, np.float32)
@@ -61,9 +61,9 @@ def _normalize(numbers: np.ndarray, norm: np.ndarray, eps: float, out: np.ndarra
         gain = factors
     if norm[SUBTRACT_MEAN]:
         bias = _vector(norm[NORM_BIAS], size) if norm[HAS_NORM_BIAS] else np.zeros(size, np.float32)
-        layer_norm(x, gain, bias, eps, y, statistics[0], statistics[1])
+        layer_norm(x, gain, bias, eps, x, statistics[0], statistics[1])
     else:
-        rms_norm(x, gain, eps, y, statistics[0])
+        rms_norm(x, gain, eps, x, statistics[0])
 
 
 @inner_function()
@@ -110,8 +110,8 @@ def _attend(
     n_heads, n_angles = heads.shape[1] - 2 * n_key_heads, fields[N_ANGLES]
     q, k = product[0, : n_heads * head_size], product[0, n_heads * head_size : (n_heads + n_key_heads) * head_size]
     if fields[QUERY_NORM + SIZE]:
-        _normalize(q, fields[QUERY_NORM:KEY_NORM], numbers[QUERY_EPS], q)
-        _normalize(k, fields[KEY_NORM:FIRST], numbers[KEY_EPS], k)
+        _normalize(q, fields[QUERY_NORM:KEY_NORM], numbers[QUERY_EPS])
+        _normalize(k, fields[KEY_NORM:FIRST], numbers[KEY_EPS])
     cos, sin = _vector(fields[COS], n_angles), _vector(fields[SIN], n_angles)
     _rotate(heads[:, : n_heads + n_key_heads, : 2 * n_angles], cos.reshape(1, n_angles), sin.reshape(1, n_angles))
     for h in range(n_key_heads):
@@ -172,7 +172,9 @@ def run_sublayers(
     normal = np.empty_like(x)
     for i in range(len(table)):
         fields = table[i]
-        _normalize(y[0], fields[NORM:POST_NORM], numbers[i, EPS], normal[0])
+        copy_row(y[0], normal[0])
+        if fields[NORM + SIZE]:
+            _normalize(normal[0], fields[NORM:POST_NORM], numbers[i, EPS])
         hidden, waited = _multiply(normal, fields[FIRST:LAST], box, n_threads)
         if waited < TOO_FEW:
             return waited
@@ -185,7 +187,7 @@ def run_sublayers(
         if waited_again < TOO_FEW:
             return waited_again
         if fields[POST_NORM + SIZE]:
-            _normalize(branch[0], fields[POST_NORM:QUERY_NORM], numbers[i, POST_EPS], branch[0])
+            _normalize(branch[0], fields[POST_NORM:QUERY_NORM], numbers[i, POST_EPS])
         for j in range(x.shape[1]):
             y[0, j] += branch[0, j]
         for pauses in (waited, waited_between, waited_again):

@@ -40,17 +40,17 @@ def _norms(sublayer: Sublayer) -> list[Norm]:
 
 def _parameters_decline_reason(x: np.ndarray, sublayer: Sublayer) -> str | None:
     """Return why the loops cannot use the parameters of a sublayer for a row x; else None."""
-    norm, first, last, activation, *_ = sublayer
+    _, first, last, activation, *_ = sublayer
     linears, norms, size = (first, last), _norms(sublayer), x.shape[-1]
     parameters = [norm.gain for norm in norms] + [norm.bias for norm in norms] + [linear.bias for linear in linears]
     for array in parameters:
         if array is not None and not (array.dtype == FLOAT32 and array.flags.carray):
             return f"parameters of float32 {CONTIGUOUS}"
     n_hidden = first.weights.shape[1] // (1 if activation == "gelu" else 2) if activation else last.weights.shape[0]
-    post_norm = norm if sublayer.post_norm is None else sublayer.post_norm
-    shapes = norm.gain.shape, post_norm.gain.shape, first.weights.shape[:1], last.weights.shape
+    gains = [norm.gain.shape for norm in (sublayer.norm, sublayer.post_norm) if norm is not None]
+    shapes = [*gains, first.weights.shape[:1], last.weights.shape]
     biases = [(norm.gain.shape, norm.bias.shape) for norm in norms if norm.bias is not None]
-    if shapes != ((size,), (size,), (size,), (n_hidden, size)) or any(gain != bias for gain, bias in biases):
+    if shapes != [(size,)] * (len(gains) + 1) + [(n_hidden, size)] or any(gain != bias for gain, bias in biases):
         return f"parameters for {size} and {n_hidden} channels, got shapes {shapes}"
     if sublayer.score_options.softcap is not None:
         return MASK_OR_CAP
