@@ -104,7 +104,7 @@ def without_fusing(monkeypatch) -> Callable[[], None]:
         ({"score_cap": 3.0}, 1),
         ({"token_shift": True}, 1),
         ({"norm_placement": "after"}, 0),
-        ({"residual_scale": 0.5}, 0),
+        ({"residual_scale": 0.3}, 2),
         ({"parallel": True}, 0),
     ],
     ids=str,
@@ -338,7 +338,7 @@ def test_mlp_matches_the_reference(kind, activation, norm, n_fused, monkeypatch)
     hidden = 256 if activation == "gelu" else 512
     linears = linear(kind, 256, hidden), linear(kind, 256, 256, False)
     post_norm = norm_of(256, *norm)._replace(unit_offset=True) if activation == "geglu" else None
-    sublayers = Sublayers([Sublayer(norm_of(256, *norm), *linears, activation, post_norm=post_norm)])
+    sublayers = Sublayers([Sublayer(norm_of(256, *norm), *linears, activation, post_norm=post_norm, scale=0.3)])
     assert_close_for_all_threads((normal(1, 256), sublayers, [None]), monkeypatch)
     assert n_fused == [1] * 6
 

@@ -272,8 +272,8 @@ class TransformerBlock(Layer):
             return norm(self._add(x, self._run(part, x, x.dtype, *args)))
         if self.norm_placement == "output":
             norm, post_norm = None, norm
-        fused = FUSED.get(type(part)) if getattr(self, "scale", 1) == 1 else None
-        if fused and (y := fused(x, part, (norm, post_norm), *args)) is not None:
+        fused, scale = FUSED.get(type(part)), getattr(self, "scale", 1)
+        if fused and (y := fused(x, part, (norm, post_norm), scale, *args)) is not None:
             return y
         out = self._run(part, x if norm is None else self._normalize(norm, part, x), x.dtype, *args)
         return self._add(x, out if post_norm is None else post_norm(out))

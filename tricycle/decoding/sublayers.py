@@ -81,8 +81,8 @@ def _activation_name(activation: Any) -> str | None:
     return ("geglu" if is_gated else "gelu") if is_approximate else None
 
 
-def _sublayer(part: Any, norms: Norms, x: Tensor) -> Sublayer | None:
-    """Return the parameters of x + post_norm(part(norm(x))), or None unless all layers are of the basic types."""
+def _sublayer(part: Any, norms: Norms, scale: float, x: Tensor) -> Sublayer | None:
+    """Return the parameters of x + scale * post_norm(part(norm(x))), or None unless all layers are of basic types."""
     sizes = {norm.size for norm in norms if norm is not None}
     if sizes != {x.array.shape[-1]} or not all(map(_is_known, _layers(part, norms))):
         return None  # in the first case the layer raises the error
@@ -90,12 +90,12 @@ def _sublayer(part: Any, norms: Norms, x: Tensor) -> Sublayer | None:
     if type(part) is MLPBlock:
         name = _activation_name(part.activation)
         linears = _linear(part.up), _linear(part.projection)
-        return None if name is None else Sublayer(norm, *linears, name, post_norm=post_norm)
+        return None if name is None else Sublayer(norm, *linears, name, post_norm=post_norm, scale=scale)
     if part.uses_shift or not _has_fitting_norms(part):
         return None
     token, op = _new_token(part), part.attention
     head_norms = None if part.query_norm is None else (_norm(part.query_norm, x), _norm(part.key_norm, x))
-    options = op.score_options(token, token), op.softmax.off_by_one, post_norm, head_norms
+    options = op.score_options(token, token), op.softmax.off_by_one, post_norm, head_norms, scale
     return Sublayer(norm, _linear(part.qkv), _linear(part.projection), "", *options)
 
 
@@ -140,12 +140,14 @@ def _is_token(x: Tensor) -> bool:
     return array.size == array.shape[-1] and type(array) is np.ndarray and array.dtype == FLOAT32 and is_evaluating()
 
 
-def fused_sublayer(x: Tensor, part: Any, norms: Norms, cache: Any = None, mask: Any = None) -> Tensor | None:
-    """Return x + part(norm(x), cache) of one token x (1, 1, C) by one kernel; None unless all layers are basic."""
+def fused_sublayer(
+    x: Tensor, part: Any, norms: Norms, scale: float, cache: Any = None, mask: Any = None
+) -> Tensor | None:
+    """Return x + scale * post_norm(part(norm(x), cache)) of one token by one kernel; None unless layers are basic."""
     has_cache = type(part) is MultiHeadSelfAttention
     if mask is not None or not _is_token(x) or (has_cache and not _has_room(part, cache)):
         return None
-    sublayer = _sublayer(part, norms, x)
+    sublayer = _sublayer(part, norms, scale, x)
     if sublayer is None:
         return None
     state = _new_state(_new_token(part), cache, _rope(part, cache, x)) if has_cache else None
@@ -166,13 +168,13 @@ class _Blocks:
 
     def __init__(self, blocks: Sequence[Any], x: Tensor) -> None:
         self.blocks = list(blocks)
-        pairs = [pair for block in blocks for pair in _pairs(block)] if all(map(_is_plain, blocks)) else []
-        layers = [*blocks, *(layer for part, norms in pairs for layer in _layers(part, norms))]
+        parts = [part for block in blocks for part in _parts(block)] if all(map(_is_plain, blocks)) else []
+        layers = [*blocks, *(layer for part, norms, _ in parts for layer in _layers(part, norms))]
         self._layers = layers
         self._attributes = [vars(layer).values() for layer in layers]  # views, which change with the layers
         self._tensors = [value for values in self._attributes for value in values if isinstance(value, Tensor)]
         self._contents = list(self._read())
-        sublayers = [_sublayer(part, norms, x) for part, norms in pairs]
+        sublayers = [_sublayer(*part, x) for part in parts]
         known = [sublayer for sublayer in sublayers if sublayer is not None]
         self.sublayers = Sublayers(known) if len(known) == 2 * len(self.blocks) else None
         attentions = [block.attention for block in blocks] if self.sublayers else []
@@ -199,19 +201,20 @@ def _rope_key(layer: Any) -> Any:
     return None if rotary is None else (layer.head_size, rotary.base, rotary.fraction, id(rotary.scaling))
 
 
-def _pairs(block: Any) -> list[tuple[Any, Norms]]:
-    """Return the sublayers of a block with their norms."""
+def _parts(block: Any) -> list[tuple[Any, Norms, float]]:
+    """Return the sublayers of a block, each with its norms and the factor of its result."""
     norms = [(block.attention_norm, block.attention_post_norm), (block.mlp_norm, block.mlp_post_norm)]
     if block.norm_placement == "output":
         norms = [(None, norm) for norm, _ in norms]
-    return [*zip((block.attention, block.mlp), norms)]
+    scale = getattr(block, "scale", 1)
+    return [(block.attention, norms[0], scale), (block.mlp, norms[1], scale)]
 
 
 def _is_plain(block: Any) -> bool:
     """Return whether a block is of a basic type, and adds attention and then its MLP as `_sublayer` can describe it."""
     if type(block) not in BLOCKS or not _is_known(block):
         return False
-    return block.norm_placement != "after" and not block.parallel and getattr(block, "scale", 1) == 1
+    return block.norm_placement != "after" and not block.parallel
 
 
 # Cache: valid while `_Blocks.are` returns True; an entry is deleted with the first cache of its text.

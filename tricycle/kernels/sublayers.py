@@ -62,6 +62,7 @@ class Sublayer(NamedTuple):
         off_by_one: whether the softmax is softmax1.
         post_norm: of the result, before the input is added.
         head_norms: of queries and of keys, with gains of (D,), or of (H D,) and (K D,).
+        scale: the factor of what is added to the input.
     """
 
     norm: Norm | None
@@ -72,6 +73,7 @@ class Sublayer(NamedTuple):
     off_by_one: bool = False
     post_norm: Norm | None = None
     head_norms: tuple[Norm, Norm] | None = None
+    scale: float = 1
 
 
 class AttentionState(NamedTuple):
@@ -118,7 +120,8 @@ def run_sublayers(x: Array, sublayers: Sublayers, states: Sequence[AttentionStat
     hidden = sublayer.first(x if sublayer.norm is None else sublayer.norm(x))
     hidden = _activate(hidden, sublayer.activation) if state is None else _attend(hidden, sublayer, state)
     branch = sublayer.last(hidden)
-    return x + (branch if sublayer.post_norm is None else sublayer.post_norm(branch))
+    branch = branch if sublayer.post_norm is None else sublayer.post_norm(branch)
+    return x + (branch if sublayer.scale == 1 else branch * sublayer.scale)
 
 
 def _activate(hidden: Array, activation: str) -> Array:

@@ -38,8 +38,8 @@ LAST = FIRST + N_LINEAR
 OFF_BY_ONE, WINDOW, COS, SIN, N_ANGLES, KEYS, VALUES, N_TOKENS, N_KEY_HEADS, HEAD_SIZE, N_FIELDS = range(
     LAST + N_LINEAR, LAST + N_LINEAR + 11
 )
-# Columns of a table of float64: the scale of scores, and the eps of each norm.
-SCALE, EPS, POST_EPS, QUERY_EPS, KEY_EPS, N_NUMBERS = range(6)
+# Columns of a table of float64: the factors of scores and of the result, and the eps of each norm.
+SCORE_SCALE, SCALE, EPS, POST_EPS, QUERY_EPS, KEY_EPS, N_NUMBERS = range(7)
 
 
 @numba.njit(inline="always")
@@ -127,7 +127,7 @@ def _attend(
         n_key_heads,
         0,
         FLOAT32,
-        np.float32(numbers[SCALE]),
+        np.float32(numbers[SCORE_SCALE]),
         fields[OFF_BY_ONE] != 0,
         attended,
         logsumexp,
@@ -188,6 +188,9 @@ def run_sublayers(
             return waited_again
         if fields[POST_NORM + SIZE]:
             _normalize(branch[0], fields[POST_NORM:QUERY_NORM], numbers[i, POST_EPS])
+        if numbers[i, SCALE] != 1:  # a separate loop, so that LLVM rounds the products before it adds them
+            for j in range(branch.shape[1]):
+                branch[0, j] *= np.float32(numbers[i, SCALE])
         for j in range(x.shape[1]):
             y[0, j] += branch[0, j]
         for pauses in (waited, waited_between, waited_again):

@@ -160,7 +160,7 @@ def _new_table(sublayers: Sublayers) -> _Table:
         fields, score_options = table.fields[i], sublayer.score_options
         fields[loops.KIND] = kinds[sublayer.activation]
         fields[loops.OFF_BY_ONE], fields[loops.WINDOW] = sublayer.off_by_one, score_options.window or 0
-        numbers[i, loops.SCALE] = score_options.scale
+        numbers[i, [loops.SCORE_SCALE, loops.SCALE]] = score_options.scale, sublayer.scale
         for place, norm in enumerate((sublayer.norm, sublayer.post_norm, *(sublayer.head_norms or ()))):
             if norm is not None:
                 start = loops.NORM + place * loops.N_NORM
