@@ -1,6 +1,6 @@
 """Speed of generation compared with other libraries (`python -m benchmarks.generation --model smollm2 --threads 2`).
 
-    --model gpt2                             GPT-2's shape, with random weights
+    --model gpt2                             GPT-2's shape, with random weights; also qwen3 (0.6B), gemma3 (270M)
     --prompts 8000 --new 64 --cache float16  a long context, whose KV cache is read for each token, too
 
 Decoding reads every weight once per token, so memory bandwidth bounds its speed. Peak is the measured bandwidth of a
@@ -64,17 +64,57 @@ SIDES = [
     *(Side(f"llama.cpp {name}", "llama.cpp", name, bits) for name, bits in GGUF_BITS.items()),
 ]
 MODULE = "benchmarks.generation_workers"
-GPT2 = ModelConfig()
+# Fields of Qwen 3 and Gemma 3.
+BOTH: dict[str, Any] = {"norm": "rms_norm", "positions": "rotary", "bias": False, "qk_norm": True, "qk_norm_gain": True}
+RANDOM_MODELS = {  # by name, the shapes of published models
+    "gpt2": ModelConfig(),
+    "qwen3": ModelConfig(
+        vocab_size=151_936,
+        context_window=4096,
+        embedding_dim=1024,
+        n_heads=16,
+        n_layers=28,
+        n_key_heads=8,
+        head_size=128,
+        hidden_size=3072,
+        activation="swiglu",
+        norm_eps=1e-6,
+        rotary_base=1_000_000,
+        **BOTH,
+    ),
+    "gemma3": ModelConfig(
+        vocab_size=262_144,
+        context_window=4096,
+        embedding_dim=640,
+        n_heads=4,
+        n_layers=18,
+        n_key_heads=1,
+        head_size=256,
+        hidden_size=2048,
+        gated=True,
+        norm_eps=1e-6,
+        norm_unit_offset=True,
+        norm_placement="both",
+        window=512,
+        full_layers=(5, 11, 17),
+        rotary_base=1_000_000,
+        rotary_local_base=10_000,
+        embedding_scale=640**0.5,
+        **BOTH,
+    ),
+}
 
 
 def load_model(name: str) -> tuple[GPT, Any]:
-    """Return (model, tokenizer or None): random weights for "gpt2" or a key of SHAPES, else a pretrained model.
+    """Return (model, tokenizer or None): random weights for RANDOM_MODELS and SHAPES, else a pretrained model.
 
     Models with random weights have a byte tokenizer, because llama.cpp requires one, or None if the vocabulary is too
     small.
     """
-    if name == "gpt2" or name in SHAPES:
-        config = GPT2 if name == "gpt2" else ModelConfig(**model_fields(asdict(SHAPES[name])))
+    config = RANDOM_MODELS.get(name)
+    if config is None and name in SHAPES:
+        config = ModelConfig(**model_fields(asdict(SHAPES[name])))
+    if config is not None:
         byte_tokeniser = BPETokeniser.from_tokens([*(bytes([value]) for value in range(256)), b"th"], split="gpt2")
         return GPT(config), byte_tokeniser if byte_tokeniser.n_vocab <= config.vocab_size else None
     from tricycle.pretrained import load
@@ -200,7 +240,7 @@ def has_16_bit_cache(name: str, cache: str) -> bool:
 def main() -> None:
     """Parse sys.argv, measure all sides, and print a table of tokens/s, fraction of peak, equal tokens and MB."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="name for `pretrained.load`, gpt2 or a shape (random)")
+    parser.add_argument("--model", default="smollm2", help="name for `pretrained.load`, or of a shape (random)")
     parser.add_argument("--sides", nargs="*", choices=[side.name for side in SIDES], help="default: all installed")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
     parser.add_argument(
