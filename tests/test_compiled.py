@@ -75,7 +75,7 @@ def test_compilation_is_announced_once_on_a_terminal(tmp_path, monkeypatch, caps
     monkeypatch.setattr(loader, "__file__", str(tmp_path / "loader.py"))
     monkeypatch.setattr(loader, "_discard_stale_code", lambda: None)
     monkeypatch.setattr(loader, "import_module", lambda name: None)
-    announced = "note: Numba compiles kernels for this processor, once, which takes some seconds\n"
+    announced = "note: Numba compiles kernels for this processor, once, which takes up to a minute\n"
     kept = tmp_path / "__pycache__"
     kept.mkdir()
     for is_terminal, names, expected in (

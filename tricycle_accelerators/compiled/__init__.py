@@ -2,7 +2,7 @@
 
 They are for what a token asks for between its products, where each call of NumPy costs more than what it computes; for
 steps of training that NumPy goes through memory for several times; and for products that BLAS makes below the rate of
-the processor. They come with `pip install 'tricycle-gpt[numba]'`. Compiling takes some seconds once; what comes of it
+the processor. They come with `pip install 'tricycle-gpt[numba]'`. Compiling takes up to a minute once; what comes of it
 is kept beside the files, or in the user's cache where these cannot be written to. Nothing is imported or compiled
 before the first call.
 """

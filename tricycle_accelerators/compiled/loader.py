@@ -64,7 +64,7 @@ def _has_machine_code(folder: Path, name: str) -> bool:
 def _announce_compilation() -> None:
     """Print to a terminal that the caller waits for the compiler."""
     if sys.stderr is not None and sys.stderr.isatty():
-        print("note: Numba compiles kernels for this processor, once, which takes some seconds", file=sys.stderr)
+        print("note: Numba compiles kernels for this processor, once, which takes up to a minute", file=sys.stderr)
 
 
 # Cache: done once in a process.
