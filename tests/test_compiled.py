@@ -99,8 +99,19 @@ def test_all_loops_can_be_compiled_ahead(monkeypatch, capsys):
     assert loaded - helpers == {*ahead.MODULES, *ahead.AMX_MODULES}
     monkeypatch.setattr(ahead, "MODULES", ("loops",))
     monkeypatch.setattr(ahead, "AMX_MODULES", ())
+    monkeypatch.setattr(ahead, "ATTENTION", ())
     command.main()
     assert re.fullmatch(r"loops +\d+\.\d s\n", capsys.readouterr().out)
+
+
+def test_loops_of_attention_for_training_can_be_compiled_ahead(monkeypatch):
+    loops = load_loops("attention_loops")
+    for function in ahead.ATTENTION:
+        calls = []
+        monkeypatch.setattr(loops, function, lambda *kind, calls=calls: calls.append(kind))
+        assert ahead.compile_loops(function)[0] == function
+        kinds = [(dtype, narrow) for narrow in (False, True) for dtype in attention.operand_dtypes(narrow, 4096)]
+        assert calls == [(*kind, False) for kind in kinds] and len({narrow for _, narrow in kinds}) == 2
 
 
 @pytest.mark.parametrize("factor", [None, 0.3, 0.0, np.float32(np.nan)])

@@ -356,13 +356,13 @@ def _run(
     """
     loops = load_loops("attention_loops")
     memory = buffers.empty((-(-loops.memory_bytes(*sizes) // 8),), np.int64)  # in large pages where it has a megabyte
-    for dtype in _operand_dtypes(narrow, sizes[0]):
+    for dtype in operand_dtypes(narrow, sizes[0]):
         loop = getattr(loops, name)(dtype, narrow, narrow_results)
         if loop(*arguments, np.zeros(1, dtype), memory):
             return
 
 
-def _operand_dtypes(narrow: bool, n_keys: int) -> list[str]:
+def operand_dtypes(narrow: bool, n_keys: int) -> list[str]:
     """Return dtypes of operands of products in the order in which they are tried, the last for all numbers.
 
     They are "u4" for pairs of bfloat16, "i4" for parts of float32, by AMX alone, which infinity does not have, and
