@@ -46,11 +46,16 @@ def _parameters_decline_reason(x: np.ndarray, sublayer: Sublayer) -> str | None:
     for array in parameters:
         if array is not None and not (array.dtype == FLOAT32 and array.flags.carray):
             return f"parameters of float32 {CONTIGUOUS}"
-    n_hidden = first.weights.shape[1] // (1 if activation == "gelu" else 2) if activation else last.weights.shape[0]
+    n_hidden, n_first = (
+        last.weights.shape[0],
+        first.weights.shape[1],
+    )  # of attention `_memory_decline_reason` knows more
+    if activation:
+        n_first = n_hidden * (1 if activation == "gelu" else 2)
     gains = [norm.gain.shape for norm in (sublayer.norm, sublayer.post_norm) if norm is not None]
-    shapes = [*gains, first.weights.shape[:1], last.weights.shape]
+    shapes = [*gains, first.weights.shape, last.weights.shape]
     biases = [(norm.gain.shape, norm.bias.shape) for norm in norms if norm.bias is not None]
-    if shapes != [(size,)] * (len(gains) + 1) + [(n_hidden, size)] or any(gain != bias for gain, bias in biases):
+    if shapes != [(size,)] * len(gains) + [(size, n_first), (n_hidden, size)] or any(a != b for a, b in biases):
         return f"parameters for {size} and {n_hidden} channels, got shapes {shapes}"
     if sublayer.score_options.softcap is not None:
         return MASK_OR_CAP
