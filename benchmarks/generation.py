@@ -64,13 +64,20 @@ SIDES = [
     *(Side(f"llama.cpp {name}", "llama.cpp", name, bits) for name, bits in GGUF_BITS.items()),
 ]
 MODULE = "benchmarks.generation_workers"
-# Fields of Qwen 3 and Gemma 3.
-BOTH: dict[str, Any] = {"norm": "rms_norm", "positions": "rotary", "bias": False, "qk_norm": True, "qk_norm_gain": True}
+QWEN3_AND_GEMMA3: dict[str, Any] = {  # fields of both configs
+    "context_window": 4096,
+    "norm": "rms_norm",
+    "norm_eps": 1e-6,
+    "qk_norm": True,
+    "qk_norm_gain": True,
+    "positions": "rotary",
+    "rotary_base": 1_000_000,
+    "bias": False,
+}
 RANDOM_MODELS = {  # by name, the shapes of published models
     "gpt2": ModelConfig(),
     "qwen3": ModelConfig(
         vocab_size=151_936,
-        context_window=4096,
         embedding_dim=1024,
         n_heads=16,
         n_layers=28,
@@ -78,13 +85,10 @@ RANDOM_MODELS = {  # by name, the shapes of published models
         head_size=128,
         hidden_size=3072,
         activation="swiglu",
-        norm_eps=1e-6,
-        rotary_base=1_000_000,
-        **BOTH,
+        **QWEN3_AND_GEMMA3,
     ),
     "gemma3": ModelConfig(
         vocab_size=262_144,
-        context_window=4096,
         embedding_dim=640,
         n_heads=4,
         n_layers=18,
@@ -92,15 +96,13 @@ RANDOM_MODELS = {  # by name, the shapes of published models
         head_size=256,
         hidden_size=2048,
         gated=True,
-        norm_eps=1e-6,
         norm_unit_offset=True,
         norm_placement="both",
         window=512,
         full_layers=(5, 11, 17),
-        rotary_base=1_000_000,
         rotary_local_base=10_000,
         embedding_scale=640**0.5,
-        **BOTH,
+        **QWEN3_AND_GEMMA3,
     ),
 }
 

@@ -359,8 +359,8 @@ def test_attention_matches_the_reference(kind, n_rotated, window, off_by_one, no
     rope = (np.cos(angles), np.sin(angles)) if n_rotated else None
     cached = normal(1, 160, 2, 64, seed=8), normal(1, 160, 2, 64, seed=9)
     linears = linear(kind, 256, 8 * 64), linear(kind, 256, 256, seed=2)
-    head_norms = sizes and tuple(norm_of(size, *norm)._replace(unit_offset=True, eps=0.1) for size in sizes)
-    options = ScoreOptions(0.125, 0, window), off_by_one, norm_of(256, *norm) if sizes else None, head_norms
+    qk_norms = sizes and tuple(norm_of(size, *norm)._replace(unit_offset=True, eps=0.1) for size in sizes)
+    options = ScoreOptions(0.125, 0, window), off_by_one, norm_of(256, *norm) if sizes else None, qk_norms
     attention = Sublayer(norm_of(256, *norm), *linears, "", *options)
     arguments = normal(1, 256), Sublayers([attention]), [AttentionState(rope, *cached, 150)]
     written = [array[0, 149].copy() for array in cached]
@@ -450,9 +450,9 @@ def test_mlp_declines_with_a_reason(x, changes, phrase):
     ],
 )
 def test_attention_declines_with_a_reason(changes, options, phrase):
-    head_norms = tuple(norm_of(size, False, False) for size in changes.get("norms", ())) or None
+    qk_norms = tuple(norm_of(size, False, False) for size in changes.get("norms", ())) or None
     state = AttentionState(None, *CACHED, 5)._replace(**{key: changes[key] for key in changes if key != "norms"})
-    attention = ATTENTION._replace(score_options=options, head_norms=head_norms)
+    attention = ATTENTION._replace(score_options=options, qk_norms=qk_norms)
     arguments = ROW, Sublayers([MLP, attention]), [None, state]
     reason = sublayers.run_sublayers.decline_reason(*arguments)
     assert reason is None if phrase is None else re.search(phrase, reason)

@@ -94,8 +94,8 @@ def _sublayer(part: Any, norms: Norms, scale: float, x: Tensor) -> Sublayer | No
     if part.uses_shift or not _has_fitting_norms(part):
         return None
     token, op = _new_token(part), part.attention
-    head_norms = None if part.query_norm is None else (_norm(part.query_norm, x), _norm(part.key_norm, x))
-    options = op.score_options(token, token), op.softmax.off_by_one, post_norm, head_norms, scale
+    qk_norms = None if part.query_norm is None else (_norm(part.query_norm, x), _norm(part.key_norm, x))
+    options = op.score_options(token, token), op.softmax.off_by_one, post_norm, qk_norms, scale
     return Sublayer(norm, _linear(part.qkv), _linear(part.projection), "", *options)
 
 
@@ -211,7 +211,7 @@ def _parts(block: Any) -> list[tuple[Any, Norms, float]]:
 
 
 def _is_plain(block: Any) -> bool:
-    """Return whether a block is of a basic type, and adds attention and then its MLP as `_sublayer` can describe it."""
+    """Return whether a block is of a basic type, and adds attention, then its MLP, without a norm of their sums."""
     if type(block) not in BLOCKS or not _is_known(block):
         return False
     return block.norm_placement != "after" and not block.parallel

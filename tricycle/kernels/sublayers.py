@@ -61,7 +61,7 @@ class Sublayer(NamedTuple):
         score_options: of attention; the offset is not used, for the token is the last one.
         off_by_one: whether the softmax is softmax1.
         post_norm: of the result, before the input is added.
-        head_norms: of queries and of keys, with gains of (D,), or of (H D,) and (K D,).
+        qk_norms: of queries and of keys, with gains of (D,), or of (H D,) and (K D,).
         scale: the factor of what is added to the input.
     """
 
@@ -72,7 +72,7 @@ class Sublayer(NamedTuple):
     score_options: ScoreOptions = ScoreOptions(1.0)
     off_by_one: bool = False
     post_norm: Norm | None = None
-    head_norms: tuple[Norm, Norm] | None = None
+    qk_norms: tuple[Norm, Norm] | None = None
     scale: float = 1
 
 
@@ -139,7 +139,7 @@ def _attend(qkv: Array, sublayer: Sublayer, state: AttentionState) -> Array:
     n_key_heads, head_size = keys.shape[2:]
     heads = qkv.reshape(1, 1, -1, head_size)
     queries_and_keys = heads[:, :, : -2 * n_key_heads], heads[:, :, -2 * n_key_heads : -n_key_heads]
-    for norm, part in zip(sublayer.head_norms or (), queries_and_keys):
+    for norm, part in zip(sublayer.qk_norms or (), queries_and_keys):
         part[...] = norm(part.reshape(-1, len(norm.gain))).reshape(part.shape)
     if rope is not None:
         n_channels, rotated = 2 * rope[0].shape[1], heads[:, :, :-n_key_heads, :]

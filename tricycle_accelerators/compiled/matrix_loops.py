@@ -17,8 +17,8 @@ from tricycle_accelerators.compiled.tiles import ROWS as ROWS
 from tricycle_accelerators.compiled.tiles import (
     VECTORS,
     aligned_zeros,
+    copy_rows,
     multiply,
-    pack_left,
     pack_right,
     pack_right_transposed,
     round_up_to_lanes,
@@ -85,7 +85,7 @@ def multiply_large(a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarr
     n_parts = (n_inner + STEPS - 1) // STEPS
     for part in range(n_parts):
         start, stop = n_inner * part // n_parts, n_inner * (part + 1) // n_parts
-        pack_left(a[n_whole:, start:stop], last_left)
+        copy_rows(a[n_whole:, start:stop], last_left)
         for first in range(0, n_columns, N_PANELS * PANEL):
             columns = slice(first, min(n_columns, first + N_PANELS * PANEL))
             right = panels[: (columns.stop - first + PANEL - 1) // PANEL]
@@ -96,6 +96,6 @@ def multiply_large(a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarr
                 _multiply_panels(a[rows, start:stop], right, shifts, out[rows, columns], start > 0)
             if n_whole < n_rows:
                 tile = last_out[:, : columns.stop - first]
-                pack_left(out[n_whole:, columns], tile)
+                copy_rows(out[n_whole:, columns], tile)
                 _multiply_panels(last_left[:, : stop - start], right, shifts, tile, start > 0)
-                pack_left(tile[: n_rows - n_whole], out[n_whole:, columns])
+                copy_rows(tile[: n_rows - n_whole], out[n_whole:, columns])

@@ -33,15 +33,16 @@ def _matrix_decline_reason(x: np.ndarray, matrix: Any) -> str | None:
     return vector_matmul.matrix_decline_reason(matrix)
 
 
-def _norms(sublayer: Sublayer) -> list[Norm]:
-    """Return the norms of a sublayer."""
-    return [norm for norm in (sublayer.norm, sublayer.post_norm, *(sublayer.head_norms or ())) if norm is not None]
+def _norms(sublayer: Sublayer) -> list[Norm | None]:
+    """Return the norms of a sublayer in the order of the loops' table: of input, result, queries and keys."""
+    return [sublayer.norm, sublayer.post_norm, *(sublayer.qk_norms or ())]
 
 
 def _parameters_decline_reason(x: np.ndarray, sublayer: Sublayer) -> str | None:
     """Return why the loops cannot use the parameters of a sublayer for a row x; else None."""
     _, first, last, activation, *_ = sublayer
-    linears, norms, size = (first, last), _norms(sublayer), x.shape[-1]
+    linears, size = (first, last), x.shape[-1]
+    norms = [norm for norm in _norms(sublayer) if norm is not None]
     parameters = [norm.gain for norm in norms] + [norm.bias for norm in norms] + [linear.bias for linear in linears]
     for array in parameters:
         if array is not None and not (array.dtype == FLOAT32 and array.flags.carray):
@@ -77,7 +78,7 @@ def _memory_decline_reason(sublayer: Sublayer, keys: np.ndarray, values: np.ndar
     n_hidden = sublayer.first.weights.shape[1] - 2 * n_key_heads * size
     if n_hidden <= 0 or n_hidden % (n_key_heads * size) or n_hidden != sublayer.last.weights.shape[0]:
         return f"queries that fit keys {shape}"
-    for norm, n_channels in zip(sublayer.head_norms or (), (n_hidden, n_key_heads * size)):
+    for norm, n_channels in zip(sublayer.qk_norms or (), (n_hidden, n_key_heads * size)):
         if norm.gain.shape not in ((size,), (n_channels,)):
             return f"norms for {size} or {n_channels} channels, got {norm.gain.shape}"
     return None
@@ -166,7 +167,7 @@ def _new_table(sublayers: Sublayers) -> _Table:
         fields[loops.KIND] = kinds[sublayer.activation]
         fields[loops.OFF_BY_ONE], fields[loops.WINDOW] = sublayer.off_by_one, score_options.window or 0
         numbers[i, [loops.SCORE_SCALE, loops.SCALE]] = score_options.scale, sublayer.scale
-        for place, norm in enumerate((sublayer.norm, sublayer.post_norm, *(sublayer.head_norms or ()))):
+        for place, norm in enumerate(_norms(sublayer)):
             if norm is not None:
                 start = loops.NORM + place * loops.N_NORM
                 fields[start : start + loops.N_NORM] = _describe_norm(norm)

@@ -274,7 +274,7 @@ def n_inner_steps(n: Any, like: Any) -> Any:
 
 
 @inner_function()
-def _copy(x: np.ndarray, out: np.ndarray) -> None:
+def copy_rows(x: np.ndarray, out: np.ndarray) -> None:
     """Write x into the top left corner of `out`, converted to float32."""
     for i in range(x.shape[0]):
         row, new = contiguous_row(x, i), contiguous_row(out, i)
@@ -322,7 +322,7 @@ def pack_left(x: Any, out: Any) -> Any:
         return pairs
     if out.dtype == types.int32:
         return lambda x, out: _split_rows(x, out)
-    return lambda x, out: _copy(x, out)
+    return lambda x, out: copy_rows(x, out)
 
 
 @overload_by_types
@@ -346,7 +346,7 @@ def pack_right(x: Any, out: Any) -> Any:
         return pairs
     if out.dtype == types.int32:
         return lambda x, out: _split_row_pairs(x, out)
-    return lambda x, out: _copy(x, out)
+    return lambda x, out: copy_rows(x, out)
 
 
 @intrinsic

@@ -192,7 +192,7 @@ def _make_multiply_rows(kind: int) -> Any:
         _make_write_products(kind, *sizes) for sizes in ((1, 1), (2, 1), (4, 1), (4, 2))
     )
 
-    @inner_function(fastmath={"contract"})
+    @inner_function()
     def multiply_rows(box: Any, start: int, stop: int) -> None:
         n_x, stride = box[N_X], box[STRIDE]
         for n in range(0, n_x - 3, 4):
