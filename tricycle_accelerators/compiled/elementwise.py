@@ -21,7 +21,7 @@ CONTIGUOUS = "in one piece, aligned and not read-only"
 
 
 def few_rows_decline_reason(x: np.ndarray) -> str | None:
-    """Return why x is not 1 to FEW_ROWS contiguous float32 rows; None if it is (called below MIN_SIZE elements only).
+    """Return why x is not 1 to FEW_ROWS rows of float32; None if it is (called below MIN_SIZE elements only).
 
     In generation a NumPy call takes longer than its work. The caller has checked that the array has fewer than
     MIN_SIZE elements.
@@ -30,13 +30,13 @@ def few_rows_decline_reason(x: np.ndarray) -> str | None:
         return "no rows"
     if x.size > FEW_ROWS * x.shape[-1]:
         return f"{TOO_SMALL} with more than {FEW_ROWS} rows"
-    if x.dtype != FLOAT32:
-        return f"few rows of float32 alone, got {x.dtype}"
-    return None if x.flags.carray else CONTIGUOUS
+    return None if x.dtype == FLOAT32 else f"few rows of float32 alone, got {x.dtype}"
 
 
-def large_array_decline_reason(*arrays: np.ndarray, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> str | None:
-    """Return why arrays are small (by the first), of mixed dtypes, not of `dtypes` or not C-contiguous, or None."""
+def large_array_decline_reason(
+    *arrays: np.ndarray, dtypes: tuple[str, ...] = ("float32", "bfloat16"), contiguous: bool = True
+) -> str | None:
+    """Return why arrays are small (by the first), of mixed dtypes, not of `dtypes` or not `contiguous`, or None."""
     if arrays[0].size < MIN_SIZE:
         return TOO_SMALL
     dtype = arrays[0].dtype
@@ -45,9 +45,14 @@ def large_array_decline_reason(*arrays: np.ndarray, dtypes: tuple[str, ...] = ("
     for array in arrays:
         if array.dtype != dtype:
             return f"one dtype, got {dtype} and {array.dtype}"
-        if not array.flags.carray:
+        if contiguous and not array.flags.carray:
             return CONTIGUOUS
     return None
+
+
+def as_contiguous(array: np.ndarray) -> np.ndarray:
+    """Return the array, or a copy of one that is not C-contiguous, aligned and writable, such as half of each row."""
+    return array if array.flags.carray else array.copy()
 
 
 def view_for_loops(array: np.ndarray) -> np.ndarray:
@@ -56,26 +61,28 @@ def view_for_loops(array: np.ndarray) -> np.ndarray:
 
 
 def _over_numbers(loop: Any, *arrays: np.ndarray) -> Any:
-    """Return a new array: an elementwise loop applied to arrays of one shape, in chunks by threads."""
-    flat = [view_for_loops(array).reshape(-1) for array in arrays]
-    result = buffers.empty(flat[0].shape, flat[0].dtype)
-    pieces = chunks.row_chunks(result.size)
-    threads.parallel_for(lambda part: loop(*(x[part] for x in flat), result[part]), pieces, calls_blas=False)
-    return result.reshape(arrays[0].shape).view(arrays[0].dtype)
+    """Return a new array: a loop over vectors applied to all numbers of arrays of one shape, in chunks by threads."""
+    is_contiguous = all(array.flags.carray for array in arrays)
+    rows = [array.reshape(-1, 1 if is_contiguous else array.shape[-1]) for array in arrays]
+    result = _over_rows(lambda *parts: loop(*(part.reshape(-1) for part in parts)), rows, rows[0].shape[1])
+    return result.reshape(arrays[0].shape)
 
 
 def _over_rows(loop: Any, arrays: Sequence[np.ndarray], size: int) -> Any:
     """Return a new array (..., size): a loop applied to the rows of arrays (..., C), in chunks by threads."""
     rows = [view_for_loops(array).reshape(-1, array.shape[-1]) for array in arrays]
     result = buffers.empty((len(rows[0]), size), rows[0].dtype)
-    pieces = chunks.row_chunks(len(result), 2 * size)
-    threads.parallel_for(lambda part: loop(*(x[part] for x in rows), result[part]), pieces, calls_blas=False)
+
+    def work(part: slice) -> None:
+        loop(*(as_contiguous(x[part]) for x in rows), result[part])
+
+    threads.parallel_for(work, chunks.row_chunks(len(result), rows[-1].shape[1]), calls_blas=False)
     return result.reshape(*arrays[0].shape[:-1], size).view(arrays[0].dtype)
 
 
 def _rows_decline_reason(x: np.ndarray) -> str | None:
     """Return why x is declined: `few_rows_decline_reason` if small, else `large_array_decline_reason`."""
-    return few_rows_decline_reason(x) if x.size < MIN_SIZE else large_array_decline_reason(x)
+    return few_rows_decline_reason(x) if x.size < MIN_SIZE else large_array_decline_reason(x, contiguous=False)
 
 
 @decline_when(_rows_decline_reason)
@@ -87,8 +94,8 @@ def gelu(x: np.ndarray) -> Any:
 def _gelu(x: np.ndarray) -> Any:
     """Return GELU of x as a new array, in this thread if x is small, else in threads."""
     if x.size < MIN_SIZE:
-        y = np.empty_like(x)
-        load_loops("loops").gelu(x.reshape(-1), y.reshape(-1))
+        y = np.empty(x.shape, FLOAT32)
+        load_loops("loops").gelu(as_contiguous(x).reshape(-1), y.reshape(-1))
         return y
     return _over_numbers(load_loops("loops").gelu, x)
 
@@ -101,7 +108,9 @@ def gelu_with_derivative(x: np.ndarray) -> Any:
 
 def _gelu_backward_decline_reason(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> str | None:
     """Return why the loop cannot run: a stored slope, or arrays that are small or do not fit; else None."""
-    return "a slope that was kept" if slope is not None or x is None else large_array_decline_reason(grad, x)
+    if slope is not None or x is None:
+        return "a slope that was kept"
+    return large_array_decline_reason(grad, x, contiguous=False)
 
 
 @decline_when(_gelu_backward_decline_reason)
@@ -115,26 +124,26 @@ def swiglu(x: np.ndarray) -> Any:
     """Return SwiGLU a * silu(b) of x = [a, b] (..., 2 C) as (..., C), in the dtype of x, by Numba loops."""
     if x.size < MIN_SIZE:
         y = buffers.empty((*x.shape[:-1], x.shape[-1] // 2), FLOAT32)
-        load_loops("loops").swiglu(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
+        load_loops("loops").swiglu(as_contiguous(x).reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
         return y
     return _over_rows(load_loops("loops").swiglu, [x], x.shape[-1] // 2)
 
 
 def _softmax_decline_reason(x: np.ndarray, off_by_one: bool = False) -> str | None:
-    """Return why x is not 1 to FEW_ROWS contiguous float32 rows of fewer than MIN_SIZE elements; None if it is."""
+    """Return why x is not 1 to FEW_ROWS float32 rows of fewer than MIN_SIZE elements; None if it is."""
     return few_rows_decline_reason(x) if x.size < MIN_SIZE else f"{MIN_SIZE} elements or more"
 
 
 @decline_when(_softmax_decline_reason)
 def softmax(x: np.ndarray, off_by_one: bool = False) -> Any:
     """Return softmax (softmax1 if `off_by_one`) over the last axis of a few rows, such as a router's, by Numba."""
-    y = np.empty_like(x)
-    rows = x.reshape(-1, x.shape[-1])
+    y = np.empty(x.shape, FLOAT32)
+    rows = as_contiguous(x).reshape(-1, x.shape[-1])
     load_loops("loops").softmax(rows, y.reshape(rows.shape), off_by_one)
     return y
 
 
-@decline_when(lambda grad, x: large_array_decline_reason(grad, x))
+@decline_when(lambda grad, x: large_array_decline_reason(grad, x, contiguous=False))
 def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
     """Return the gradient of x = [a, b] (..., 2 C) from `grad` (..., C) of SwiGLU a * silu(b), by Numba loops."""
     return _over_rows(load_loops("training_loops").swiglu_backward, [grad, x], x.shape[-1])

@@ -12,6 +12,7 @@ from tricycle_accelerators.compiled.elementwise import (
     FLOAT32,
     MIN_SIZE,
     TOO_SMALL,
+    as_contiguous,
     few_rows_decline_reason,
     view_for_loops,
 )
@@ -24,13 +25,13 @@ RMS_NORM_DTYPES = LAYER_NORM_DTYPES | {("bfloat16", "bfloat16")}
 
 
 def _large_decline_reason(x: np.ndarray, other: Any, subtract_mean: bool) -> str | None:
-    """Return why no loop for many rows runs (x small or not contiguous, dtypes not allowed for this norm), or None."""
+    """Return why no loop for many rows runs (x small, dtypes not allowed for this norm), or None."""
     if x.size < MIN_SIZE:
         return TOO_SMALL
     dtypes = x.dtype.name, x.dtype.name if other is None else np.dtype(other).name
     if dtypes not in (LAYER_NORM_DTYPES if subtract_mean else RMS_NORM_DTYPES):
         return f"rows of {dtypes[0]} with results or gradients of {dtypes[1]}"
-    return None if x.flags.carray else f"rows {CONTIGUOUS}"
+    return None
 
 
 def _float32_decline_reason(*statistics: np.ndarray | None) -> str | None:
@@ -67,11 +68,12 @@ def layer_norm(
     means, scales = np.zeros((2, len(rows)), np.float32)
 
     def work(piece: slice) -> None:
+        old = as_contiguous(rows[piece])
         if subtract_mean:
             shift = np.zeros_like(gain) if bias is None else bias
-            load_loops("loops").layer_norm(rows[piece], gain, shift, eps, out[piece], means[piece], scales[piece])
+            load_loops("loops").layer_norm(old, gain, shift, eps, out[piece], means[piece], scales[piece])
         else:
-            load_loops("loops").rms_norm(rows[piece], gain, eps, out[piece], scales[piece])
+            load_loops("loops").rms_norm(old, gain, eps, out[piece], scales[piece])
 
     threads.parallel_for(work, chunks.row_chunks(*rows.shape), calls_blas=False)
     statistics = (*x.shape[:-1], 1)
@@ -83,7 +85,7 @@ def _normalize_few_rows(
 ) -> Any:
     """Return `layer_norm`'s output, means and 1 / deviations of a few float32 rows, computed in this thread."""
     shape = x.shape
-    rows = x.reshape(-1, shape[-1])
+    rows = as_contiguous(x).reshape(-1, shape[-1])
     y = np.empty(rows.shape, FLOAT32)
     means, scales = np.zeros(len(rows), FLOAT32), np.empty(len(rows), FLOAT32)
     if subtract_mean:
@@ -98,8 +100,7 @@ def _layer_norm_backward_decline_reason(
     grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, subtract_mean: bool
 ) -> str | None:
     """Return why the loop cannot run: x is small, or dtypes or memory order do not fit; else None."""
-    why = _large_decline_reason(x, grad.dtype, subtract_mean) or _float32_decline_reason(gain, mean, scale)
-    return why if why or grad.flags.carray else f"a gradient {CONTIGUOUS}"
+    return _large_decline_reason(x, grad.dtype, subtract_mean) or _float32_decline_reason(gain, mean, scale)
 
 
 @decline_when(_layer_norm_backward_decline_reason)
@@ -113,13 +114,12 @@ def layer_norm_backward(
 
     def work(piece: slice) -> np.ndarray:
         sums = np.zeros((2, rows.shape[1]), np.float32)
+        slope, old = as_contiguous(slopes[piece]), as_contiguous(rows[piece])
         if subtract_mean:
             compute = load_loops("training_loops").layer_norm_backward
-            compute(slopes[piece], rows[piece], gain, means[piece], scales[piece], out[piece], sums)
+            compute(slope, old, gain, means[piece], scales[piece], out[piece], sums)
         else:
-            load_loops("training_loops").rms_norm_backward(
-                slopes[piece], rows[piece], gain, scales[piece], out[piece], sums
-            )
+            load_loops("training_loops").rms_norm_backward(slope, old, gain, scales[piece], out[piece], sums)
         return sums
 
     dgain, dbias = chunks.sum_over_chunks(work, chunks.row_chunks(*rows.shape), calls_blas=False)
