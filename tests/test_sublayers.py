@@ -1,4 +1,4 @@
-"""Fused sublayers for one token: the same bits as separate layers, the kernels against the reference, and fallbacks."""
+"""Fused sublayers for a few tokens: bits of separate layers, the kernels against the reference, and fallbacks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import pytest
 from test_quantized_blocks import block_rows
 
 from tricycle import blocks, models
+from tricycle.attention.cache import KeyValueCache
 from tricycle.configs import ModelConfig
 from tricycle.debug import use_reference
+from tricycle.decoding.ragged import next_logits
 from tricycle.finetuning.lora import Adapter, LoRAConfig, LoRATarget, LowRankUpdate
-from tricycle.kernels import ScoreOptions
+from tricycle.kernels import FEW_ROWS, ScoreOptions
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle.kernels.sublayers import AttentionState, Linear, Norm, Sublayer, Sublayers, run_sublayers
@@ -23,14 +25,14 @@ from tricycle.layers import RMSNorm
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.weights import quantize, set_memory_order
-from tricycle_accelerators import compiled, threads
+from tricycle_accelerators import compiled, matmul_plan, threads
 from tricycle_accelerators.compiled import sublayers
 from tricycle_accelerators.compiled.loader import load_loops
 
 SIZES = {"vocab_size": 97, "embedding_dim": 64, "n_heads": 4, "n_layers": 2, "context_window": 64}
 LLAMA = {"activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bias": False}
 GEMMA = {**LLAMA, "activation": "gelu", "gated": True, "norm_placement": "both", "norm_unit_offset": True}
-N_PROMPT, N_NEW = 10, 20
+N_PROMPT, N_NEW = 20, 20  # more tokens in a prompt than are fused
 
 needs_numba = pytest.mark.skipif(not compiled.is_available(), reason="needs Numba")
 
@@ -82,7 +84,89 @@ def without_fusing(monkeypatch) -> Callable[[], None]:
     return stop
 
 
+def decoded_together(model: GPT, n_new: list[int]) -> list[np.ndarray]:
+    """Return the logits of steps in which texts of different lengths each read some new tokens, those of `n_new`."""
+    draw = np.random.default_rng(2)
+    caches = [model.new_caches() for _ in n_new]
+    for i, of_text in enumerate(caches):
+        next_logits(model, [draw.integers(0, SIZES["vocab_size"], N_PROMPT + i).tolist()], [of_text])
+    steps = [[draw.integers(0, SIZES["vocab_size"], n).tolist() for n in n_new] for _ in range(2)]
+    return [next_logits(model, tokens, caches, every=True) for tokens in steps]
+
+
 # -------------------------------------------------------------------- models
+@needs_numba
+@pytest.mark.parametrize("n_new", [[1, 1, 1], [2, 3], [5], [1] * 7, [1] * FEW_ROWS], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [LLAMA, {"window": 7}, {**GEMMA, "qk_norm": True, "qk_norm_gain": True, "qk_norm_per_head": False}],
+    ids=["llama", "window", "gemma"],
+)
+@pytest.mark.parametrize("weights", ["float32", "int8", "bfloat16"])
+def test_texts_together_have_the_same_bits_as_from_separate_layers(
+    weights, fields, n_new, n_fused, without_fusing, monkeypatch
+):
+    monkeypatch.setattr(matmul_plan, "MIN_VECTORS_BYTES", 0)
+    model = new_model(weights, **fields)
+    fused = decoded_together(model, n_new)
+    assert n_fused == [4] * 2
+    without_fusing()
+    for logits, expected in zip(fused, decoded_together(model, n_new), strict=True):
+        np.testing.assert_array_equal(logits, expected)
+
+
+@needs_numba
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("n_new", "is_fused"),
+    [([1] * 17, True), ([8] * 8, True), ([8] * 8 + [1], False), ([17, 1], False)],
+    ids=["17 texts", "64 tokens", "65 tokens", "17 tokens of a text"],
+)
+def test_more_than_few_rows_are_fused_in_float32_up_to_64_tokens(n_new, is_fused, precision, n_fused, without_fusing):
+    model = new_model("int8", **LLAMA).use_precision(precision)
+    fused = decoded_together(model, n_new)
+    assert n_fused == ([4] * 2 if is_fused and precision == "float32" else [])
+    without_fusing()
+    for logits, expected in zip(fused, decoded_together(model, n_new), strict=True):
+        np.testing.assert_allclose(logits, expected, 1e-4, 1e-4)  # NumPy computes more than a few small rows
+
+
+@needs_numba
+def test_texts_that_join_and_leave_have_the_same_bits_as_from_separate_layers(n_fused, without_fusing):
+    model = new_model("int8", **LLAMA)
+
+    def run() -> list[np.ndarray]:
+        caches = [model.new_caches() for _ in range(3)]
+        for i, of_text in enumerate(caches):
+            next_logits(model, [[i] * (N_PROMPT + i)], [of_text])
+        steps = [(0, 1), (0, 1, 2), (0,), (0, 1, 2), (1, 2), (2, 1)]
+        return [next_logits(model, [[i] for i in texts], [caches[i] for i in texts]) for texts in steps]
+
+    fused = run()
+    assert n_fused == [4] * 6
+    without_fusing()
+    for logits, expected in zip(fused, run(), strict=True):
+        np.testing.assert_array_equal(logits, expected)
+
+
+class DoubledCache(KeyValueCache):
+    """A user's cache, which keeps twice the values."""
+
+    def append(self, keys, values):
+        return super().append(keys, 2 * values)
+
+
+@needs_numba
+def test_texts_with_a_cache_of_another_kind_are_left_to_separate_layers(n_fused):
+    model = new_model("int8", **LLAMA)
+    caches = [model.new_caches(), [DoubledCache(64) for _ in model.blocks]]
+    for of_text in caches:
+        next_logits(model, [[1, 2, 3] * 7], [of_text])
+    together = next_logits(model, [[4], [4]], caches)
+    assert n_fused == [1] * 2  # the MLPs
+    assert not np.array_equal(*together)
+
+
 @needs_numba
 @pytest.mark.parametrize(
     ("fields", "per_layer"),
@@ -319,6 +403,12 @@ NORMS = [(True, True), (True, False), (False, False)]
 KINDS = ["float32", "int8", "bfloat16", "float16", "Q8_0", "Q4_K"]
 
 
+# Of tokens, the text and how many tokens of it each attends to.
+ONE_TOKEN = [(0, 150)]
+THREE_TOKENS = [(0, 149), (0, 150), (1, 20)]
+EIGHT_TOKENS = [(0, 147), (0, 148), (0, 149), (0, 150), (1, 70), (2, 1), (2, 2), (2, 3)]
+
+
 def assert_close_for_all_threads(arguments: tuple, monkeypatch, tolerance: float = 2e-2) -> None:
     """Compare with the reference, whose products do not round x to 8 or 16 bits, and one with three threads."""
     expected = run_sublayers.reference(*arguments)
@@ -334,12 +424,13 @@ def assert_close_for_all_threads(arguments: tuple, monkeypatch, tolerance: float
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "geglu"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_mlp_matches_the_reference(kind, activation, norm, n_fused, monkeypatch):
+@pytest.mark.parametrize("n_tokens", [1, 3, 8])
+def test_mlp_matches_the_reference(n_tokens, kind, activation, norm, n_fused, monkeypatch):
     hidden = 256 if activation == "gelu" else 512
     linears = linear(kind, 256, hidden), linear(kind, 256, 256, False)
     post_norm = norm_of(256, *norm)._replace(unit_offset=True) if activation == "geglu" else None
     sublayers = Sublayers([Sublayer(norm_of(256, *norm), *linears, activation, post_norm=post_norm, scale=0.3)])
-    assert_close_for_all_threads((normal(1, 256), sublayers, [None]), monkeypatch)
+    assert_close_for_all_threads((normal(n_tokens, 256), sublayers, [None]), monkeypatch)
     assert n_fused == [1] * 6
 
 
@@ -354,23 +445,32 @@ def test_mlp_matches_the_reference(kind, activation, norm, n_fused, monkeypatch)
         (64, 1000, False, NORMS[2], (64, 64)),
     ],
 )
-def test_attention_matches_the_reference(kind, n_rotated, window, off_by_one, norm, sizes, n_fused, monkeypatch):
-    angles = normal(1, n_rotated // 2, seed=7)
+@pytest.mark.parametrize("tokens", [ONE_TOKEN, THREE_TOKENS, EIGHT_TOKENS], ids=len)
+def test_attention_matches_the_reference(
+    tokens, kind, n_rotated, window, off_by_one, norm, sizes, n_fused, monkeypatch
+):
+    angles = normal(len(tokens), n_rotated // 2, seed=7)
     rope = (np.cos(angles), np.sin(angles)) if n_rotated else None
-    cached = normal(1, 160, 2, 64, seed=8), normal(1, 160, 2, 64, seed=9)
+    texts, counts = zip(*tokens)
+    memory = [(normal(1, n, 2, 64, seed=n), normal(1, n, 2, 64, seed=n + 1)) for n in (160, 90, 4)]
+    cached = list(zip(*(memory[text] for text in texts)))
     linears = linear(kind, 256, 8 * 64), linear(kind, 256, 256, seed=2)
     qk_norms = sizes and tuple(norm_of(size, *norm)._replace(unit_offset=True, eps=0.1) for size in sizes)
     options = ScoreOptions(0.125, 0, window), off_by_one, norm_of(256, *norm) if sizes else None, qk_norms
     attention = Sublayer(norm_of(256, *norm), *linears, "", *options)
-    arguments = normal(1, 256), Sublayers([attention]), [AttentionState(rope, *cached, 150)]
-    written = [array[0, 149].copy() for array in cached]
+    arguments = normal(len(tokens), 256), Sublayers([attention]), [AttentionState(rope, *cached, counts)]
+
+    def copy_last() -> np.ndarray:
+        """Return the keys and values of all tokens, (2, N, K, D)."""
+        return np.array([[array[0, n - 1] for array, n in zip(arrays, counts)] for arrays in cached])
+
+    before = copy_last()
     assert_close_for_all_threads(arguments, monkeypatch)
     assert n_fused == [1] * 6
-    last = [array[0, 149].copy() for array in cached]
+    written = copy_last()
     run_sublayers.reference(*arguments)
-    for array, found, before in zip(cached, last, written):
-        assert not np.array_equal(found, before)
-        np.testing.assert_allclose(found, array[0, 149], 0, 0.05)
+    assert (written != before).any((2, 3)).all()
+    np.testing.assert_allclose(written, copy_last(), 0, 0.05)
 
 
 @needs_numba
@@ -379,11 +479,12 @@ def test_keys_and_values_may_move_between_tokens(n_fused):
     alone, x = Sublayers([attention]), normal(1, 256)
     first, longer = ((normal(1, n, 2, 64, seed=8), normal(1, n, 2, 64, seed=9)) for n in (70, 90))
     for arrays, n_tokens in ((first, 69), (first, 70), (longer, 71), (first, 12), (longer[::-1], 90)):
-        states = [AttentionState(None, *arrays, n_tokens)]
-        expected = run_sublayers.reference(x, alone, [AttentionState(None, *map(np.copy, arrays), n_tokens)])
+        states = [AttentionState(None, *([array] for array in arrays), [n_tokens])]
+        copies = ([array.copy()] for array in arrays)
+        expected = run_sublayers.reference(x, alone, [AttentionState(None, *copies, [n_tokens])])
         np.testing.assert_allclose(run_sublayers(x, alone, states), expected, 0, 1e-4)
     assert n_fused == [1] * 5
-    reason = sublayers.run_sublayers.decline_reason(x, alone, [AttentionState(None, *longer, 91)])
+    reason = sublayers.run_sublayers.decline_reason(x, alone, [AttentionState(None, *([a] for a in longer), [91])])
     assert "91 tokens, got 90" in reason
 
 
@@ -399,7 +500,7 @@ def test_infinity_and_nan_are_left_to_the_reference(bad, n_fused):
 
 ROW, NORM, UP, DOWN = normal(1, 64), norm_of(64, True, True), linear("float32", 64, 128), linear("float32", 64, 64)
 MLP, ATTENTION = Sublayer(NORM, UP, DOWN, "swiglu"), Sublayer(NORM, linear("float32", 64, 128), DOWN)
-CACHED, OPTIONS = (normal(1, 5, 1, 32), normal(1, 5, 1, 32)), ScoreOptions(0.2, 4)
+CACHED, OPTIONS = ([normal(1, 5, 1, 32)], [normal(1, 5, 1, 32)]), ScoreOptions(0.2, 4)
 
 
 @needs_numba
@@ -407,7 +508,8 @@ CACHED, OPTIONS = (normal(1, 5, 1, 32), normal(1, 5, 1, 32)), ScoreOptions(0.2, 
     ("x", "changes", "phrase"),
     [
         (ROW, {}, None),
-        (normal(2, 64), {}, "one row.*2, 64"),
+        (normal(0, 64), {}, "rows of float32.*0, 64"),
+        (normal(65, 64), {}, "from 1 to 64 rows, got 65"),
         (ROW.astype(np.float64), {}, "float64"),
         (ROW, {"norm": NORM._replace(gain=NORM.gain.astype(np.float64))}, "parameters of float32"),
         (ROW, {"first": UP._replace(bias=UP.bias[::2])}, "parameters of float32"),
@@ -439,11 +541,13 @@ def test_mlp_declines_with_a_reason(x, changes, phrase):
         ({"norms": (64, 64)}, OPTIONS, "norms for 32 or 32 channels, got .64"),
         ({}, OPTIONS, None),
         ({}, OPTIONS._replace(softcap=2.0), "soft-cap"),
-        ({"keys": CACHED[0].astype(np.float16)}, OPTIONS, "cache.*float32"),
-        ({"values": CACHED[1][:, ::2]}, OPTIONS, "cache.*float32"),
-        ({"values": CACHED[1][:, :4].copy()}, OPTIONS, "one shape"),
-        ({"n_tokens": 6}, OPTIONS, "6 tokens, got 5"),
-        ({"keys": normal(1, 5, 2, 32), "values": normal(1, 5, 2, 32)}, OPTIONS, "queries"),
+        ({"keys": [CACHED[0][0].astype(np.float16)]}, OPTIONS, "caches of float32"),
+        ({"values": [CACHED[1][0][:, ::2]]}, OPTIONS, "caches of float32"),
+        ({"values": [CACHED[1][0][:, :4].copy()]}, OPTIONS, "one shape"),
+        ({"n_tokens": [6]}, OPTIONS, "6 tokens, got 5"),
+        ({"n_tokens": [4, 5]}, OPTIONS, "each of 1 rows"),
+        ({"keys": CACHED[0] * 2, "values": CACHED[1] * 2, "n_tokens": [4, 5]}, OPTIONS, "each of 1 rows"),
+        ({"keys": [normal(1, 5, 2, 32)], "values": [normal(1, 5, 2, 32)]}, OPTIONS, "queries"),
         ({"rope": (normal(1, 16), normal(1, 16))}, OPTIONS, None),
         ({"rope": (normal(1, 17), normal(1, 17))}, OPTIONS, "angles that fit"),
         ({"rope": (np.ones((1, 8)), np.ones((1, 8)))}, OPTIONS, "cosines.*float32"),
@@ -451,7 +555,7 @@ def test_mlp_declines_with_a_reason(x, changes, phrase):
 )
 def test_attention_declines_with_a_reason(changes, options, phrase):
     qk_norms = tuple(norm_of(size, False, False) for size in changes.get("norms", ())) or None
-    state = AttentionState(None, *CACHED, 5)._replace(**{key: changes[key] for key in changes if key != "norms"})
+    state = AttentionState(None, *CACHED, [5])._replace(**{key: changes[key] for key in changes if key != "norms"})
     attention = ATTENTION._replace(score_options=options, qk_norms=qk_norms)
     arguments = ROW, Sublayers([MLP, attention]), [None, state]
     reason = sublayers.run_sublayers.decline_reason(*arguments)

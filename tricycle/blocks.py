@@ -22,7 +22,7 @@ from tricycle.layers import MIXTURES, Dense, Dropout, Generator, Layer, LayerNor
 from tricycle.ops import as_tensor, reshape, sigmoid, split_heads
 from tricycle.tensor import Operand, Tensor
 
-# By the type of a sublayer or block, a function for one token without gradients: see `tricycle.decoding.sublayers`.
+# By the type of a sublayer or block, a function for a few tokens without gradients: see `tricycle.decoding.sublayers`.
 FUSED: dict[type, Any] = {}
 
 

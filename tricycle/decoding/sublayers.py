@@ -1,4 +1,4 @@
-"""Fused sublayers of blocks for one token: when the kernel of `kernels/sublayers.py` can replace the layers."""
+"""Fused sublayers of blocks for a few tokens: when the kernel of `kernels/sublayers.py` can replace the layers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ import numpy as np
 
 from tricycle.activation import Gated, GeLU, SwiGLU
 from tricycle.attention.attend import Attention
-from tricycle.attention.cache import KeyValueCache
+from tricycle.attention.cache import KeyValueCache, Segments
 from tricycle.attention.rotary import Rotary
 from tricycle.autograd import is_evaluating
 from tricycle.blocks import FUSED, GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention, TransformerBlock
+from tricycle.decoding.ragged import RaggedCache
 from tricycle.functions import Softmax, Softmax1
+from tricycle.kernels import FEW_ROWS
 from tricycle.kernels.sublayers import AttentionState, Linear, Norm, Sublayer, Sublayers, run_sublayers
 from tricycle.layers import Dense, Dropout, LayerNorm, RMSNorm
 from tricycle.tensor import Tensor
 
 FLOAT32 = np.dtype(np.float32)
+MAX_TOKENS = 64  # of several texts together, each with at most FEW_ROWS new ones
 Norms = tuple[Any, Any]  # layers, or None: of a sublayer's input, and of its result
 BLOCKS = TransformerBlock, GPT2TransformerBlock
 # The methods that the kernel replaces, by the types of layers that it knows. Users may override each of them.
@@ -93,7 +96,7 @@ def _sublayer(part: Any, norms: Norms, scale: float, x: Tensor) -> Sublayer | No
         return None if name is None else Sublayer(norm, *linears, name, post_norm=post_norm, scale=scale)
     if part.uses_shift or not _has_fitting_norms(part):
         return None
-    token, op = _new_token(part), part.attention
+    token, op = _new_tokens(part), part.attention
     qk_norms = None if part.query_norm is None else (_norm(part.query_norm, x), _norm(part.key_norm, x))
     options = op.score_options(token, token), op.softmax.off_by_one, post_norm, qk_norms, scale
     return Sublayer(norm, _linear(part.qkv), _linear(part.projection), "", *options)
@@ -106,51 +109,80 @@ def _has_fitting_norms(layer: Any) -> bool:
     return all(norm is None or norm.size == n * layer.head_size for norm, n in n_heads)
 
 
-def _has_room(layer: Any, cache: Any) -> bool:
-    """Return whether a cache stores one text in float32 and has room for a token."""
-    return type(cache) is KeyValueCache and cache.dtype in (None, FLOAT32) and cache.length < layer.context_window
+def _texts(cache: Any) -> Sequence[Any]:
+    """Return the caches of all texts of a cache."""
+    return cache.caches if type(cache) is RaggedCache else (cache,)
 
 
-def _new_token(layer: Any) -> np.ndarray:
-    """Return an array of the shape of a token's keys and values, without numbers."""
-    return np.empty((1, 1, layer.n_key_heads, layer.head_size), FLOAT32)
+def _has_room(layer: Any, cache: Any, segments: Segments) -> bool:
+    """Return whether a cache stores texts in float32 and has room for the new tokens of `segments`."""
+    for text, (n_before, n_new) in zip(_texts(cache), segments):
+        if type(text) is not KeyValueCache or text.dtype not in (None, FLOAT32):
+            return False
+        if n_new > FEW_ROWS or n_before + n_new > layer.context_window:
+            return False
+    return bool(segments)
 
 
-def _rope(layer: Any, cache: Any, x: Tensor) -> Any:
-    """Return the cosines and sines of an attention layer for the next token, or None."""
-    return None if layer.rotary is None else layer.rotary.angles(layer.head_size, cache.segments(1), x.array)
+def _new_tokens(layer: Any) -> np.ndarray:
+    """Return an array of the shape of a few tokens' keys and values, without numbers."""
+    return np.empty((1, FEW_ROWS, layer.n_key_heads, layer.head_size), FLOAT32)
 
 
-def _new_state(token: np.ndarray, cache: Any, rope: Any) -> AttentionState:
-    """Take a place in the cache for a token of this shape; return what attention needs for it."""
-    keys, values, n_tokens = cache.make_room(token, token)  # the kernel writes the key and the value
-    cache.length += 1
-    return AttentionState(rope, keys, values, n_tokens)
+def _rope(layer: Any, segments: Segments, x: Tensor) -> Any:
+    """Return the cosines and sines of an attention layer for the new tokens, or None."""
+    return None if layer.rotary is None else layer.rotary.angles(layer.head_size, segments, x.array)
+
+
+def _new_state(tokens: np.ndarray, cache: Any, segments: Segments, rope: Any) -> AttentionState:
+    """Take places in the cache for the new tokens, of the shape of `tokens`; return what attention needs for them."""
+    keys, values = [], []
+    counts: list[int] = []
+    for text, (_, n_new) in zip(_texts(cache), segments):
+        new = tokens[:, :n_new]
+        of_keys, of_values, stop = text.make_room(new, new)  # the kernel writes the keys and the values
+        text.length += n_new
+        keys += [of_keys] * n_new
+        values += [of_values] * n_new
+        counts += range(stop - n_new + 1, stop + 1)
+    return AttentionState(rope, keys, values, counts)
 
 
 def _run(x: Tensor, sublayers: Sublayers, states: Sequence[AttentionState | None]) -> Tensor:
-    """Return one token x (..., C) after sublayers."""
-    y = run_sublayers(x.array.reshape(1, -1), sublayers, states)
+    """Return tokens x (..., C) after sublayers."""
+    y = run_sublayers(x.array.reshape(-1, x.array.shape[-1]), sublayers, states)
     return Tensor(y.reshape(x.array.shape), False, x.is_batched)
 
 
-def _is_token(x: Tensor) -> bool:
-    """Return whether x is one token (..., C) of float32 on a CPU, without gradients."""
+def _are_few(x: Tensor, n_most: int) -> bool:
+    """Return whether x is 1 to `n_most` tokens (..., C) of float32 on a CPU, without gradients."""
     array = x.array
-    return array.size == array.shape[-1] and type(array) is np.ndarray and array.dtype == FLOAT32 and is_evaluating()
+    are_few = 0 < array.size <= n_most * array.shape[-1]
+    return are_few and type(array) is np.ndarray and array.dtype == FLOAT32 and is_evaluating()
+
+
+def _segments(x: Tensor, cache: Any) -> Segments:
+    """Return the segments of new tokens x (..., T, C); () unless they are one sequence for a cache of a known type."""
+    n_tokens, size = x.array.shape[-2:]
+    is_sequence = type(cache) in (KeyValueCache, RaggedCache) and x.array.size == n_tokens * size
+    segments: Segments = cache.segments(n_tokens) if is_sequence else ()
+    return segments
 
 
 def fused_sublayer(
     x: Tensor, part: Any, norms: Norms, scale: float, cache: Any = None, mask: Any = None
 ) -> Tensor | None:
-    """Return x + scale * post_norm(part(norm(x), cache)) of one token by one kernel; None unless layers are basic."""
+    """Return x + scale * post_norm(part(norm(x), cache)) of a few tokens by a kernel; None unless layers are basic."""
     has_cache = type(part) is MultiHeadSelfAttention
-    if mask is not None or not _is_token(x) or (has_cache and not _has_room(part, cache)):
+    if mask is not None or not _are_few(x, FEW_ROWS):
+        return None
+    segments = _segments(x, cache) if has_cache else ()
+    if has_cache and not _has_room(part, cache, segments):
         return None
     sublayer = _sublayer(part, norms, scale, x)
     if sublayer is None:
         return None
-    state = _new_state(_new_token(part), cache, _rope(part, cache, x)) if has_cache else None
+    state = _new_state(_new_tokens(part), cache, segments, _rope(part, segments, x)) if has_cache else None
     return _run(x, Sublayers([sublayer]), [state])
 
 
@@ -163,7 +195,8 @@ class _Blocks:
     Attributes:
         sublayers: None if the blocks have to compute one after the other.
         rope_keys: what the angles of each block's RoPE depend on besides the position.
-        tokens: of the shape of a token's keys and values in each block.
+        tokens: of the shape of a few tokens' keys and values in each block.
+        n_most: the tokens that the kernel may take: products of more than FEW_ROWS rows are not all of float32.
     """
 
     def __init__(self, blocks: Sequence[Any], x: Tensor) -> None:
@@ -178,7 +211,9 @@ class _Blocks:
         known = [sublayer for sublayer in sublayers if sublayer is not None]
         self.sublayers = Sublayers(known) if len(known) == 2 * len(self.blocks) else None
         attentions = [block.attention for block in blocks] if self.sublayers else []
-        self.rope_keys, self.tokens = [*map(_rope_key, attentions)], [*map(_new_token, attentions)]
+        is_float32 = all(getattr(layer, "precision", "float32") == "float32" for layer in layers)
+        self.n_most = MAX_TOKENS if is_float32 else FEW_ROWS
+        self.rope_keys, self.tokens = [*map(_rope_key, attentions)], [*map(_new_tokens, attentions)]
 
     def _read(self) -> Iterator[Any]:
         """Iterate over the layers' types, attributes and parameter arrays, and all methods that the kernel replaces.
@@ -222,20 +257,24 @@ _known: WeakKeyDictionary[Any, _Blocks] = WeakKeyDictionary()
 
 
 def fused_blocks(x: Tensor, blocks: Sequence[Any], caches: Sequence[Any], mask: Any = None) -> Tensor | None:
-    """Return one token x (1, 1, C) after all blocks by one kernel; None unless all layers are of the basic types."""
-    if mask is not None or not _is_token(x) or type(caches[0]) is not KeyValueCache:
+    """Return a few tokens x (1, T, C) after all blocks in one kernel; None unless all layers are of the basic types."""
+    if mask is not None or not _are_few(x, MAX_TOKENS):
         return None
-    known = _known.get(caches[0])
+    segments, first = _segments(x, caches[0]), _texts(caches[0])[0]
+    if not segments or type(first) is not KeyValueCache:
+        return None
+    known = _known.get(first)
     if known is None or not known.are(blocks):
-        known = _known[caches[0]] = _Blocks(blocks, x)
-    if known.sublayers is None or not all(_has_room(block.attention, cache) for block, cache in zip(blocks, caches)):
+        known = _known[first] = _Blocks(blocks, x)
+    has_room = (_has_room(block.attention, cache, segments) for block, cache in zip(blocks, caches))
+    if known.sublayers is None or not _are_few(x, known.n_most) or not all(has_room):
         return None
     states: list[AttentionState | None] = []
     ropes: dict[Any, Any] = {}
-    for key, token, block, cache in zip(known.rope_keys, known.tokens, blocks, caches):
+    for key, tokens, block, cache in zip(known.rope_keys, known.tokens, blocks, caches):
         if key not in ropes:
-            ropes[key] = _rope(block.attention, cache, x)
-        states += (_new_state(token, cache, ropes[key]), None)
+            ropes[key] = _rope(block.attention, segments, x)
+        states += (_new_state(tokens, cache, segments, ropes[key]), None)
     return _run(x, known.sublayers, states)
 
 

@@ -1,9 +1,10 @@
-"""Kernel of whole sublayers of transformer blocks for one token: norm, products, attention or activation, residual.
+"""Kernel of whole sublayers of transformer blocks for a few tokens: norm, products, attention or activation, residual.
 
 In generation the calls of separate kernels take longer than their work, so a provider computes all sublayers of a model
 in one call.
 
-Shapes: C channels, H query heads, K key and value heads, D head size, S cached tokens, M hidden channels.
+Shapes: N tokens, of one text or of several, C channels, H query heads, K key and value heads, D head size, S cached
+tokens, M hidden channels.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tricycle.devices import Array
 from tricycle.kernels import ScoreOptions
 from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul
+from tricycle.kernels.ragged_attention import ragged_attention
 
 
 class Norm(NamedTuple):
@@ -51,14 +53,14 @@ class Linear(NamedTuple):
 
 
 class Sublayer(NamedTuple):
-    """The parameters of a sublayer, which one token after another uses.
+    """The parameters of a sublayer, which one step after another uses.
 
     Attributes:
         norm: of the input, or None.
         first: from C to M channels (2 M if gated), or to (H + 2 K) D, all queries, keys and values.
         last: from M or H D to C channels.
         activation: of an MLP "swiglu", "gelu" or "geglu", of attention "".
-        score_options: of attention; the offset is not used, for the token is the last one.
+        score_options: of attention; the offset is not used, for each token is the last one that it attends to.
         off_by_one: whether the softmax is softmax1.
         post_norm: of the result, before the input is added.
         qk_norms: of queries and of keys, with gains of (D,), or of (H D,) and (K D,).
@@ -77,24 +79,24 @@ class Sublayer(NamedTuple):
 
 
 class AttentionState(NamedTuple):
-    """What attention to the cached tokens needs besides parameters.
+    """What attention of N tokens to the cached tokens of their texts needs besides parameters.
 
     Attributes:
-        rope: the cosines and sines (1, R / 2) that rotate the first R channels of queries and keys, or None.
-        keys, values: memory (1, N, K, D), of which the last token's are overwritten.
-        n_tokens: S, at most N.
+        rope: the cosines and sines (N, R / 2) that rotate the first R channels of queries and keys, or None.
+        keys, values: for each token the memory of its text, (1, S, K, D), in which its place is overwritten.
+        n_tokens: for each token how many of its text's tokens it attends to, at most S; it is the last of them.
     """
 
     rope: tuple[Array, Array] | None
-    keys: Array
-    values: Array
-    n_tokens: int
+    keys: Sequence[Array]
+    values: Sequence[Array]
+    n_tokens: Sequence[int]
 
 
 class Sublayers(tuple[Sublayer, ...]):
-    """Consecutive sublayers. In `prepared` a provider keeps what it derives from them at the first token."""
+    """Consecutive sublayers. In `prepared` a provider keeps what it derives from them at the first step."""
 
-    prepared: dict[str, Any]
+    prepared: dict[Any, Any]
 
     def __new__(cls, sublayers: Iterable[Sublayer]) -> Sublayers:
         """Create from sublayers, in order."""
@@ -111,7 +113,7 @@ class Sublayers(tuple[Sublayer, ...]):
 
 @Kernel
 def run_sublayers(x: Array, sublayers: Sublayers, states: Sequence[AttentionState | None]) -> Array:
-    """Return a token x (1, C) after sublayers, each with its state, None for an MLP; write its keys and values."""
+    """Return tokens x (N, C) after sublayers, each with its state, None for an MLP; write their keys and values."""
     if len(sublayers) > 1:  # of which a provider may accept some
         for alone, state in zip(sublayers.each, states, strict=True):
             x = run_sublayers(x, alone, [state])
@@ -133,19 +135,20 @@ def _activate(hidden: Array, activation: str) -> Array:
 
 
 def _attend(qkv: Array, sublayer: Sublayer, state: AttentionState) -> Array:
-    """Return attention (1, H D) of a token's queries, keys and values (1, (H + 2 K) D), and cache the latter."""
-    rope, *memory, n_tokens = state
-    keys, values = (array[:, :n_tokens] for array in memory)
-    n_key_heads, head_size = keys.shape[2:]
-    heads = qkv.reshape(1, 1, -1, head_size)
+    """Return attention (N, H D) of tokens' queries, keys and values (N, (H + 2 K) D), and cache the last two."""
+    rope, *memory, counts = state
+    n_key_heads, head_size = memory[0][0].shape[2:]
+    heads = qkv.reshape(1, len(qkv), -1, head_size)
     queries_and_keys = heads[:, :, : -2 * n_key_heads], heads[:, :, -2 * n_key_heads : -n_key_heads]
     for norm, part in zip(sublayer.qk_norms or (), queries_and_keys):
         part[...] = norm(part.reshape(-1, len(norm.gain))).reshape(part.shape)
     if rope is not None:
         n_channels, rotated = 2 * rope[0].shape[1], heads[:, :, :-n_key_heads, :]
         rotated[..., :n_channels] = kernels.apply_rope(rotated[..., :n_channels], *rope)
-    q, keys[:, -1:] = queries_and_keys
-    values[:, -1:] = heads[:, :, -n_key_heads:]
-    score_options = sublayer.score_options._replace(offset=n_tokens - 1)
-    attended, _ = kernels.attention(q, keys, values, score_options, sublayer.off_by_one)
-    return attended.reshape(1, -1)
+    q, k = queries_and_keys
+    for new, arrays in zip((k, heads[:, :, -n_key_heads:]), memory):
+        for n, (array, count) in enumerate(zip(arrays, counts)):
+            array[:, count - 1] = new[:, n]
+    keys, values = ([array[:, :count] for array, count in zip(arrays, counts)] for arrays in memory)
+    attended: Array = ragged_attention(q[0], keys, values, sublayer.score_options, sublayer.off_by_one)
+    return attended.reshape(len(qkv), -1)

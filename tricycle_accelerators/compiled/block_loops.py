@@ -49,6 +49,7 @@ STARTS, OUT_STRIDE, TABLE, N_TABLE = range(FUNCTION + 1, FUNCTION + 5)
 # scales 32 values have.
 FORMAT, OFFSET, FIRST, END, FIRST_ROW, PART_ROWS, BLOCKS, ROW_BYTES, N_BLOCKS, BLOCK_BYTES, BLOCK_VALUES = range(11)
 FORMAT_KIND, SHARES, N_FIELDS = range(11, 14)
+TILE_ROWS = 6  # from this number of vectors on, unpacking the blocks once takes less time than multiplying each vector
 DEPTH = 1024  # values of each of LANES rows that are unpacked at once: they fit into a processor's first cache
 # A row of unpacked values: integers, four in a word; scales, of which 32 values have one or two; minima.
 SCALES_AT, MINIMA_AT, WORDS = DEPTH // 4, DEPTH // 4 + DEPTH // 16, DEPTH // 4 + DEPTH // 8
@@ -56,11 +57,10 @@ NOT_FINITE = -2  # what `multiply_blocks` returns for infinity or NaN
 NUMBERS = {name: number for number, name in enumerate(FORMATS)}
 
 
-def _multiply_block_rows(place: int, start: int, stop: int) -> None:
-    """Compute some groups of a job's product, vector by vector; `place` is the address of its mailbox."""
-    box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 5,))
+@inner_function()
+def _multiply_rows(box: Any, table: Any, start: int, stop: int) -> None:
+    """Compute some groups of a job's product, vector by vector."""
     size, n_x = box[SIZE], box[N_X]
-    table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_TABLE], N_FIELDS))
     for p in range(len(table)):
         part = table[p]
         last = min((stop - part[FIRST]) * LANES, part[PART_ROWS])
@@ -76,9 +76,6 @@ def _multiply_block_rows(place: int, start: int, stop: int) -> None:
                 )
                 for j in range(n):
                     out[part[FIRST_ROW] + i + j] = products[j]
-
-
-multiply_block_rows: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_multiply_block_rows)
 
 
 @inner_function()
@@ -124,10 +121,9 @@ def _multiply_group(box: Any, part: Any, starts: int, row: int, buffers: Any, su
             )
 
 
-def _multiply_block_tiles(place: int, start: int, stop: int) -> None:
-    """Compute some groups of a job's product for all vectors at once; `place` is the address of its mailbox."""
-    box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 5,))
-    table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_TABLE], N_FIELDS))
+@inner_function()
+def _multiply_tiles(box: Any, table: Any, start: int, stop: int) -> None:
+    """Compute some groups of a job's product for all vectors at once."""
     n_vectors = round_up(box[N_X], TILE_VECTORS)
     sums = aligned_zeros(n_vectors, LANES, np.zeros(1, np.float32))
     rows = aligned_zeros(LANES, WORDS, np.zeros(1, np.uint32))
@@ -144,7 +140,17 @@ def _multiply_block_tiles(place: int, start: int, stop: int) -> None:
                     out[part[FIRST_ROW] + row + j] = sums[r, j]
 
 
-multiply_block_tiles: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_multiply_block_tiles)
+def _multiply_groups(place: int, start: int, stop: int) -> None:
+    """Compute some groups of a job's product; `place` is the address of its mailbox."""
+    box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 5,))
+    table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_TABLE], N_FIELDS))
+    if box[N_X] < TILE_ROWS:
+        _multiply_rows(box, table, start, stop)
+    else:
+        _multiply_tiles(box, table, start, stop)
+
+
+multiply_groups: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_multiply_groups)
 
 
 @inner_function()
@@ -158,20 +164,21 @@ def _write_starts(fours: Any, factor: Any, n: int, starts: Any) -> None:
             starts[r, i] = total * factor
 
 
-@compile_loop("i8(f4[:, ::1], i8[:, ::1], f4[:, ::1], i8, b1, i8[::1], i8)")
+@compile_loop("i8(f4[:, ::1], i8[:, ::1], f4[:, ::1], i8, i8[::1], i8)")
 def multiply_blocks(
-    x: np.ndarray, table: np.ndarray, out: np.ndarray, function: int, by_tiles: bool, box: np.ndarray, n_threads: int
+    x: np.ndarray, table: np.ndarray, out: np.ndarray, function: int, box: np.ndarray, n_threads: int
 ) -> int:
     """Write x (R, K) times M block rows to `out` (R, M), by the threads of `box`; return NOT_FINITE if x is not.
 
     Args:
         table: describes the parts of the rows by the columns FORMAT to SHARES.
-        function: the address of `multiply_block_rows`, or of `multiply_block_tiles` if `by_tiles`.
+        function: the address of `multiply_groups`.
 
     Returns:
         As `vector_loops.multiply_vectors`; NOT_FINITE, without a product, if x has infinity or NaN.
     """
     n_x, size = x.shape
+    by_tiles = n_x >= TILE_ROWS
     n_vectors = round_up(n_x, TILE_VECTORS) if by_tiles else n_x
     integers = np.empty((n_vectors, size), np.int8)
     fours = np.empty((n_vectors, size // 4), np.int32)
@@ -204,17 +211,22 @@ def multiply_blocks(
     return waited
 
 
-def _multiply_row_by_blocks(x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int) -> int:
-    """Write a row times blocks to `out` as `multiply_blocks` does, all given by their addresses."""
+def _multiply_by_blocks(
+    n_x: int, x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int
+) -> int:
+    """Write n_x vectors times blocks to `out` as `multiply_blocks` does, all given by their addresses."""
     table = numba.carray(pointer_to(place, np.int64(0)), (n_parts, N_FIELDS))
     size, n_rows = table[0, N_BLOCKS] * table[0, BLOCK_VALUES], table[-1, FIRST_ROW] + table[-1, PART_ROWS]
-    row, product = numba.carray(pointer_to(x, ZERO), (1, size)), numba.carray(pointer_to(out, ZERO), (1, n_rows))
+    vectors, products = (
+        numba.carray(pointer_to(x, ZERO), (n_x, size)),
+        numba.carray(pointer_to(out, ZERO), (n_x, n_rows)),
+    )
     mailbox = numba.carray(pointer_to(box, np.int64(0)), (MAILBOX,))
-    return multiply_blocks(row, table, product, function, False, mailbox, n_threads)
+    return multiply_blocks(vectors, table, products, function, mailbox, n_threads)
 
 
-multiply_row_by_blocks: Any = numba.cfunc("i8(i8, i8, i8, i8, i8, i8, i8)", cache=True, error_model="numpy")(
-    _multiply_row_by_blocks
+multiply_by_blocks: Any = numba.cfunc("i8(i8, i8, i8, i8, i8, i8, i8, i8)", cache=True, error_model="numpy")(
+    _multiply_by_blocks
 )
 
 

@@ -15,7 +15,6 @@ from tricycle_accelerators.compiled.vector_matmul import spin_team
 from tricycle_accelerators.matmul_plan import multiplies_bfloat16, this_machine
 from tricycle_accelerators.providers import decline_when
 
-TILE_ROWS = 6  # from this number of rows on, unpacking the blocks once takes less time than multiplying each row
 AMX_ROWS = 24  # with more, AMX multiplies dequantized blocks; at which number it begins to be faster was not measured
 
 
@@ -50,10 +49,8 @@ def quantized_matmul(
     matrix.parts[0].check()  # all are of one file
     table = describe_parts(matrix)
     product = np.empty((len(x), matrix.shape[1]), np.float32)
-    by_tiles = len(x) >= TILE_ROWS
-    function = loops.multiply_block_tiles if by_tiles else loops.multiply_block_rows
-    job = partial(loops.multiply_blocks, x, table, product, function.address, by_tiles)
-    if spin_team().run(job, is_long=by_tiles) == loops.NOT_FINITE:
+    job = partial(loops.multiply_blocks, x, table, product, loops.multiply_groups.address)
+    if spin_team().run(job, is_long=len(x) >= loops.TILE_ROWS) == loops.NOT_FINITE:
         return NotImplemented
     if bias is not None:
         product += bias

@@ -1,4 +1,4 @@
-"""All sublayers of a model's blocks for one token, by spinning threads.
+"""All sublayers of a model's blocks for a few tokens, by spinning threads.
 
 The products are those of `vector_matmul` and `block_matmul`, so results have the same bits as without this module.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import NotImplementedType
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from tricycle_accelerators.providers import decline_when
 
 
 def _matrix_decline_reason(x: np.ndarray, matrix: Any) -> str | None:
-    """Return why no loop multiplies a row with a matrix; else None."""
+    """Return why no loop multiplies rows x with a matrix; else None."""
     if isinstance(matrix, np.ndarray):
         return vector_matmul.matmul_decline_reason(x, matrix)
     if isinstance(matrix, BlockMatrix):
@@ -39,7 +41,7 @@ def _norms(sublayer: Sublayer) -> list[Norm | None]:
 
 
 def _parameters_decline_reason(x: np.ndarray, sublayer: Sublayer) -> str | None:
-    """Return why the loops cannot use the parameters of a sublayer for a row x; else None."""
+    """Return why the loops cannot use the parameters of a sublayer for rows x; else None."""
     _, first, last, activation, *_ = sublayer
     linears, size = (first, last), x.shape[-1]
     norms = [norm for norm in _norms(sublayer) if norm is not None]
@@ -68,13 +70,13 @@ def _parameters_decline_reason(x: np.ndarray, sublayer: Sublayer) -> str | None:
     return None
 
 
-def _memory_decline_reason(sublayer: Sublayer, keys: np.ndarray, values: np.ndarray) -> str | None:
+def _memory_decline_reason(sublayer: Sublayer, keys: Sequence[Array], values: Sequence[Array]) -> str | None:
     """Return why the loops cannot attend: a cache that is not of float32, or other sizes; else None."""
-    if not (keys.dtype == values.dtype == FLOAT32 and keys.flags.carray and values.flags.carray):
-        return f"a cache of float32 {CONTIGUOUS}"
-    n_texts, _, n_key_heads, size = shape = keys.shape
-    if shape != values.shape or n_texts != 1:
-        return "keys and values of one shape, of one text"
+    if not all(array.dtype == FLOAT32 and array.flags.carray for array in (*keys, *values)):
+        return f"caches of float32 {CONTIGUOUS}"
+    _, _, n_key_heads, size = shape = keys[0].shape
+    if any(k.shape != v.shape or (len(k), *k.shape[2:]) != (1, n_key_heads, size) for k, v in zip(keys, values)):
+        return "keys and values of one shape, of one text each"
     n_hidden = sublayer.first.weights.shape[1] - 2 * n_key_heads * size
     if n_hidden <= 0 or n_hidden % (n_key_heads * size) or n_hidden != sublayer.last.weights.shape[0]:
         return f"queries that fit keys {shape}"
@@ -84,40 +86,39 @@ def _memory_decline_reason(sublayer: Sublayer, keys: np.ndarray, values: np.ndar
     return None
 
 
-def _rope_decline_reason(rope: Any, head_size: int) -> str | None:
-    """Return why the loops cannot rotate heads of a size: angles not of float32, or of another shape; else None."""
+def _rope_decline_reason(rope: Any, n_tokens: int, head_size: int) -> str | None:
+    """Return why the loops cannot rotate tokens' heads: angles not of float32, or of another shape; else None."""
     cos, sin = rope
     if not all(angles.dtype == FLOAT32 and angles.flags.carray for angles in rope):
         return f"cosines and sines of float32 {CONTIGUOUS}"
-    if not cos.shape == sin.shape == (1, min(cos.shape[-1], head_size // 2)):
-        return f"angles that fit heads of {head_size} channels"
+    if not cos.shape == sin.shape == (n_tokens, min(cos.shape[-1], head_size // 2)):
+        return f"angles that fit {n_tokens} tokens and heads of {head_size} channels, got {cos.shape}"
     return None
 
 
 def _decline_reason(x: np.ndarray, sublayers: Sublayers, states: Sequence[AttentionState | None]) -> str | None:
-    """Return why the loops, which check no bounds, cannot run; else None. Parameters are checked at the first token."""
-    if len(x) != 1 or x.dtype != FLOAT32 or not x.flags.carray:
-        return f"one row of float32 {CONTIGUOUS}, got {x.dtype} {x.shape}"
-    reasons: dict[int, str | None] = sublayers.prepared.setdefault("reasons", {})
-    if x.shape[1] not in reasons:
-        each = (_parameters_decline_reason(x, sublayer) for sublayer in sublayers)
-        reasons[x.shape[1]] = next((why for why in each if why is not None), None)
-    if (reason := reasons[x.shape[1]]) is not None:
-        return reason
+    """Return why the loops, which check no bounds, cannot run; else None. Parameters are checked at the first step."""
+    if not x.size or x.dtype != FLOAT32 or not x.flags.carray:
+        return f"rows of float32 {CONTIGUOUS}, got {x.dtype} {x.shape}"
+    prepared = _prepared(x, sublayers)
+    if prepared.reason is not None:
+        return prepared.reason
     attention = [sublayer for sublayer, state in zip(sublayers, states, strict=True) if state is not None]
     ropes, keys, values, counts = _columns(states)
-    memory: _Memory | None = sublayers.prepared.get("memory")
-    if memory is None or not memory.has(keys, values):
+    if any(len(column) != len(x) for columns in (keys, values, counts) for column in columns):
+        return f"keys, values and numbers of tokens for each of {len(x)} rows"
+    if prepared.memory is None or not prepared.memory.has(keys, values):
         for sublayer, *arrays in zip(attention, keys, values):
             if (why := _memory_decline_reason(sublayer, *arrays)) is not None:
                 return why
     checked: tuple[Any, int] = None, 0
-    for rope, array, n_tokens in zip(ropes, keys, counts):
-        _, room, _, head_size = array.shape
-        if not 0 < n_tokens <= room:
-            return f"memory for {n_tokens} tokens, got {room}"
+    for rope, arrays, of_tokens in zip(ropes, keys, counts):
+        head_size = arrays[0].shape[3]
+        for array, n_tokens in zip(arrays, of_tokens):
+            if not 0 < n_tokens <= array.shape[1]:
+                return f"memory for {n_tokens} tokens, got {array.shape[1]}"
         if rope is not None and (rope is not checked[0] or head_size != checked[1]):  # layers share angles
-            if (why := _rope_decline_reason(rope, head_size)) is not None:
+            if (why := _rope_decline_reason(rope, len(x), head_size)) is not None:
                 return why
             checked = rope, head_size
     return None
@@ -129,14 +130,20 @@ def _columns(states: Sequence[AttentionState | None]) -> Sequence[tuple[Any, ...
 
 
 class _Memory(NamedTuple):
-    """Weak references to keys and values that the loops can use, and the fields of sublayers with their addresses."""
+    """Weak references to keys and values that the loops can use, and two arguments of the loops with their properties.
+
+    Attributes:
+        fields: of the sublayers, with the shapes of heads.
+        tokens: with the addresses.
+    """
 
     arrays: list[weakref.ref[np.ndarray]]
     fields: np.ndarray
+    tokens: np.ndarray
 
-    def has(self, keys: tuple[np.ndarray, ...], values: tuple[np.ndarray, ...]) -> bool:
+    def has(self, keys: Sequence[Sequence[Array]], values: Sequence[Sequence[Array]]) -> bool:
         """Return whether these are the same arrays."""
-        arrays = keys + values
+        arrays = list(chain(*keys, *values))
         return len(arrays) == len(self.arrays) and all(array is ref() for array, ref in zip(arrays, self.arrays))
 
 
@@ -154,6 +161,23 @@ class _Table(NamedTuple):
     attention: list[int]
     files: list[Any]
     matrices: list[np.ndarray]
+
+
+@dataclass
+class _Prepared:
+    """What is derived from sublayers for rows of one shape: why the loops cannot run, or the last caches."""
+
+    reason: str | None
+    memory: _Memory | None = None
+
+
+def _prepared(x: np.ndarray, sublayers: Sublayers) -> _Prepared:
+    """Return what is known of sublayers for rows of the shape of x; their parameters are checked by the first call."""
+    prepared: _Prepared | None = sublayers.prepared.get(x.shape)
+    if prepared is None:
+        each = (_parameters_decline_reason(x, sublayer) for sublayer in sublayers)
+        prepared = sublayers.prepared[x.shape] = _Prepared(next((why for why in each if why is not None), None))
+    return prepared
 
 
 def _new_table(sublayers: Sublayers) -> _Table:
@@ -201,20 +225,24 @@ def _describe_linear(linear: Linear, matrix: np.ndarray) -> tuple[int, ...]:
     """Return the fields of a linear layer, whose matrix has a table."""
     if isinstance(linear.weights, BlockMatrix):
         loops = load_loops("block_loops")
-        functions = loops.multiply_row_by_blocks.address, loops.multiply_block_rows.address
+        functions = loops.multiply_by_blocks.address, loops.multiply_groups.address
     else:
-        functions = load_loops("vector_loops").multiply_row_by_rows.address, 0
+        functions = load_loops("vector_loops").multiply_by_rows.address, 0
     bias = (0, 0) if linear.bias is None else (linear.bias.ctypes.data, len(linear.bias))
     return functions[0], matrix.ctypes.data, len(matrix), functions[1], linear.weights.shape[1], *bias
 
 
-def _new_memory(table: _Table, keys: tuple[np.ndarray, ...], values: tuple[np.ndarray, ...]) -> _Memory:
-    """Return references to keys and values, and the fields of sublayers with their addresses and shapes."""
-    loops, fields = load_loops("sublayer_loops"), table.fields.copy()
-    for i, of_keys, of_values in zip(table.attention, keys, values):
-        fields[i, [loops.KEYS, loops.VALUES]] = address_of(of_keys), address_of(of_values)
-        fields[i, [loops.N_KEY_HEADS, loops.HEAD_SIZE]] = of_keys.shape[2:]
-    return _Memory([weakref.ref(array) for array in keys + values], fields)
+def _new_memory(
+    table: _Table, n_tokens: int, keys: Sequence[Sequence[Array]], values: Sequence[Sequence[Array]]
+) -> _Memory:
+    """Return references to keys and values of tokens in attention sublayers, and arguments of the loops for them."""
+    loops, decoding, fields = load_loops("sublayer_loops"), load_loops("decode_loops"), table.fields.copy()
+    tokens = np.zeros((len(keys), n_tokens, decoding.N_COLUMNS), np.int64)
+    for i, of_tokens, of_keys, of_values in zip(table.attention, tokens, keys, values):
+        fields[i, [loops.N_KEY_HEADS, loops.HEAD_SIZE]] = of_keys[0].shape[2:]
+        of_tokens[:, decoding.KEYS] = [address_of(array) for array in of_keys]
+        of_tokens[:, decoding.VALUES] = [address_of(array) for array in of_values]
+    return _Memory([weakref.ref(array) for array in chain(*keys, *values)], fields, tokens)
 
 
 def _describe_ropes(ropes: Iterable[Any]) -> list[tuple[int, int, int]]:
@@ -232,21 +260,22 @@ def _describe_ropes(ropes: Iterable[Any]) -> list[tuple[int, int, int]]:
 def run_sublayers(
     x: np.ndarray, sublayers: Sublayers, states: Sequence[AttentionState | None]
 ) -> Array | NotImplementedType:
-    """Return a row after all sublayers, extending caches; NotImplemented for infinity or NaN in quantized blocks."""
-    loops = load_loops("sublayer_loops")
+    """Return rows after all sublayers, extending caches; NotImplemented for infinity or NaN in quantized blocks."""
+    loops, decoding = load_loops("sublayer_loops"), load_loops("decode_loops")
     table: _Table | None = sublayers.prepared.get("table")
     if table is None:
         table = sublayers.prepared["table"] = _new_table(sublayers)
     for part in table.files:
         part.check()
     ropes, keys, values, counts = _columns(states)
-    memory: _Memory | None = sublayers.prepared.get("memory")
+    prepared = _prepared(x, sublayers)
+    memory = prepared.memory
     if memory is None or not memory.has(keys, values):
-        memory = sublayers.prepared["memory"] = _new_memory(table, keys, values)
-    fields = memory.fields.copy()
+        memory = prepared.memory = _new_memory(table, len(x), keys, values)
+    fields, tokens, y = memory.fields.copy(), memory.tokens.copy(), np.empty_like(x)
     if table.attention:
-        fields[table.attention, loops.COS : loops.KEYS] = _describe_ropes(ropes)
-        fields[table.attention, loops.N_TOKENS] = counts
-    y, function = np.empty_like(x), load_loops("decode_loops").attend_to_units.address
-    waited = spin_team().run(partial(loops.run_sublayers, x, fields, table.numbers, y, function), is_long=True)
+        fields[table.attention, loops.COS : loops.N_KEY_HEADS] = _describe_ropes(ropes)
+        tokens[:, :, decoding.N_TOKENS] = counts
+    job = partial(loops.run_sublayers, x, fields, table.numbers, tokens, y, decoding.attend_to_units.address)
+    waited = spin_team().run(job, is_long=True)
     return NotImplemented if waited < TOO_FEW else y

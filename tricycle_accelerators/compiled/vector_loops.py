@@ -188,15 +188,16 @@ def multiply_vectors(
 
     Args:
         matrix: its type, FLOAT32, FLOAT16, BFLOAT16 or INT8, and addresses: of its numbers (M, K); of float32 scales
-            (M,), by which the product is multiplied, or 0; of the sums (M,) of rows of int8, if R is 1, or 0, and then
-            x is not rounded to 16 bits.
+            (M,), by which the product is multiplied, or 0; of the sums (M,) of rows of int8, or 0. With sums, a single
+            row x is rounded to 16 bits.
 
     Returns:
         For how many pauses the others were waited for, or -1 where fewer than `n_threads` took part.
     """
     (kind, numbers, scales, sums), (n_x, size), n_rows = matrix, x.shape, out.shape[1]
-    bytes_of_x = np.empty((2, size if sums else 0), np.uint8)
-    step = split_into_bytes(x[0], bytes_of_x) if sums else ZERO
+    splits = sums and n_x == 1
+    bytes_of_x = np.empty((2, size if splits else 0), np.uint8)
+    step = split_into_bytes(x[0], bytes_of_x) if splits else ZERO
     box[KIND] = BYTES if step else kind
     box[X] = bytes_of_x.ctypes.data if step else x.ctypes.data
     box[ROWS], box[STRIDE], box[OUT] = numbers, size * ITEM_SIZES[kind], out.ctypes.data
@@ -213,20 +214,22 @@ def multiply_vectors(
 ROW_KIND, NUMBERS, ROW_SCALES, ROW_SUMS, COUNT, ROW_SIZE, N_ROW_FIELDS = range(7)
 
 
-def _multiply_row_by_rows(x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int) -> int:
-    """Write a row times the rows of a matrix to `out` as `multiply_vectors` does, all given by their addresses.
+def _multiply_by_rows(
+    n_x: int, x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int
+) -> int:
+    """Write n_x vectors times the rows of a matrix to `out` as `multiply_vectors` does, all given by their addresses.
 
     Args:
         place: the address of the table of the matrix. n_parts, function: not used.
     """
     fields = numba.carray(pointer_to(place, np.int64(0)), (N_ROW_FIELDS,))
-    row = numba.carray(pointer_to(x, ZERO), (1, fields[ROW_SIZE]))
-    product = numba.carray(pointer_to(out, ZERO), (1, fields[COUNT]))
+    vectors = numba.carray(pointer_to(x, ZERO), (n_x, fields[ROW_SIZE]))
+    products = numba.carray(pointer_to(out, ZERO), (n_x, fields[COUNT]))
     mailbox = numba.carray(pointer_to(box, np.int64(0)), (MAILBOX,))
     matrix = fields[ROW_KIND], fields[NUMBERS], fields[ROW_SCALES], fields[ROW_SUMS]
-    return multiply_vectors(row, matrix, product, mailbox, n_threads)
+    return multiply_vectors(vectors, matrix, products, mailbox, n_threads)
 
 
-multiply_row_by_rows: Any = numba.cfunc("i8(i8, i8, i8, i8, i8, i8, i8)", cache=True, error_model="numpy")(
-    _multiply_row_by_rows
+multiply_by_rows: Any = numba.cfunc("i8(i8, i8, i8, i8, i8, i8, i8, i8)", cache=True, error_model="numpy")(
+    _multiply_by_rows
 )

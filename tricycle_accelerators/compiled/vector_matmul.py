@@ -151,26 +151,26 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = Non
 def _multiply(x: np.ndarray, matrix: np.ndarray | QuantizedMatrix, bias: np.ndarray | None) -> np.ndarray:
     """Return float32 rows x (R, K) times a matrix (K, M) with contiguous columns, plus bias, by spinning threads."""
     product = np.empty((len(x), matrix.shape[1]), np.float32)
-    spin_team().run(partial(load_loops("vector_loops").multiply_vectors, x, _matrix_fields(matrix, len(x)), product))
+    spin_team().run(partial(load_loops("vector_loops").multiply_vectors, x, _matrix_fields(matrix), product))
     if bias is not None:
         product += bias
     return product
 
 
 def describe_matrix(matrix: np.ndarray | QuantizedMatrix) -> np.ndarray:
-    """Return the table of a matrix (K, M) for `vector_loops.multiply_row_by_rows`, valid while the matrix lives."""
-    return np.array([[*_matrix_fields(matrix, 1), *matrix.shape[::-1]]], np.int64)
+    """Return the table of a matrix (K, M) for `vector_loops.multiply_by_rows`, valid while the matrix lives."""
+    return np.array([[*_matrix_fields(matrix), *matrix.shape[::-1]]], np.int64)
 
 
-def _matrix_fields(matrix: np.ndarray | QuantizedMatrix, n_x: int) -> tuple[int, int, int, int]:
-    """Return a matrix as `multiply_vectors` takes it for n_x rows; the arrays of quantized ones are cached in them."""
+def _matrix_fields(matrix: np.ndarray | QuantizedMatrix) -> tuple[int, int, int, int]:
+    """Return a matrix as `multiply_vectors` takes it; the arrays of quantized ones are cached in them."""
     loops = load_loops("vector_loops")
     if isinstance(matrix, np.ndarray):
         return loops.KINDS["float32"], address_of(matrix), 0, 0
     if "rows" not in matrix.prepared:
         matrix.prepared["rows"] = _row_arrays(matrix)
     numbers, scales, sums = map(address_of, matrix.prepared["rows"])
-    return loops.KINDS[matrix.dtype.name], numbers, scales, sums if n_x == 1 else 0
+    return loops.KINDS[matrix.dtype.name], numbers, scales, sums
 
 
 def _row_arrays(matrix: QuantizedMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

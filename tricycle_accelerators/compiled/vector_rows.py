@@ -141,19 +141,28 @@ def call_function(context: Any, function: Any, place: Any, start: Any, stop: Any
 
 @intrinsic
 def call_multiply(
-    context: Any, multiply: Any, x: Any, table: Any, n_parts: Any, out: Any, function: Any, box: Any, n_threads: Any
+    context: Any,
+    multiply: Any,
+    n_x: Any,
+    x: Any,
+    table: Any,
+    n_parts: Any,
+    out: Any,
+    function: Any,
+    box: Any,
+    n_threads: Any,
 ) -> Any:
-    """Call the compiled product of a row and a matrix at an address, such as `multiply_row_by_rows` (Numba intrinsic).
+    """Call the compiled product of rows and a matrix at an address, such as `multiply_by_rows` (Numba intrinsic).
 
     All arguments are addresses or numbers; the result is that of a job.
     """
-    kind = ir.FunctionType(INDEX, [INDEX] * 7)
+    kind = ir.FunctionType(INDEX, [INDEX] * 8)
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         multiply, *others = arguments
         return builder.call(builder.inttoptr(multiply, kind.as_pointer()), others)
 
-    return types.int64(*[types.int64] * 8), code
+    return types.int64(*[types.int64] * 9), code
 
 
 def _make_write_products(kind: int, n_x: int, n_rows: int) -> Any:
