@@ -22,7 +22,7 @@ Shape = tuple[int, int, int]  # N, K, M
 
 MIN_VECTOR_BYTES = 2**12  # of the right matrix: with fewer NumPy multiplies one row about as fast
 MIN_VECTORS_BYTES = 2**18  # the same with several rows
-MAX_VECTORS = 64  # rows of the left matrix up to which OpenBLAS takes longer, as it copies the right one
+MAX_VECTORS = 64  # rows of the left matrix up to which OpenBLAS takes longer, as it copies the right one, at least
 MIN_TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
 MIN_TILED_WORK = 2**24  # multiplications
 MIN_FEW_ROWS_WORK = MIN_SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
@@ -114,12 +114,15 @@ def plan_matmul(product: MatmulSpec, machine: Machine, n_threads: int) -> Matmul
 def vector_decline_reason(n_rows: int, n_bytes: int, right: str, machine: Machine) -> str | None:
     """Return why Numba's products of a few vectors decline; None for a large enough right matrix by "columns".
 
-    More rows than one are faster than by OpenBLAS, which copies the matrix. Other BLAS were not compared.
+    More rows than one are faster than by OpenBLAS, which copies the matrix, where there are tiles up to their least
+    number of rows. Other BLAS were not compared.
 
     Args:
         n_bytes: the size of the right matrix.
     """
     most = MAX_VECTORS if machine.blas == "openblas" else 1
+    if tile_processor_decline_reason(machine) is None:
+        most = MIN_TILED_ROWS - 1
     if not 1 <= n_rows <= most:
         return f"from 1 to {most} rows, got {n_rows}"
     min_bytes = MIN_VECTOR_BYTES if n_rows == 1 else MIN_VECTORS_BYTES

@@ -25,20 +25,11 @@ from tricycle_accelerators.compiled.amx_tiles import (
     release_tiles,
     write_float32_rows,
 )
-from tricycle_accelerators.compiled.jit import ZERO, bfloat16_to_float32, copy_row, inner_function
+from tricycle_accelerators.compiled.jit import ZERO, aligned_empty, bfloat16_to_float32, copy_row, inner_function
 
 STEP_BYTES = 2 * N_PARTS * TILE_BYTES  # of BLOCK rows or columns
 WIDTH = STEP_BYTES // 4  # float32 of as many bytes
-LINE = 16  # float32 in a line of a cache
 TILE_NUMBERS = TILE_BYTES // 2  # of bfloat16
-
-
-@inner_function()
-def _aligned_empty(n_rows: int, n_columns: int) -> np.ndarray:
-    """Allocate float32 (n_rows, n_columns) from the start of a cache line, not initialized."""
-    flat = np.empty(n_rows * n_columns + LINE, np.float32)
-    skip = -(flat.ctypes.data // 4) % LINE
-    return flat[skip : skip + n_rows * n_columns].reshape(n_rows, n_columns)
 
 
 @inner_function()
@@ -119,10 +110,10 @@ def multiply_tiles(x: np.ndarray, packed: np.ndarray, bias: np.ndarray, out: np.
     """
     n_steps, n_items = x.shape[:2]
     n_groups, depth, _ = packed.shape
-    left = _aligned_empty(depth, WIDTH)
+    left = aligned_empty(depth, WIDTH)
     if x.shape[2] % STEP:
         left[:] = ZERO  # for the terms that the last step lacks
-    sums = _aligned_empty(2 * BLOCK, BLOCK).reshape(2, BLOCK, BLOCK)
+    sums = aligned_empty(2 * BLOCK, BLOCK).reshape(2, BLOCK, BLOCK)
     matrix = np.empty((0, 0), np.float32)
     begin_tiles()
     for first in range(0, n_steps * n_items, BLOCK):

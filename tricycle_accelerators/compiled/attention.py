@@ -105,7 +105,7 @@ def _attend_each(q: np.ndarray, cached: Sequence[tuple[Any, Any]], scale: float,
     settings = np.array(rows, np.int64), like.shape[1], n_blocks, numbers, scale, off_by_one
     job = partial(loops.decode_attention, *settings, out, logsumexp, loops.attend_to_units.address)
     if sum(keys.nbytes for keys, _ in cached) < MIN_SHARED_BYTES:
-        job(team.boxes.own, 1)
+        job(team.memory.mailbox, 1)
     else:
         team.run(job)
     return out, logsumexp

@@ -54,6 +54,7 @@ HAS_BFLOAT, HAS_AMX = FEATURES.get("avx512bf16", False), FEATURES.get("amx-bf16"
 ZERO, ONE = np.float32(0), np.float32(1)
 LOG2_E = np.float32(math.log2(math.e))
 LOG2_E_REST = np.float32(math.log2(math.e) - float(LOG2_E))
+LINE = 16  # float32 in a line of a cache
 MAX_EXPONENT = np.float32(87)  # e to this is near the ends of float32
 LARGEST, OFFSET, SMALLEST = map(
     np.float32, (split_precision.MAX_STEPS, split_precision.OFFSET, split_precision.MIN_MAX_ABS)
@@ -126,6 +127,14 @@ def maximum(context: Any, a: Any, b: Any) -> Any:
         return builder.select(above, *arguments, flags=("fast",))
 
     return types.float32(types.float32, types.float32), code
+
+
+@inner_function()
+def aligned_empty(n_rows: int, n_columns: int) -> np.ndarray:
+    """Allocate float32 (n_rows, n_columns) from the start of a cache line, not initialized."""
+    flat = np.empty(n_rows * n_columns + LINE, np.float32)
+    skip = -(flat.ctypes.data // 4) % LINE
+    return flat[skip : skip + n_rows * n_columns].reshape(n_rows, n_columns)
 
 
 @inner_function()

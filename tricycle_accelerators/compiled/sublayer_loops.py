@@ -15,7 +15,7 @@ import numba
 import numpy as np
 
 from tricycle_accelerators.compiled import decode_loops
-from tricycle_accelerators.compiled.jit import ONE, ZERO, compile_loop, copy_row, inner_function
+from tricycle_accelerators.compiled.jit import ONE, ZERO, aligned_empty, compile_loop, copy_row, inner_function
 from tricycle_accelerators.compiled.loops import gelu, layer_norm, rms_norm, rotate, swiglu
 from tricycle_accelerators.compiled.vector_rows import FLOAT32, call_multiply, pointer_to
 
@@ -78,7 +78,7 @@ def _rotate(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
 @inner_function()
 def _multiply(x: np.ndarray, linear: np.ndarray, box: np.ndarray, n_threads: int) -> Any:
     """Return a linear layer's output (N, M) for rows (N, C), and what the product returned (below -1: it failed)."""
-    out = np.empty((len(x), linear[N_COLUMNS]), np.float32)
+    out = aligned_empty(len(x), linear[N_COLUMNS])
     waited = call_multiply(
         linear[MULTIPLY],
         len(x),
@@ -133,7 +133,7 @@ def _attend(
         token[decode_loops.N_TOKENS] -= unseen
         token[decode_loops.KEYS] += 4 * n_of_k * unseen
         token[decode_loops.VALUES] += 4 * n_of_k * unseen
-    attended, logsumexp = np.empty((n_rows, n_heads, head_size), np.float32), np.empty((n_rows, n_heads), np.float32)
+    attended, logsumexp = aligned_empty(n_rows, n_of_q), np.empty((n_rows, n_heads), np.float32)
     waited = decode_loops.decode_attention(
         tokens,
         n_key_heads,
@@ -141,20 +141,20 @@ def _attend(
         FLOAT32,
         np.float32(numbers[SCORE_SCALE]),
         fields[OFF_BY_ONE] != 0,
-        attended,
+        attended.reshape(n_rows, n_heads, head_size),
         logsumexp,
         function,
         box,
         n_threads,
     )
-    return attended.reshape(n_rows, n_of_q), waited
+    return attended, waited
 
 
 @inner_function()
 def _activate(hidden: np.ndarray, kind: int) -> np.ndarray:
     """Return SwiGLU or GeGLU of rows (N, 2 M), or else GELU of rows (N, M)."""
     size = hidden.shape[1] // (1 if kind == GELU else 2)
-    activated = np.empty((len(hidden), size), np.float32)
+    activated = aligned_empty(len(hidden), size)
     if kind == SWIGLU:
         swiglu(hidden, activated)
         return activated
@@ -192,7 +192,7 @@ def run_sublayers(
     result = y.reshape(-1)
     copy_row(x.reshape(-1), result)
     late, n_attention, all_took_part = 0, 0, True
-    normal = np.empty_like(x)
+    normal = aligned_empty(len(x), x.shape[1])
     for i in range(len(table)):
         fields = table[i]
         copy_row(result, normal.reshape(-1))

@@ -27,6 +27,7 @@ from tricycle_accelerators import processor
 from tricycle_accelerators.compiled import amx_pairs, amx_tiles
 from tricycle_accelerators.compiled.jit import (
     HAS_AMX,
+    LINE,
     address_to_pointer,
     contiguous_row,
     inner_function,
@@ -54,7 +55,6 @@ from tricycle_accelerators.compiled.registers import (
 ROWS, VECTORS = INSTRUCTION_SET.tile_rows, INSTRUCTION_SET.tile_vectors  # of a tile; a vector is a register of columns
 HAS_PAIRS = HAS_AMX or (HAS_BFLOAT and not processor.is_intel())
 PAIR_ROWS = amx_pairs.TILE_ROWS if HAS_AMX else ROWS  # of a tile of products of pairs
-LINE = 16  # float32 in a line of a cache
 
 
 # -------------------------------------------------------------------- a tile

@@ -61,10 +61,19 @@ MAILBOX = LEFT + A_LINE * MOST_PARTS
 LOWER = 0xFFFFFFFF
 
 CHUNK = 2**15  # bytes of rows that a thread computes at a time
+LARGE_CHUNK = 2**17  # of float32 for four or more vectors, of which it reads four for all rows of a chunk
 N_KNOWN = 509  # matrices of which a thread remembers the next, by a hash of their addresses
 BURST = 512  # bytes that are prefetched at once: a processor drops what it cannot ask for
 MOST_PREFETCHED = 2**19  # bytes of the next matrix: a second cache has room for them
 SPIN_LIMIT = 100_000  # pauses, 40 to 140 cycles each, until a thread without work stops waiting
+
+
+@numba.njit(inline="always")
+def _chunk_rows(box: Any) -> int:
+    """Return how many rows of a job's matrix a thread computes at a time."""
+    if box[KIND] == FLOAT32 and box[N_X] >= 4:  # an even number, for they are multiplied in pairs
+        return (LARGE_CHUNK // max(1, box[STRIDE]) // 2 + 1) * 2
+    return CHUNK // max(1, box[STRIDE]) + 1
 
 
 @numba.njit(inline="always")
@@ -74,7 +83,7 @@ def _compute_chunk(box: Any, place: int, part: int) -> bool:
     left = word & LOWER
     if left == 0:
         return False
-    n = min(left, CHUNK // max(1, box[STRIDE]) + 1)
+    n = min(left, _chunk_rows(box))
     stop = box[N_ROWS] * (part + 1) // box[N_PARTS] - (left - n)
     if not compare_exchange(place, LEFT + A_LINE * part, word, word - n):
         return True

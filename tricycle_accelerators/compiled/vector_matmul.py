@@ -13,7 +13,7 @@ import numpy as np
 
 from tricycle.devices import Array
 from tricycle.kernels.quantized import DTYPE_NAMES, QuantizedMatrix
-from tricycle_accelerators import threads
+from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.compiled.elementwise import FLOAT32
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.matmul_plan import MAX_VECTORS, this_machine, vector_decline_reason
@@ -21,15 +21,28 @@ from tricycle_accelerators.providers import decline_when
 from tricycle_accelerators.spin_threads import SpinPolicy
 
 TOO_FEW = -1  # what a job returns if fewer threads took part than were asked for
+MIN_LONG_WORK = 2**24  # multiplications, a tenth of a millisecond
+MIN_ALIGNED_ROWS = 8  # to copy which takes less time than to read parts of two cache lines for each register
 LATE_PAUSES = 5_000  # pauses: a thread that is waited for longer was put aside by the system
 PAUSE_SECONDS = 2e-8  # 40 to 140 cycles
 
 
-class _Mailboxes(threading.local):
-    """The mailbox of each thread, for products that it makes alone."""
+class _ThreadMemory(threading.local):
+    """Memory of each thread: a mailbox for products that it makes alone, and rows that start at a cache line."""
 
     def __init__(self) -> None:
-        self.own = load_loops("vector_loops").new_mailbox()
+        self.mailbox = load_loops("vector_loops").new_mailbox()
+        self._rows = np.empty(0, np.float32)
+
+    def aligned(self, x: np.ndarray) -> np.ndarray:
+        """Return float32 rows x, or a copy from the start of a cache line, valid until the next call in this thread."""
+        if len(x) < MIN_ALIGNED_ROWS or address_of(x) % buffers.ALIGNMENT == 0:
+            return x
+        if self._rows.size < x.size:
+            self._rows = buffers.aligned_empty((x.size,), np.float32)
+        copy = self._rows[: x.size].reshape(x.shape)
+        copy[...] = x
+        return copy
 
 
 class SpinTeam:
@@ -42,7 +55,7 @@ class SpinTeam:
     def __init__(self) -> None:
         self.loops = load_loops("vector_loops")
         self.shared = self.loops.new_mailbox()
-        self.boxes = _Mailboxes()
+        self.memory = _ThreadMemory()
         self.policy = SpinPolicy()
         self.n_long_jobs = 0
 
@@ -54,7 +67,7 @@ class SpinTeam:
             is_long: whether it takes milliseconds, so that workers which do not serve are started first, in 30 us.
         """
         if not self.policy or not threads.pool_lock.acquire(blocking=False):
-            return job(self.boxes.own, 1)
+            return job(self.memory.mailbox, 1)
         start = perf_counter()
         try:
             if is_long:
@@ -151,7 +164,10 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = Non
 def _multiply(x: np.ndarray, matrix: np.ndarray | QuantizedMatrix, bias: np.ndarray | None) -> np.ndarray:
     """Return float32 rows x (R, K) times a matrix (K, M) with contiguous columns, plus bias, by spinning threads."""
     product = np.empty((len(x), matrix.shape[1]), np.float32)
-    spin_team().run(partial(load_loops("vector_loops").multiply_vectors, x, _matrix_fields(matrix), product))
+    team = spin_team()
+    rows = team.memory.aligned(x) if isinstance(matrix, np.ndarray) else x  # those of fewer bits take long to convert
+    job = partial(load_loops("vector_loops").multiply_vectors, rows, _matrix_fields(matrix), product)
+    team.run(job, is_long=len(x) * matrix.size >= MIN_LONG_WORK)
     if bias is not None:
         product += bias
     return product

@@ -48,6 +48,7 @@ ITEM_SIZES = (4, 2, 2, 1)  # of the numbers, in bytes
 UNROLLED = 4  # registers of a row that are multiplied in a step
 WHOLE = UNROLLED * LANES
 AHEAD = 1024  # bytes that are asked for before they are needed
+FIRST_CACHE, TERMS = 2**15, 1024  # bytes; terms of a product that are added at a time if those of six rows are more
 
 
 def load_numbers(builder: Any, address: Any, kind: int, n_lanes: int = LANES) -> Any:
@@ -166,27 +167,32 @@ def call_multiply(
 
 
 def _make_write_products(kind: int, n_x: int, n_rows: int) -> Any:
-    """Return the Numba function (box, i, n, ahead) for rows n to n + n_x, columns i to i + n_rows of a job's result."""
-    dots = _dots(kind, n_x, n_rows)
+    """Return the Numba function that adds terms to rows n to n + n_x, columns i to i + n_rows of a job's result.
+
+    Its arguments are (box, i, n, ahead, first, last): the last three are how many bytes ahead rows are prefetched, and
+    the terms, of which the first ones overwrite the result.
+    """
+    dots, itemsize = _dots(kind, n_x, n_rows), ITEM_SIZES[kind]
     number, zeros = (np.float32(0), np.uint16(0), np.uint16(0), np.int8(0))[kind], (ZERO,) * (n_x * n_rows)
     convert = float16_to_float32 if kind == FLOAT16 else to_float32
 
     @inner_function(fastmath={"contract"})
-    def write_products(box: Any, i: int, n: int, ahead: int) -> None:
+    def write_products(box: Any, i: int, n: int, ahead: int, first: int, last: int) -> None:
         size, stride = box[SIZE], box[STRIDE]
-        row, n_steps = box[ROWS] + i * stride, size // WHOLE
+        row, n_steps = box[ROWS] + i * stride, (last - first) // WHOLE
         vectors = numba.carray(pointer_to(box[X], ZERO), (box[N_X], size))
         out = numba.carray(pointer_to(box[OUT], ZERO), (box[N_X], box[N_ROWS]))
         totals = zeros
         if n_steps:
-            totals = dots(vectors[n].ctypes.data, 4 * size, row, stride, n_steps, ahead)
+            of_terms = vectors[n].ctypes.data + 4 * first
+            totals = dots(of_terms, 4 * size, row + itemsize * first, stride, n_steps, ahead)
         for m in range(n_rows):
             rest = numba.carray(pointer_to(row + m * stride, number), (size,))
             for k in range(n_x):
                 total = totals[k * n_rows + m]
-                for j in range(n_steps * WHOLE, size):
+                for j in range(first + n_steps * WHOLE, last):
                     total += vectors[n + k, j] * np.float32(convert(rest[j]))
-                out[n + k, i + m] = total
+                out[n + k, i + m] = total + out[n + k, i + m] if first else total
 
     return write_products
 
@@ -195,26 +201,34 @@ def _make_multiply_rows(kind: int) -> Any:
     """Return the Numba function (box, start, stop) that computes columns of a job's result for matrices of a kind.
 
     Four rows multiply two columns at a time, so that each number of a row is loaded once for both. The first four read
-    the columns from memory; the others, which find them in a cache, prefetch the columns that follow.
+    the columns from memory; the others, which find them in a cache, prefetch the columns that follow. If these six do
+    not fit into a processor's first cache, at most TERMS of their terms are added at a time.
     """
+    itemsize = ITEM_SIZES[kind]
     write_one, write_two, write_four, write_four_by_two = (
         _make_write_products(kind, *sizes) for sizes in ((1, 1), (2, 1), (4, 1), (4, 2))
     )
 
     @inner_function()
     def multiply_rows(box: Any, start: int, stop: int) -> None:
-        n_x, stride = box[N_X], box[STRIDE]
+        n_x, stride, size = box[N_X], box[STRIDE], box[SIZE]
+        step = size
+        if (4 * 4 + 2 * itemsize) * size > FIRST_CACHE:
+            n_blocks = 1 + (size - 1) // TERMS
+            step = (size // n_blocks + WHOLE - 1) // WHOLE * WHOLE
         for n in range(0, n_x - 3, 4):
             ahead = stride * (2 if n == 0 else stop - start)
-            for i in range(start, stop - 1, 2):
-                write_four_by_two(box, i, n, ahead)
-            if (stop - start) & 1:
-                write_four(box, stop - 1, n, ahead)
+            for first in range(0, size, step):
+                last = min(size, first + step)
+                for i in range(start, stop - 1, 2):
+                    write_four_by_two(box, i, n, ahead, first, last)
+                if (stop - start) & 1:
+                    write_four(box, stop - 1, n, ahead, first, last)
         for i in range(start, stop):
             if n_x & 2:
-                write_two(box, i, n_x & ~3, AHEAD)
+                write_two(box, i, n_x & ~3, AHEAD, 0, size)
             if n_x & 1:
-                write_one(box, i, n_x - 1, AHEAD)
+                write_one(box, i, n_x - 1, AHEAD, 0, size)
         if box[SCALES]:
             scales = numba.carray(pointer_to(box[SCALES], ZERO), (box[N_ROWS],))
             out = numba.carray(pointer_to(box[OUT], ZERO), (n_x, box[N_ROWS]))
