@@ -26,13 +26,13 @@ from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.weights import quantize, set_memory_order
 from tricycle_accelerators import compiled, matmul_plan, threads
-from tricycle_accelerators.compiled import sublayers
+from tricycle_accelerators.compiled import sublayers, vector_matmul
 from tricycle_accelerators.compiled.loader import load_loops
 
-SIZES = {"vocab_size": 97, "embedding_dim": 64, "n_heads": 4, "n_layers": 2, "context_window": 64}
+SIZES = {"vocab_size": 97, "embedding_dim": 64, "n_heads": 4, "n_layers": 2, "context_window": 128}
 LLAMA = {"activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bias": False}
 GEMMA = {**LLAMA, "activation": "gelu", "gated": True, "norm_placement": "both", "norm_unit_offset": True}
-N_PROMPT, N_NEW = 20, 20  # more tokens in a prompt than are fused
+N_PROMPT, N_NEW = 70, 20  # more tokens in a prompt than are fused
 
 needs_numba = pytest.mark.skipif(not compiled.is_available(), reason="needs Numba")
 
@@ -119,16 +119,35 @@ def test_texts_together_have_the_same_bits_as_from_separate_layers(
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("n_new", "is_fused"),
-    [([1] * 17, True), ([8] * 8, True), ([8] * 8 + [1], False), ([17, 1], False)],
-    ids=["17 texts", "64 tokens", "65 tokens", "17 tokens of a text"],
+    [([1] * 17, True), ([14] * 9, True), ([16] * 8, False), ([17, 1], False)],
+    ids=["17 texts", "126 tokens", "128 tokens", "17 tokens of a long text"],
 )
-def test_more_than_few_rows_are_fused_in_float32_up_to_64_tokens(n_new, is_fused, precision, n_fused, without_fusing):
+def test_more_than_few_rows_are_fused_in_float32_up_to_127_tokens(
+    n_new, is_fused, precision, n_fused, without_fusing, monkeypatch
+):
+    monkeypatch.setattr(vector_matmul, "MAX_VECTORS", 127)  # of int8: more rows are left to others
     model = new_model("int8", **LLAMA).use_precision(precision)
     fused = decoded_together(model, n_new)
     assert n_fused == ([4] * 2 if is_fused and precision == "float32" else [])
     without_fusing()
     for logits, expected in zip(fused, decoded_together(model, n_new), strict=True):
         np.testing.assert_allclose(logits, expected, 1e-4, 1e-4)  # NumPy computes more than a few small rows
+
+
+@needs_numba
+def test_short_prompts_are_fused(n_fused, without_fusing):
+    model, caches = new_model("int8", **LLAMA), []
+
+    def run() -> list[np.ndarray]:
+        caches[:] = [model.new_caches() for _ in range(2)]
+        prompts = [[list(range(17))], [list(range(40))], [list(range(24)), [1]], [[2], list(range(30))]]
+        return [next_logits(model, new, caches[: len(new)], every=True) for new in prompts]
+
+    fused = run()
+    assert n_fused == [4, 4, 4]  # not the third step, after which the first text has 81 tokens
+    without_fusing()
+    for logits, expected in zip(fused, run(), strict=True):
+        np.testing.assert_allclose(logits, expected, 1e-4, 1e-4)
 
 
 @needs_numba
@@ -159,9 +178,9 @@ class DoubledCache(KeyValueCache):
 @needs_numba
 def test_texts_with_a_cache_of_another_kind_are_left_to_separate_layers(n_fused):
     model = new_model("int8", **LLAMA)
-    caches = [model.new_caches(), [DoubledCache(64) for _ in model.blocks]]
+    caches = [model.new_caches(), [DoubledCache(128) for _ in model.blocks]]
     for of_text in caches:
-        next_logits(model, [[1, 2, 3] * 7], [of_text])
+        next_logits(model, [[1, 2, 3] * 25], [of_text])
     together = next_logits(model, [[4], [4]], caches)
     assert n_fused == [1] * 2  # the MLPs
     assert not np.array_equal(*together)
@@ -362,7 +381,7 @@ def test_full_context_raises_the_error_of_the_layer():
     model = new_model()
     caches = model.new_caches()
     with model.evaluating():
-        model(np.zeros((1, 64), int), caches)
+        model(np.zeros((1, 128), int), caches)
         with pytest.raises(ValueError, match="context"):
             model(np.zeros((1, 1), int), caches)
 

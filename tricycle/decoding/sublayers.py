@@ -24,7 +24,8 @@ from tricycle.layers import Dense, Dropout, LayerNorm, RMSNorm
 from tricycle.tensor import Tensor
 
 FLOAT32 = np.dtype(np.float32)
-MAX_TOKENS = 64  # of several texts together, each with at most FEW_ROWS new ones
+MAX_TOKENS = 127  # new ones of all texts in float32
+MAX_LENGTH = 64  # tokens of a text with more than FEW_ROWS new ones, for the kernel attends token by token
 Norms = tuple[Any, Any]  # layers, or None: of a sublayer's input, and of its result
 BLOCKS = TransformerBlock, GPT2TransformerBlock
 # The methods that the kernel replaces, by the types of layers that it knows. Users may override each of them.
@@ -119,14 +120,15 @@ def _has_room(layer: Any, cache: Any, segments: Segments) -> bool:
     for text, (n_before, n_new) in zip(_texts(cache), segments):
         if type(text) is not KeyValueCache or text.dtype not in (None, FLOAT32):
             return False
-        if n_new > FEW_ROWS or n_before + n_new > layer.context_window:
+        n_tokens = n_before + n_new
+        if n_tokens > layer.context_window or (n_new > FEW_ROWS and n_tokens > MAX_LENGTH):
             return False
     return bool(segments)
 
 
 def _new_tokens(layer: Any) -> np.ndarray:
     """Return an array of the shape of a few tokens' keys and values, without numbers."""
-    return np.empty((1, FEW_ROWS, layer.n_key_heads, layer.head_size), FLOAT32)
+    return np.empty((1, MAX_LENGTH, layer.n_key_heads, layer.head_size), FLOAT32)
 
 
 def _rope(layer: Any, segments: Segments, x: Tensor) -> Any:

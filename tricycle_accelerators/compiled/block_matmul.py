@@ -49,7 +49,7 @@ def quantized_matmul(
     matrix.parts[0].check()  # all are of one file
     table = describe_parts(matrix)
     product = np.empty((len(x), matrix.shape[1]), np.float32)
-    job = partial(loops.multiply_blocks, x, table, product, loops.multiply_groups.address)
+    job = partial(loops.multiply_blocks, x, table, product, loops.FUNCTIONS.ctypes.data)
     if spin_team().run(job, is_long=len(x) >= loops.TILE_ROWS) == loops.NOT_FINITE:
         return NotImplemented
     if bias is not None:

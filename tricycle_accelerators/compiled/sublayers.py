@@ -225,7 +225,7 @@ def _describe_linear(linear: Linear, matrix: np.ndarray) -> tuple[int, ...]:
     """Return the fields of a linear layer, whose matrix has a table."""
     if isinstance(linear.weights, BlockMatrix):
         loops = load_loops("block_loops")
-        functions = loops.multiply_by_blocks.address, loops.multiply_groups.address
+        functions = loops.multiply_by_blocks.address, loops.FUNCTIONS.ctypes.data
     else:
         functions = load_loops("vector_loops").multiply_by_rows.address, 0
     bias = (0, 0) if linear.bias is None else (linear.bias.ctypes.data, len(linear.bias))
