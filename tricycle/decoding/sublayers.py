@@ -198,7 +198,7 @@ class _Blocks:
         sublayers: None if the blocks have to compute one after the other.
         rope_keys: what the angles of each block's RoPE depend on besides the position.
         tokens: of the shape of a few tokens' keys and values in each block.
-        n_most: the tokens that the kernel may take: products of more than FEW_ROWS rows are not all of float32.
+        n_most: how many tokens the kernel may take: FEW_ROWS if products of more rows are not of float32.
     """
 
     def __init__(self, blocks: Sequence[Any], x: Tensor) -> None:

@@ -96,7 +96,7 @@ class AttentionState(NamedTuple):
 class Sublayers(tuple[Sublayer, ...]):
     """Consecutive sublayers. In `prepared` a provider keeps what it derives from them at the first step."""
 
-    prepared: dict[Any, Any]
+    prepared: dict[str, Any]
 
     def __new__(cls, sublayers: Iterable[Sublayer]) -> Sublayers:
         """Create from sublayers, in order."""

@@ -29,8 +29,8 @@ SWIGLU, GELU, GEGLU, ATTENTION = range(4)
 GAIN, NORM_BIAS, HAS_NORM_BIAS, SUBTRACT_MEAN, UNIT_OFFSET, SIZE, N_NORM = range(7)
 KIND, NORM = range(2)
 POST_NORM, QUERY_NORM, KEY_NORM, FIRST = range(NORM + N_NORM, NORM + 5 * N_NORM, N_NORM)
-# The address of `multiply_by_blocks` or `multiply_by_rows`; address and length of the table of a matrix for it,
-# the address of a function for it; the number of columns; address and length of the bias.
+# The address of `multiply_by_blocks` or `multiply_by_rows`; address and length of the table of a matrix for it, its
+# argument `function`; the number of columns; address and length of the bias.
 MULTIPLY, MATRIX, N_PARTS, FUNCTION, N_COLUMNS, BIAS, N_BIAS, N_LINEAR = range(8)
 LAST = FIRST + N_LINEAR
 # Of attention: whether the softmax is softmax1; the window, or 0; addresses of cosines and sines (N, R / 2), and R / 2;

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import NotImplementedType
@@ -100,14 +99,18 @@ def _decline_reason(x: np.ndarray, sublayers: Sublayers, states: Sequence[Attent
     """Return why the loops, which check no bounds, cannot run; else None. Parameters are checked at the first step."""
     if not x.size or x.dtype != FLOAT32 or not x.flags.carray:
         return f"rows of float32 {CONTIGUOUS}, got {x.dtype} {x.shape}"
-    prepared = _prepared(x, sublayers)
-    if prepared.reason is not None:
-        return prepared.reason
+    reasons: dict[tuple[int, ...], str | None] = sublayers.prepared.setdefault("reasons", {})
+    if x.shape not in reasons:
+        each = (_parameters_decline_reason(x, sublayer) for sublayer in sublayers)
+        reasons[x.shape] = next((why for why in each if why is not None), None)
+    if (reason := reasons[x.shape]) is not None:
+        return reason
     attention = [sublayer for sublayer, state in zip(sublayers, states, strict=True) if state is not None]
     ropes, keys, values, counts = _columns(states)
     if any(len(column) != len(x) for columns in (keys, values, counts) for column in columns):
         return f"keys, values and numbers of tokens for each of {len(x)} rows"
-    if prepared.memory is None or not prepared.memory.has(keys, values):
+    memory: _Memory | None = sublayers.prepared.get("memory")
+    if memory is None or not memory.has(keys, values):
         for sublayer, *arrays in zip(attention, keys, values):
             if (why := _memory_decline_reason(sublayer, *arrays)) is not None:
                 return why
@@ -161,23 +164,6 @@ class _Table(NamedTuple):
     attention: list[int]
     files: list[Any]
     matrices: list[np.ndarray]
-
-
-@dataclass
-class _Prepared:
-    """What is derived from sublayers for rows of one shape: why the loops cannot run, or the last caches."""
-
-    reason: str | None
-    memory: _Memory | None = None
-
-
-def _prepared(x: np.ndarray, sublayers: Sublayers) -> _Prepared:
-    """Return what is known of sublayers for rows of the shape of x; their parameters are checked by the first call."""
-    prepared: _Prepared | None = sublayers.prepared.get(x.shape)
-    if prepared is None:
-        each = (_parameters_decline_reason(x, sublayer) for sublayer in sublayers)
-        prepared = sublayers.prepared[x.shape] = _Prepared(next((why for why in each if why is not None), None))
-    return prepared
 
 
 def _new_table(sublayers: Sublayers) -> _Table:
@@ -268,10 +254,9 @@ def run_sublayers(
     for part in table.files:
         part.check()
     ropes, keys, values, counts = _columns(states)
-    prepared = _prepared(x, sublayers)
-    memory = prepared.memory
+    memory: _Memory | None = sublayers.prepared.get("memory")
     if memory is None or not memory.has(keys, values):
-        memory = prepared.memory = _new_memory(table, len(x), keys, values)
+        memory = sublayers.prepared["memory"] = _new_memory(table, len(x), keys, values)
     fields, tokens, y = memory.fields.copy(), memory.tokens.copy(), np.empty_like(x)
     if table.attention:
         fields[table.attention, loops.COS : loops.N_KEY_HEADS] = _describe_ropes(ropes)

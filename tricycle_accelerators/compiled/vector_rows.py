@@ -169,8 +169,8 @@ def call_multiply(
 def _make_write_products(kind: int, n_x: int, n_rows: int) -> Any:
     """Return the Numba function that adds terms to rows n to n + n_x, columns i to i + n_rows of a job's result.
 
-    Its arguments are (box, i, n, ahead, first, last): the last three are how many bytes ahead rows are prefetched, and
-    the terms, of which the first ones overwrite the result.
+    Its arguments are (box, i, n, ahead, first, last): rows are prefetched by `ahead` bytes, and terms `first` to `last`
+    are added; from term 0 on they overwrite the result.
     """
     dots, itemsize = _dots(kind, n_x, n_rows), ITEM_SIZES[kind]
     number, zeros = (np.float32(0), np.uint16(0), np.uint16(0), np.int8(0))[kind], (ZERO,) * (n_x * n_rows)
