@@ -1,5 +1,6 @@
 """What Numba compiles, beside the plain versions; `test_kernels.py` has more of these."""
 
+import itertools
 import os
 import platform
 import re
@@ -453,6 +454,33 @@ def test_decline_reasons_name_the_cause(large, version, arguments, phrase):
     assert reason is None if phrase is None else re.search(phrase, reason)
     if phrase is not None:
         assert version(*arguments) is NotImplemented
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n_rows", [3, 300])
+def test_rows_that_are_not_contiguous_give_the_bits_of_a_copy(dtype, n_rows):
+    x, grad, gain = *normal(2, n_rows, 160).astype(dtype), normal(80)
+    half, half_grad = x[:, 80:], grad[:, :80]
+    _, means, scales = normalisation.layer_norm(half.astype(np.float32), gain, None, 1e-5, False)
+    calls = [
+        (elementwise.gelu, [half]),
+        (elementwise.gelu_backward, [half_grad, half, None]),
+        (elementwise.swiglu, [half]),
+        (elementwise.swiglu_backward, [half_grad[:, :40], half]),
+        (elementwise.softmax, [half, False]),
+        (normalisation.layer_norm, [half, gain, None, 1e-5, False]),
+        (normalisation.layer_norm_backward, [half_grad, half, gain, means, scales, False]),
+    ]
+    taken = [version.decline_reason(*arguments) is None for version, arguments in calls]
+    few = dtype == "float32"
+    assert taken == ([True] * 4 + [False] + [True] * 2 if n_rows == 300 else [few, False, few, False, few, few, False])
+    for version, arguments in itertools.compress(calls, taken):
+        copies = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
+        found, expected = (
+            result if isinstance(result, tuple) else (result,) for result in (version(*arguments), version(*copies))
+        )
+        for array, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(array, other)
 
 
 # -------------------------------------------------------------------- attention

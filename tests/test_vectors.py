@@ -18,7 +18,8 @@ from tricycle_accelerators.compiled import attention, decode_loops, vector_loops
 
 KINDS = ["float32", *["float16"] * vector_loops.HAS_FLOAT16, "bfloat16", "int8"]
 OPENBLAS = matmul_plan.Machine("AuthenticAMD", frozenset({"avx2"}), "openblas", frozenset())
-SHAPES = [(1, 1), (5, 64), (300, 576), (577, 100), (64, 1536), (4097, 67), (2, 130)]  # (columns, inner)
+# (columns, inner): four rows of more than about 1,400 terms are multiplied in blocks of terms
+SHAPES = [(1, 1), (5, 64), (300, 576), (577, 100), (64, 1536), (4097, 67), (2, 130), (37, 2048), (19, 3073)]
 
 
 @pytest.fixture

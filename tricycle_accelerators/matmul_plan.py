@@ -22,7 +22,7 @@ Shape = tuple[int, int, int]  # N, K, M
 
 MIN_VECTOR_BYTES = 2**12  # of the right matrix: with fewer NumPy multiplies one row about as fast
 MIN_VECTORS_BYTES = 2**18  # the same with several rows
-MAX_VECTORS = 64  # rows of the left matrix up to which OpenBLAS takes longer, as it copies the right one, at least
+MAX_VECTORS = 64  # rows of the left matrix up to which OpenBLAS, which copies the right one, takes longer everywhere
 MIN_TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
 MIN_TILED_WORK = 2**24  # multiplications
 MIN_FEW_ROWS_WORK = MIN_SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy

@@ -116,7 +116,7 @@ def _texts(cache: Any) -> Sequence[Any]:
 
 
 def _has_room(layer: Any, cache: Any, segments: Segments) -> bool:
-    """Return whether a cache stores texts in float32 and has room for the new tokens of `segments`."""
+    """Return whether a cache stores texts in float32 and has room for new tokens, few ones unless a text is short."""
     for text, (n_before, n_new) in zip(_texts(cache), segments):
         if type(text) is not KeyValueCache or text.dtype not in (None, FLOAT32):
             return False
