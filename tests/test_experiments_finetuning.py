@@ -226,7 +226,7 @@ def test_run_writes_results_plots_and_tables(finished):
         assert run["bits"] != results["before"]["bits"]
         assert (folder / "runs" / f"{run['task']}-{run['method']}-0" / "loss.png").is_file()
     assert not list(folder.glob("runs/*/*.safetensors"))
-    assert len(list(folder.glob("runs/*/adapter/*.safetensors"))) == 3
+    assert len(list(folder.glob("runs/*/adapter/*.safetensors"))) == 6  # of LoRA and QLoRA
     height, width, _ = imread(folder / "finetuning.png").shape
     assert height > 300 < width
 
