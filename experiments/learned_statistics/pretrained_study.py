@@ -240,8 +240,7 @@ class PretrainedEvaluator(VariantEvaluator):
         if job.kind == "whole":
             with atomic_write(path) as file:
                 np.save(file, found)
-        kept: np.ndarray = np.load(path, allow_pickle=False)
-        return kept
+        return np.load(path, allow_pickle=False)
 
 
 def compare(written: list[dict[str, Any]], tokeniser: Any) -> Iterator[dict[str, Any]]:
