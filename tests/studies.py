@@ -2,8 +2,9 @@
 
 import contextlib
 import io
+import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,18 @@ def check_files(folder: Path, names: Collection[str], min_pixels: int = 80) -> N
     for path in folder.glob("*.png"):
         image = imread(path)
         assert min(image.shape[:2]) > min_pixels and image.std() > 0.01, path
+
+
+def check_tables(tables: Mapping[str, str], output: str) -> None:
+    """Check that the output of a study contains its tables under their titles."""
+    for title, table in tables.items():
+        assert f"{title}\n\n{table}" in output
+
+
+def needs_data(folder: str, names: Collection[str]) -> pytest.MarkDecorator:
+    """Return a mark that skips a test unless these files are in a folder under TRICYCLE_DATA."""
+    paths = [Path(os.environ.get("TRICYCLE_DATA", "-"), folder, name) for name in names]
+    return pytest.mark.skipif(not all(map(Path.is_file, paths)), reason=f"{folder} is not under TRICYCLE_DATA")
 
 
 def readme(name: str) -> str:

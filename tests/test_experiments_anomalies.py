@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from studies import check_files, run_study
+from studies import check_files, check_tables, run_study
 from tables import wrong_flags
 
 from experiments.anomalies import methods, report, study
@@ -154,8 +154,7 @@ def test_run_writes_results_plots_and_tables(tmp_path):
     check_files(tmp_path / "a run", ["results.json", "roc.png", "series.png"], 300)
     results = read(tmp_path / "a run" / "results.json")
     assert [run["seed"] for run in results["runs"]] == [0, 1]
-    for title, table in report.tables(results["runs"]).items():
-        assert f"{title}\n\n{table}" in out
+    check_tables(report.tables(results["runs"]), out)
 
 
 test_wrong_flags_are_refused = wrong_flags(

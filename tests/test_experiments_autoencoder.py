@@ -4,7 +4,7 @@ import gzip
 
 import numpy as np
 import pytest
-from studies import check_files, run_study
+from studies import check_files, check_tables, run_study
 from tables import wrong_flags
 
 from experiments.autoencoder import data, report, study
@@ -189,8 +189,7 @@ def test_run_writes_results_plots_and_tables(tmp_path):
     assert [run["seed"] for run in results["runs"]] == [0, 1]
     one, other = (run["reconstruction"] for run in results["runs"])
     assert one["PCA"] == other["PCA"] and one["dense"] != other["dense"]
-    for title, table in report.tables(results["runs"], results["settings"]).items():
-        assert f"{title}\n\n{table}" in out
+    check_tables(report.tables(results["runs"], results["settings"]), out)
 
 
 test_wrong_flags_are_refused = wrong_flags(

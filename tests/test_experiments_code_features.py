@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from studies import check_files, run_study
+from studies import check_files, check_tables, run_study
 from tables import wrong_flags
 
 from experiments.code_features import report, study
@@ -89,8 +89,7 @@ def test_run_writes_results_plots_and_tables(tmp_path):
     sizes = "--steps 2 --width 16 --layers 2 --texts 3 --files 2 --features 32 --updates 3".split()
     out = run_study(main, *sizes, "--output", tmp_path / "run")
     check_files(tmp_path / "run", ["results.json", "features.png"])
-    for title, table in report.tables(read(tmp_path / "run" / "results.json")["results"]).items():
-        assert f"{title}\n\n{table}" in out
+    check_tables(report.tables(read(tmp_path / "run" / "results.json")["results"]), out)
 
 
 test_wrong_flags_are_refused = wrong_flags(

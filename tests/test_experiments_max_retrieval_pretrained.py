@@ -13,6 +13,7 @@ from tiny_models import TEXT, lively_model, tiny_tokeniser, write_folder
 from experiments.max_retrieval import fits, pretrained, pretrained_report
 from experiments.max_retrieval.prompts import TASKS, Prompt, Prompter, new_prompt, words_of
 from experiments.max_retrieval.temperatures import MIDDLE, Betas, LogN, use_temperature
+from experiments.shared.language_models import set_context_window
 from tricycle.models import GPT
 from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle.tensor import no_grad
@@ -222,11 +223,11 @@ def test_entropy_slopes_of_known_entropies():
     np.testing.assert_allclose(pretrained_report.entropy_slopes(lengths, entropies), [[0, 1, 0.25]], atol=1e-9)
 
 
-def test_extend_context_window_accepts_longer_inputs():
+def test_longer_context_window_accepts_longer_inputs():
     model = lively_model(context_window=8)
     with pytest.raises(ValueError, match="context_window=8"):
         logits(model)
-    pretrained.extend_context_window(model, 32)
+    set_context_window(model, 32)
     assert np.isfinite(logits(model)).all()
 
 

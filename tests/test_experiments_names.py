@@ -1,11 +1,8 @@
 """experiments/names: data splits, measures, and a small run."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
-from studies import check_files, run_study
+from studies import check_files, check_tables, needs_data, run_study
 from tables import wrong_flags
 
 from experiments.names import data, report, study
@@ -15,10 +12,6 @@ from experiments.shared.classification import MODELS
 from experiments.shared.results import read
 from tricycle_datasets.names import LANGUAGES, SHA256, load_names
 
-NEEDS_DATA = pytest.mark.skipif(
-    not all(Path(os.environ.get("TRICYCLE_DATA", "-"), "names", f"{name}.txt").is_file() for name in SHA256),
-    reason="names is not under TRICYCLE_DATA",
-)
 ENDINGS = {"Czech": "ová", "Dutch": "stra", "Greek": "akis", "Polish": "wski"}
 BOTH = ["Lang", "Maas"]  # in two languages
 
@@ -53,7 +46,7 @@ def test_equal_names_stay_in_one_split(monkeypatch):
     assert len(data.load(repeated=False, most=3).tokens) == 12
 
 
-@NEEDS_DATA
+@needs_data("names", [f"{name}.txt" for name in SHA256])
 def test_names_data_has_the_published_counts():
     counts = {language: len(load_names(language)) for language in LANGUAGES}
     assert sum(counts.values()) == 20_050 and len(LANGUAGES) == 18
@@ -108,8 +101,7 @@ def test_run_writes_results_plots_and_tables(monkeypatch, tmp_path):
     assert always == [0.25, 0.25]  # of four languages that have names
     bayes = [run["plain"]["accuracy"] for run in results["runs"] if run["model"] == study.BAYES]
     assert min(bayes) > 0.8
-    for title, table in report.tables(results["runs"], results["classes"], results["confusion"]).items():
-        assert f"{title}\n\n{table}" in out
+    check_tables(report.tables(results["runs"], results["classes"], results["confusion"]), out)
 
 
 @pytest.mark.nightly

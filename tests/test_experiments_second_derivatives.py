@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from studies import check_files, run_study
+from tables import wrong_flags
 
 from experiments.second_derivatives import heat, influence, maml, newton, penalty, report, sharpness
 from experiments.second_derivatives.__main__ import main
@@ -198,13 +199,8 @@ def test_influence_penalty_meta_learning_and_newton_have_their_effects(tmp_path)
     assert absolute[6] < 0.1 < descent[100] < 1 < newton_run[-1]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--steps", 0], "expected --steps to be at least 1, got 0"),
-        (["--parts", "gan"], "expected --parts among heat, .*got gan"),
-    ],
+test_wrong_flags_are_refused = wrong_flags(
+    main,
+    (["--steps", "0"], "expected --steps to be at least 1, got 0"),
+    (["--parts", "gan"], "expected --parts among heat, .*got gan"),
 )
-def test_wrong_settings_are_rejected(words, message):
-    with pytest.raises(ValueError, match=message):
-        run_study(main, *words)

@@ -1,14 +1,12 @@
 """experiments/sentiment and code shared with experiments/names: folds, training, page, and program."""
 
 import json
-import os
-from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
-from studies import check_files, run_study
+from studies import check_files, check_tables, needs_data, run_study
 from tables import wrong_flags
+from test_plot import Page
 
 from experiments.sentiment import report, study
 from experiments.sentiment.__main__ import main
@@ -19,10 +17,6 @@ from experiments.shared.pooling_weights import Answer, Item
 from experiments.shared.results import of, read, select
 from tricycle_datasets.rt_polarity import SHA256, load_rt_polarity
 
-NEEDS_DATA = pytest.mark.skipif(
-    not all(Path(os.environ.get("TRICYCLE_DATA", "-"), "rt-polarity", name).is_file() for name in SHA256),
-    reason="rt-polarity is not under TRICYCLE_DATA",
-)
 GOOD, BAD, OTHER = "fine lovely warm".split(), "dull awful thin".split(), "the film is a story of one man".split()
 
 
@@ -59,7 +53,7 @@ def test_words_and_gaps_join_to_the_text(text):
     assert "".join(gap + word for gap, word in zip(gaps, words)) == text.rstrip().lower()
 
 
-@NEEDS_DATA
+@needs_data("rt-polarity", SHA256)
 def test_rt_polarity_has_the_published_sentences():
     texts, labels = load_rt_polarity()
     assert (len(texts), sum(labels), labels[0], labels[-1]) == (10_662, 5331, 0, 1)
@@ -174,28 +168,6 @@ def test_naive_bayes_of_known_counts():
 
 
 # -------------------------------------------------------------------- the page
-class Page(HTMLParser):
-    """Counts elements, and keeps what the data script holds."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.kept = ""
-        self.inside = False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.inside = ("id", "data") in attributes
-        assert not {"src", "href", "action"} & {name for name, _ in attributes}
-
-    def handle_endtag(self, tag):
-        self.inside = False
-
-    def handle_data(self, text):
-        self.kept += text if self.inside else ""
-
-
 NASTY = ["</script><script>alert(1)</script>", "<b>", "&amp;", "\t", "\\", '"', "$x$", "ß"]
 
 
@@ -210,8 +182,9 @@ def test_page_escapes_special_characters(tmp_path):
     pooling_weights.write_page(path, "<title>", "a & b", ("<i>", "+"), [nasty_item(), nasty_item(1)])
     text = path.read_text(encoding="utf-8")
     page, empty = Page(text), Page(pooling_weights.PAGE.read_text(encoding="utf-8"))
-    assert page.tags == empty.tags and page.tags.count("script") == 2
-    given = json.loads(page.kept)
+    assert page.tags == empty.tags and len(page.scripts) == 2
+    assert not any({"src", "href", "action"} & attributes.keys() for _, attributes in page.tags)
+    given = json.loads(page.scripts[0])
     assert given["title"] == "<title>" and given["models"] == ["one", "<two>"]
     assert given["items"][0]["tokens"] == NASTY and given["items"][1]["label"] == 1
     assert given["items"][0]["seen"][0]["weights"][7] == pytest.approx(0.25)
@@ -257,9 +230,8 @@ def test_run_writes_results_plots_and_tables(problem, tmp_path):
     assert [run["fold"] for run in results["runs"]] == [0] * 6 + [1] * 6
     assert [run["model"] for run in results["runs"]] == [*MODELS, shared.TOGETHER, *study.BAYES] * 2
     assert of(select(results["runs"], model="naive Bayes, words"), "test") == [1, 1]
-    for table in report.tables(results["runs"], results["words"]).values():
-        assert table in out
-    shown = json.loads(Page((folder / "pooling_weights.html").read_text(encoding="utf-8")).kept)
+    check_tables(report.tables(results["runs"], results["words"]), out)
+    shown = json.loads(Page((folder / "pooling_weights.html").read_text(encoding="utf-8")).scripts[0])
     assert shown["models"] == list(MODELS) and shown["classes"] == ["negative", "positive"]
     texts = [text.lower() for text in made_up()[0]]
     for item in shown["items"]:

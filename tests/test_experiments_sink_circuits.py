@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from studies import check_files, run_study
+from studies import check_files, check_tables, run_study
 from tables import wrong_flags
 from tiny_models import lively_model
 
@@ -86,8 +86,7 @@ def test_run_writes_results_plots_and_tables_and_resumes(tmp_path, monkeypatch):
     check_files(tmp_path / "run", ["results.json", "circuits.png"])
     results = read(tmp_path / "run" / "results.json")
     assert [run["variant"] for run in results["runs"]] == list(study.VARIANTS)
-    for title, table in report.tables(results["runs"]).items():
-        assert f"{title}\n\n{table}" in out
+    check_tables(report.tables(results["runs"]), out)
     monkeypatch.setattr(study, "train", None)
     assert run_study(main, *settings) == out
 

@@ -21,10 +21,9 @@ from experiments.translation.study import (
     TrainingSettings,
     bleu,
     mean_loss,
-    new_model,
     translate,
 )
-from tricycle.sequences.translators import Vocabulary, load_translator
+from tricycle.sequences.translators import Vocabulary, load_translator, new_translator
 from tricycle_datasets import multi30k as module
 from tricycle_datasets.multi30k import SHA256, SPLITS, load_multi30k
 
@@ -206,14 +205,15 @@ def test_training_time_is_measured_by_the_given_clock(pairs):
 
 def test_embeddings_of_both_languages_are_shared():
     for name in RECIPES:
-        model = new_model(name, SMALL, 300, np.random.default_rng(0))
+        model = new_translator(SMALL.config(name, 300), np.random.default_rng(0))
         assert sum(p.shape == (300, 16) for p in model.parameters()) == 1
     with pytest.raises(ValueError, match=r"name.*fixed, bahdanau"):
-        new_model("cnn", SMALL, 300, np.random.default_rng(0))
+        new_translator(SMALL.config("cnn", 300), np.random.default_rng(0))
 
 
 def test_attention_of_each_transformer_layer_is_returned(pairs):
-    model = new_model("transformer", Recipe("", 16, 2, 1e-3, 0.0, 400, n_heads=2), 330, np.random.default_rng(0)).eval()
+    config = Recipe("", 16, 2, 1e-3, 0.0, 400, n_heads=2).config("transformer", 330)
+    model = new_translator(config, np.random.default_rng(0)).eval()
     shown = translate_with_attention(model, pairs.vocabulary, "The dog.")
     assert list(shown["weights"]) == ["layer 1", "layer 2"]
     n = len(shown["source"])
@@ -222,7 +222,7 @@ def test_attention_of_each_transformer_layer_is_returned(pairs):
 
 
 def test_empty_and_overlong_sentences_are_rejected(pairs):
-    model = new_model("transformer", SMALL, 330, np.random.default_rng(0))
+    model = new_translator(SMALL.config("transformer", 330), np.random.default_rng(0))
     for sentence, got in [(" ", "got 0: ' '"), ("dog tree " * 100, r"got \d{3}: 'dog tree")]:
         with pytest.raises(ValueError, match=f"128 tokens, {got}"):
             translate(model, pairs.vocabulary, ["The dog.", sentence])

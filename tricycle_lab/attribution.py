@@ -11,9 +11,8 @@ Shapes: T tokens, C channels, L layers, H heads, E channels of a head.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import copy
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from tricycle.devices import Array, array_module, to_cpu
 from tricycle.layers import Layer, LayerNorm, RMSNorm
 from tricycle.models import GPT
 from tricycle.tensor import Tensor
-from tricycle_lab.hooks import add_hook
+from tricycle_lab.recorded_run import Recording, record_run
 
 
 class LogitAttribution(NamedTuple):
@@ -73,19 +72,15 @@ def attribute_logit(
     check_tokens("attribute_logit", [token, token if other is None else other], model.config.vocab_size)
     if not -len(tokens) <= position < len(tokens):
         raise ValueError(f"attribute_logit: expected a position of {len(tokens)} tokens, got {position}")
-    results = _record_results(model, tokens, position)
-    stream = results["stream"]
-    logit, direction, bias = _output_direction(model, stream, token, other)
-    heads = [
-        _project_heads(block.attention, results[f"heads.{layer}"]) @ direction
-        for layer, block in enumerate(model.blocks)
-    ]
+    run = Recording(*([array[0, position] for array in arrays] for arrays in record_run(model, tokens)))
+    logit, direction, bias = _output_direction(model, run.stream[-1], token, other)
+    heads = [_project_heads(block.attention, each) @ direction for block, each in zip(model.blocks, run.heads)]
     return LogitAttribution(
         logit,
-        float(_to_float64(results["embedding"]) @ direction),
+        float(_to_float64(run.stream[0]) @ direction),
         np.stack([rows[:-1] for rows in heads]),
         np.stack([rows[-1] for rows in heads]),
-        np.stack([_to_float64(results[f"mlp.{layer}"]) @ direction for layer in range(len(model.blocks))]),
+        np.stack([_to_float64(result) @ direction for result in run.mlp]),
         bias,
     )
 
@@ -120,31 +115,7 @@ def _check_linear(caller: str, model: GPT) -> None:
         raise ValueError(f"{caller}: expected a model without logit soft-capping, got {got}")
 
 
-# -------------------------------------------------------------------- recording
-def _record_results(model: GPT, tokens: Sequence[int], position: int) -> dict[str, Array]:
-    """Run the model; return a position's "embedding", "stream", "mlp.i", and "heads.i" (H, E) before projection.
-
-    All are (C,) except "heads.i", (H, E). "stream" is the residual stream after the last block.
-    """
-    results: dict[str, Array] = {}
-
-    def keep(name: str, layer: Any, out: Tensor, *args: Any, **kwargs: Any) -> None:
-        results[name] = out.array[0, position]
-
-    def keep_input(layer: Any, out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
-        results["embedding"] = x.array[0, position]
-
-    with ExitStack() as hooks:
-        hooks.enter_context(model.evaluating())
-        hooks.callback(add_hook(model.blocks[0], "observers", keep_input))
-        hooks.callback(add_hook(model.blocks[-1], "observers", partial(keep, "stream")))
-        for i, block in enumerate(model.blocks):
-            hooks.callback(add_hook(block.attention.attention, "observers", partial(keep, f"heads.{i}")))
-            hooks.callback(add_hook(block.mlp, "observers", partial(keep, f"mlp.{i}")))
-        model.hidden_states(model.place(np.array([tokens])))
-    return results
-
-
+# -------------------------------------------------------------------- the residual stream
 def _project_heads(attention: MultiHeadSelfAttention, heads: Array) -> np.ndarray:
     """Return what each head (H, E) adds to the residual stream, and the bias of the projection as last row: (H + 1, C).
 

@@ -69,7 +69,11 @@ class PromptRuns:
         self.uses_shift = any(block.attention.uses_shift for block in model.blocks)
         self.start = 0 if self.uses_shift else self.first
         self.metric, end = (self.metrics(run.stream[-1]).item() for run in (self.corrupted, self.clean))
-        self.difference = _difference(caller, self.metric, end)
+        self.difference = end - self.metric
+        if not np.isfinite(self.difference) or self.difference == 0:
+            expected = "expected prompts after which the logits of the answers differ"
+            got = f"the logit difference {self.metric:g} for the corrupted and {end:g}"
+            raise ValueError(f"{caller}: {expected}, got {got}")
 
     def metrics(self, x: Array) -> np.ndarray:
         """Return the logit difference of the answers after residual streams x (B, n, C) of the last block, (B,)."""
@@ -206,12 +210,3 @@ def _check(caller: str, model: Any, prompts: Prompts) -> None:
         raise ValueError(f"{caller}: expected two prompts of the same number of tokens, got {sizes[0]} and {sizes[1]}")
     if len(prompts.answers) != 2:
         raise ValueError(f"{caller}: expected two answers, got {len(prompts.answers)}")
-
-
-def _difference(caller: str, start: float, end: float) -> float:
-    """Return the difference of the metrics of both prompts; raise a ValueError if it is 0 or not finite."""
-    difference = end - start
-    if not np.isfinite(difference) or difference == 0:
-        expected = "expected prompts after which the logits of the answers differ"
-        raise ValueError(f"{caller}: {expected}, got the logit difference {start:g} for the corrupted and {end:g}")
-    return difference

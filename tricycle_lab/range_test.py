@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,6 @@ class RangeTest:
         return float(f"{rate:.1e}")
 
 
-@dataclass
-class _RangeTestState(TrainingState):
-    """A training state with a given learning rate for each step."""
-
-    rates: np.ndarray = field(default_factory=lambda: np.zeros(0))
-
-    def learning_rate(self, step: int) -> float:
-        """Return the rate of update `step`, from 1."""
-        return float(self.rates[step - 1])
-
-
 def range_test(
     config: GPTConfig,
     tokens: Any,
@@ -94,9 +83,8 @@ def range_test(
     """
     if not 0 < low < high < math.inf or n_steps < 20:
         raise ValueError(f"range_test: expected 0 < low < high and at least 20 steps, got {low}, {high} and {n_steps}")
-    initial = new_state(config, tokens, on_gpu, model)
-    values = {one.name: getattr(initial, one.name) for one in fields(initial)}
-    state = _RangeTestState(**values, rates=np.geomspace(low, high, n_steps))
+    state, rates = new_state(config, tokens, on_gpu, model), np.geomspace(low, high, n_steps)
+    state.learning_rate = lambda step: float(rates[step - 1])  # type: ignore[method-assign]
     before = {name: parameter.array.copy() for name, parameter in state.model.named_parameters()}
     generator = state.model.generator.bit_generator
     generator_state = generator.state
@@ -107,11 +95,11 @@ def range_test(
             parameter.array[...] = before[name]
         generator.state = generator_state
         state.model.zero_grad()
-    return analyze_losses(state.rates[: len(losses)], np.array(losses))
+    return analyze_losses(rates[: len(losses)], np.array(losses))
 
 
 @np.errstate(all="ignore")
-def _losses(state: _RangeTestState, n_steps: int, progress: Callable[[int], None]) -> list[float]:
+def _losses(state: TrainingState, n_steps: int, progress: Callable[[int], None]) -> list[float]:
     """Train until the smoothed loss is 10% above the first; return the losses, the last one NaN if not finite."""
     losses: list[float] = []
     mean = weight = 0.0

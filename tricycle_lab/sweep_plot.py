@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def plot_sweep(trials: Sequence[TrialResult], path: Path, log_fields: Collection
     done = [trial for trial in trials if trial.bits_per_byte is not None]
     early = [trial for trial in trials if trial.bits_per_byte is None and trial.last_estimate is not None]
     first = panels[0]
-    _plot_trials(first, [trial.number for trial in done], done, [trial.number for trial in early], early)
+    _plot_trials(first, lambda trial: trial.number, done, early)
     if done:
         best = np.minimum.accumulate([trial.bits_per_byte or 0.0 for trial in done])
         first.step([trial.number for trial in done], best, where="post", color=COLOURS[1], label="best so far")
@@ -69,8 +69,8 @@ def _plot_field(axes: Any, name: str, done: Sequence[TrialResult], early: Sequen
     values = [trial.params[name] for trial in [*done, *early]]
     is_numeric = all(type(value) in (int, float) for value in values)
     categories = sorted({str(value) for value in values})
-    xs = [value if is_numeric else categories.index(str(value)) for value in values]
-    _plot_trials(axes, xs[: len(done)], done, xs[len(done) :], early)
+    x_of = lambda trial: trial.params[name] if is_numeric else categories.index(str(trial.params[name]))
+    _plot_trials(axes, x_of, done, early)
     if log and is_numeric:
         use_log_x_axis(axes)
     if not is_numeric:
@@ -90,16 +90,17 @@ def use_log_x_axis(axes: Any) -> None:
 
 
 def _plot_trials(
-    axes: Any, xs: Sequence[Any], done: Sequence[TrialResult], early_xs: Sequence[Any], early: Sequence[TrialResult]
+    axes: Any, x_of: Callable[[TrialResult], Any], done: Sequence[TrialResult], early: Sequence[TrialResult]
 ) -> None:
     """Plot on `axes` results of finished trials, last estimates of early ones as open circles, the best in color."""
-    axes.plot(xs, [trial.bits_per_byte for trial in done], "o", color=COLOURS[0], markersize=5, label="trial")
+    style = {"color": COLOURS[0], "markersize": 5}
+    axes.plot(list(map(x_of, done)), [trial.bits_per_byte for trial in done], "o", label="trial", **style)
     if early:
         ys = [trial.last_estimate for trial in early]
-        axes.plot(early_xs, ys, "o", color=COLOURS[0], markersize=5, fillstyle="none", label="pruned or failed")
+        axes.plot(list(map(x_of, early)), ys, "o", fillstyle="none", label="pruned or failed", **style)
     if done:
-        best = min(range(len(done)), key=lambda i: done[i].bits_per_byte or 0.0)
-        axes.plot(xs[best], done[best].bits_per_byte, "o", color=COLOURS[1], markersize=8)
+        best = min(done, key=lambda trial: trial.bits_per_byte or 0.0)
+        axes.plot(x_of(best), best.bits_per_byte, "o", color=COLOURS[1], markersize=8)
 
 
 def _result(trial: TrialResult) -> float | None:

@@ -20,7 +20,7 @@ def mean_sink(measured: dict[str, Any]) -> float:
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the Markdown table of the changes with the smallest remaining sinks, by title."""
-    named = [(f"{name}", results[key]) for key, name in (("intact", "none"),)]
+    named = [("none", results["intact"])]
     for part in ("mlp", "attention"):
         order = sorted(range(len(results["layers"])), key=lambda i: mean_sink(results[part][i]))
         named += [(f"{PARTS[part]} {results['layers'][i]} ablated", results[part][i]) for i in order[:N_SHOWN]]

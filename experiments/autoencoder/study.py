@@ -246,19 +246,14 @@ class Study:
 
     def reconstructors(self, size: int) -> dict[str, ImageFn]:
         """Return {"PCA", "dense", "convolutional": image function}; PCA is fitted now, the others train when called."""
-        makes: dict[str, ImageFn] = {"PCA": self.pca_reconstructor(size)}
-        for kind in KINDS:
-            makes[kind] = lambda images, kind=kind: reconstruct(self.get_trained(kind, size), images)
-        return makes
+        trained = {kind: lambda images, kind=kind: reconstruct(self.get_trained(kind, size), images) for kind in KINDS}
+        return {"PCA": self.pca_reconstructor(size), **trained}
 
     def encoders(self, size: int) -> dict[str, ImageFn]:
         """Return {"PCA", "untrained", "dense", "convolutional": function from images to codes (N, size)}."""
-        makes: dict[str, ImageFn] = {"PCA": self.pca(size).encode}
         untrained = new_model("dense", self.data.shape, size, stream(TRAINING, self.seed, 0))
-        makes["untrained"] = lambda images: encode(untrained, images)
-        for kind in KINDS:
-            makes[kind] = lambda images, kind=kind: encode(self.get_trained(kind, size), images)
-        return makes
+        trained = {kind: lambda images, kind=kind: encode(self.get_trained(kind, size), images) for kind in KINDS}
+        return {"PCA": self.pca(size).encode, "untrained": partial(encode, untrained), **trained}
 
     # ---------------------------------------------------------------- how much is lost
     def reconstruction(self) -> Measures:
@@ -281,15 +276,13 @@ class Study:
         noisy = add_noise(clean, noise, stream(NOISE, 0))
         projections = [self.pca_reconstructor(n) for n in (*self.settings.code_sizes, 64) if n < clean[0].size]
         best = min(projections, key=lambda make: unexplained_variance(make(noisy), clean, self.data))
-        makes: dict[str, ImageFn] = {
+        return {
             "noisy image": lambda images: images,
             "PCA": best,
             "linear filter": LinearFilter(train_images, noise),
             "dense, trained without noise": self.reconstructors(size)["dense"],
+            **{kind: partial(reconstruct, self.get_trained(kind, size, noise)) for kind in KINDS},
         }
-        for kind in KINDS:
-            makes[kind] = partial(reconstruct, self.get_trained(kind, size, noise))
-        return makes
 
     def pca_reconstructor(self, size: int) -> ImageFn:
         """Return a function that reconstructs images with PCA of this code size."""

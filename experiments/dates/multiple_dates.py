@@ -42,11 +42,9 @@ def measure(model: EncoderDecoder, n: int) -> dict[str, Any]:
     whole, each = [], []
     for count in COUNTS:
         data = held_out("test", n, (count, count))
-        written = greedy_answers(model, data)
-        whole.append(rounded(mean([text == one.iso for text, one in zip(written, data.examples)])))
-        each.append(
-            rounded(mean([fraction_of_right_dates(text, one.iso) for text, one in zip(written, data.examples)]))
-        )
+        pairs = [(text, one.iso) for text, one in zip(greedy_answers(model, data), data.examples)]
+        whole.append(rounded(mean([text == iso for text, iso in pairs])))
+        each.append(rounded(mean([fraction_of_right_dates(text, iso) for text, iso in pairs])))
     return {"whole": whole, "each": each}
 
 

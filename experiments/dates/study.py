@@ -258,7 +258,8 @@ def measure(model: EncoderDecoder, settings: Settings) -> dict[str, Any]:
         attention_by_length = [measure_attention(model, test) for test in tests]
         measures |= mean_over_heads(attention, attention_by_length, slice(None))
     if n_heads > 1:
-        best = best_head(model, settings.validated)
+        known = measure_attention(model, held_out("validation", settings.validated, (0, TRAINED)))
+        best = int(known.share.mean(axis=1).argmax())
         measures["of_best"] = {"head": best, **mean_over_heads(attention, attention_by_length, slice(best, best + 1))}
     measures["even"] = [rounded(value) for value in attention.even]
     return measures
@@ -278,11 +279,6 @@ def mean_over_heads(
     }
 
 
-def best_head(model: EncoderDecoder, n: int) -> int:
-    """Return the index of the head with the largest weight on the right field, over `n` validation dates."""
-    return int(measure_attention(model, held_out("validation", n, (0, TRAINED))).share.mean(axis=1).argmax())
-
-
 def rounded(value: float) -> float:
     """Return a value rounded to four decimals."""
     return round(float(value), 4)
@@ -295,14 +291,11 @@ def plotted_examples() -> list[Example]:
     fits = [
         one
         for one in data
-        if 30 <= len(one.source) <= 44 and one.fields[0] == one.fields[-1] == 0 and has_month_name(one)
+        if 30 <= len(one.source) <= 44
+        and one.fields[0] == one.fields[-1] == 0
+        and any(character.isalpha() for character, field in zip(one.source, one.fields) if field == MONTH)
     ]
     return [next(one for one in fits if one.language == name) for name in LANGUAGES]
-
-
-def has_month_name(one: Example) -> bool:
-    """Return whether the month is written as a word."""
-    return any(character.isalpha() for character, field in zip(one.source, one.fields) if field == MONTH)
 
 
 def alignments(model: EncoderDecoder, examples: list[Example], head: int = 0) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ from experiments.shared.texts import python_files, python_root
 
 CODE = 60, 700  # characters of a function, at least and at most
 LINE = 12, 100  # characters of its first docstring sentence
-PARTS = {0: "test", 1: "validation"}  # of the numbers of modules modulo 10
+PARTS = {0: "test", 1: "validation"}  # by the hash of a module's name modulo 10; the others are for training
 ASK = "What does this Python function do? Answer in one line.\n\n"
 
 
@@ -49,7 +49,8 @@ def functions() -> dict[str, list[Function]]:
     """
     parts: dict[str, list[Function]] = {"train": [], "validation": [], "test": []}
     for one in sorted(documented_functions(), key=lambda one: hashlib.sha256("\n".join(one).encode()).digest()):
-        parts[part_of_module(one.module)].append(one)
+        number = int(hashlib.sha256(one.module.encode()).hexdigest(), 16)
+        parts[PARTS.get(number % 10, "train")].append(one)
     if not all(parts.values()):
         raise ValueError("functions: expected the standard library's .py files, found too few of them")
     seen: set[str] = set()
@@ -61,11 +62,6 @@ def functions() -> dict[str, list[Function]]:
         seen |= {text for one in kept for text in (one.line.lower(), one.code)}
         parts[name] = kept
     return parts
-
-
-def part_of_module(module: str) -> str:
-    """Return "train", "validation" or "test" for a module, by the hash of its name."""
-    return PARTS.get(int(hashlib.sha256(module.encode()).hexdigest(), 16) % 10, "train")
 
 
 def documented_functions() -> Iterator[Function]:

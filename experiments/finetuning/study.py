@@ -104,9 +104,8 @@ def measure(settings: Settings) -> Record:
         about = {"task": task.name, "method": method, "seed": seed}
         if not select(results["runs"], **about):
             print(f"\n=== {task.title}, {method}, seed {seed}", flush=True)
-            run = {**about, **finetune_and_measure(task, method, seed, settings, results["before"]["answers"])}
-            results["runs"].append(run)
-            results.save()
+            measured = finetune_and_measure(task, method, seed, settings, results["before"]["answers"])
+            results.append("runs", about | measured)
     return results
 
 

@@ -58,8 +58,7 @@ class ResultRows(Record):
 
     def add(self, values: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
         """Append a row {**values, **measured}, save the file, and return the row."""
-        self["rows"].append({**values, **measured})
-        self.save()
+        self.append("rows", values | measured)
         return self["rows"][-1]
 
 

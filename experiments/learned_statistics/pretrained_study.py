@@ -3,7 +3,6 @@
 Shapes: N rows, T tokens, W window, L layers, H heads, n blocks.
 """
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from experiments.learned_statistics.blocks import (
     digest,
     equal_shares,
 )
-from experiments.shared.language_models import TEXTS, load_model, read, text_of, windows
+from experiments.shared.language_models import TEXTS, load_model, read, set_context_window, text_of, windows
 from tricycle.decoding.batch import generate_batch
 from tricycle.models import GPT
 from tricycle.system.files import atomic_write
@@ -71,9 +70,7 @@ def load_frozen_model(settings: PretrainedSettings) -> FrozenModel:
         raise ValueError(f"{settings.model}: expected a decoder with a tokeniser, got {type(model).__name__}")
     if model.config.context_window < window:
         raise ValueError(f"expected --window of at most {model.config.context_window}, got {window}")
-    model.config = dataclasses.replace(model.config, context_window=window)
-    for block in model.blocks:
-        block.attention.context_window = window
+    set_context_window(model, window)
     model.freeze().eval()
     first = loaded.tokeniser.encode("")[:1]  # which begins every window, where the tokeniser begins texts with it
     first = first[0] if first else None
@@ -243,8 +240,7 @@ class PretrainedEvaluator(VariantEvaluator):
         if job.kind == "whole":
             with atomic_write(path) as file:
                 np.save(file, found)
-        kept: np.ndarray = np.load(path, allow_pickle=False)
-        return kept
+        return np.load(path, allow_pickle=False)
 
 
 def compare(written: list[dict[str, Any]], tokeniser: Any) -> Iterator[dict[str, Any]]:

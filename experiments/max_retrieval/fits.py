@@ -4,6 +4,7 @@ Shapes: N texts, T tokens, L layers, H heads, S keys.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,14 +137,12 @@ def _cases_of(model: GPT, prompt: Prompt) -> list[Case]:
             remove_hook()
     _drop_last_token(caches)
 
-    def cost_of(layer: int) -> Callable[[np.ndarray], float]:
-        return lambda weights: _loss_with(model, caches, layer, streams[layer], weights, answer)
-
-    return [(rows, cost_of(layer)) for layer, rows in enumerate(scores)]
+    costs = [partial(_loss_with, model, caches, answer, layer, stream) for layer, stream in enumerate(streams)]
+    return list(zip(scores, costs))
 
 
 def _loss_with(
-    model: GPT, caches: list[KeyValueCache], layer: int, stream: Tensor, weights: np.ndarray, answer: int
+    model: GPT, caches: list[KeyValueCache], answer: int, layer: int, stream: Tensor, weights: np.ndarray
 ) -> float:
     """Return the loss of a token if a layer's heads have these weights (H, S) in the last row; caches are unchanged."""
 

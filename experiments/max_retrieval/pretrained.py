@@ -10,7 +10,6 @@ its numbers in the folder, so that a run that was cut off goes on where it was.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,7 @@ import numpy as np
 from experiments.max_retrieval import fits, pretrained_report
 from experiments.max_retrieval.prompts import TASKS, Prompt, Prompter
 from experiments.max_retrieval.temperatures import Betas, LogN, Temperature, use_temperature
-from experiments.shared.language_models import TEXTS, load_model, text_of, token_losses, windows
+from experiments.shared.language_models import TEXTS, load_model, set_context_window, text_of, token_losses, windows
 from experiments.shared.program import Outcome, check_minimum, run_study
 from experiments.shared.results import check_same_settings, read, save, settings_without_paths, write_json
 from tricycle.attention import Attention, scores_and_weights
@@ -141,7 +140,7 @@ class Study:
                 if name != CONTROL:
                     self.part(f"text, {name}, {text}", partial(self.measure_text, temperature, text, length))
         if self.settings.beyond:
-            extend_context_window(self.model, self.settings.beyond)
+            set_context_window(self.model, max(self.settings.beyond, self.model.config.context_window))
             for name in (PLAIN, "ln n"):
                 work = partial(self.measure_text, temperatures[name], "shakespeare", self.settings.beyond)
                 self.part(f"beyond, {name}, shakespeare", work)
@@ -292,13 +291,6 @@ def keep_best_heads(betas: Betas, gains: np.ndarray, count: int) -> Betas:
     promise = gains * levels  # to first order, what the loss changes by
     chosen = promise <= np.sort(promise, axis=None)[min(count, promise.size) - 1]
     return Betas(np.where(chosen, levels, 0))
-
-
-def extend_context_window(model: GPT, n_tokens: int) -> None:
-    """Raise the context window of a model with rotary positions in place to `n_tokens`; never lower it."""
-    model.config = dataclasses.replace(model.config, context_window=max(n_tokens, model.config.context_window))
-    for block in model.blocks:
-        block.attention.context_window = model.config.context_window
 
 
 @contextmanager

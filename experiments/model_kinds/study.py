@@ -72,8 +72,7 @@ def run(settings: Settings) -> dict[str, Any]:
         for preset in settings.presets:
             if (preset, seed) not in done:
                 steps = max(1, round(60 * settings.minutes * results["rates"][preset]))
-                results["runs"].append({"preset": preset, "seed": seed, **train_run(settings, preset, seed, steps)})
-                results.save()
+                results.append("runs", {"preset": preset, "seed": seed, **train_run(settings, preset, seed, steps)})
     return results
 
 

@@ -5,9 +5,6 @@ python -m experiments.pretrained.inspect_textgenrnn --titles "My cat ate my home
 python -m experiments.pretrained.inspect_textgenrnn --quick               three titles, and no other text
 """
 
-import codecs
-import contextlib
-import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from experiments.shared.pooling_weights import Answer, Item, write_page
 from experiments.shared.program import Outcome, run_study
 from experiments.shared.results import save
 from experiments.shared.tables import grid, markdown
+from experiments.shared.texts import zen
 from tricycle import kernels
 from tricycle.loss import CrossEntropy
 from tricycle.tensor import to_tensor
@@ -281,17 +279,12 @@ class Settings:
     output: Path = Path("runs/pretrained")  # where the plots, the page and textgenrnn.json are written
 
 
-def zen() -> tuple[str, ...]:
-    """Return the nonempty lines of the Zen of Python, its heading first."""
-    with contextlib.redirect_stdout(io.StringIO()):  # importing it prints it
-        import this
-    return tuple(line for line in codecs.decode(this.s, "rot13").splitlines() if line)
-
-
 def measure_and_plot(model: CharacterModel, vocabulary: dict[str, int], settings: Settings) -> dict[str, Any]:
     """Measure attention, gradients and losses, write two PNGs and a page; return results for `tables`."""
     characters = {number: character for character, number in vocabulary.items()}
-    texts = {"titles": settings.titles} | ({} if settings.quick else {"Zen of Python": zen()})
+    texts = {"titles": settings.titles}
+    if not settings.quick:
+        texts["Zen of Python"] = tuple(filter(None, zen().splitlines()))
     readings = {name: read(model, vocabulary, of) for name, of in texts.items()}
     costs = {
         name: {

@@ -5,15 +5,13 @@ largest one, the sharpness, rises to 2 / r and stays there. Source: Cohen et al.
 networks typically occurs at the edge of stability".
 """
 
-import codecs
-import string
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments.second_derivatives.vectors import Loss, as_function, hessian_product
+from experiments.shared.texts import zen
 from tricycle.configs.model import ModelConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
@@ -24,9 +22,7 @@ N_TOKENS = 32
 
 def new_problem(width: int, seed: int) -> tuple[Loss, np.ndarray]:
     """Return the loss of a GPT on the characters of "The Zen of Python", and its initial parameters, by a seed."""
-    source = (Path(string.__file__).parent / "this.py").read_text(encoding="utf-8")
-    zen = codecs.decode(source.split('"""')[1], "rot13")
-    letters, ids = np.unique(list(zen), return_inverse=True)
+    letters, ids = np.unique(list(zen()), return_inverse=True)
     n_labels = (len(ids) - 1) // N_TOKENS * N_TOKENS
     tokens, labels = (ids[start : start + n_labels].reshape(-1, N_TOKENS) for start in (0, 1))
     shape = {"context_window": N_TOKENS, "embedding_dim": width, "n_heads": 2, "n_layers": 1}

@@ -3,6 +3,7 @@
 Shapes: N rows, T tokens, V vocabulary.
 """
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Callable
@@ -35,6 +36,13 @@ def load_model(path_or_name: str = MODEL) -> Pretrained:
     loaded = load(path_or_name)
     set_memory_order(loaded.model, "C")
     return loaded
+
+
+def set_context_window(model: GPT, n_tokens: int) -> None:
+    """Change the context window of a model in place; a longer one is for models without learned positions."""
+    model.config = dataclasses.replace(model.config, context_window=n_tokens)
+    for block in model.blocks:
+        block.attention.context_window = n_tokens
 
 
 # -------------------------------------------------------------------- texts

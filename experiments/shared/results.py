@@ -80,6 +80,11 @@ class Record(dict[str, Any]):
         """Write the record to its file as `save` does, and update its settings, date and machine."""
         self.update(save(self.path, self.settings, **{name: self[name] for name in self if name not in ABOUT}))
 
+    def append(self, name: str, value: Any) -> None:
+        """Append a value to the list of this name, and write the record."""
+        self[name].append(value)
+        self.save()
+
 
 def check_same_settings(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ValueError if a value of `here` differs in `there`; names that only `there` has are ignored."""

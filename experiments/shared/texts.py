@@ -1,5 +1,6 @@
 """Texts shared by several studies: held-out tokens, Python's standard library, and Shakespeare's plays."""
 
+import codecs
 import sysconfig
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def python_root() -> Path:
 def python_files() -> list[str]:
     """Return the sorted paths, relative to `python_root`, of all files of `PythonCode`, held-out ones too."""
     return source_files(python_root())
+
+
+def zen() -> str:
+    """Return "The Zen of Python", read from the source of its module, which prints it when it is imported."""
+    source = (python_root() / "this.py").read_text(encoding="utf-8")
+    return codecs.decode(source.split('"""')[1], "rot13")
 
 
 def plays() -> bytes:

@@ -16,7 +16,7 @@ from experiments.attention_sink.study import Change, hide_first, remove_values
 from experiments.quiet_attention.outliers import measure_outliers
 from experiments.shared.language_models import token_losses
 from experiments.shared.program import check_minimum
-from experiments.shared.results import Record, rounded
+from experiments.shared.results import Record, rounded, select
 from tricycle.configs import ModelConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
@@ -240,7 +240,6 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     corpus, record = PythonCode(VOCAB_SIZE, progress=False), Record(settings, runs=[])
     for seed in range(settings.seeds):
         for variant in VARIANTS:
-            if not any(run["seed"] == seed and run["variant"] == variant for run in record["runs"]):
-                record["runs"].append(run_one(corpus, settings, variant, seed))
-                record.save()
+            if not select(record["runs"], seed=seed, variant=variant):
+                record.append("runs", run_one(corpus, settings, variant, seed))
     return record["runs"]

@@ -35,9 +35,7 @@ from tricycle.training_state import TrainingState, new_state
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.text_task import OVERLAP, compressor_bits_per_byte
 
-LAST_SECONDS = (
-    10  # kept for what comes after the last update, besides the measurement: as `tricycle_cli.text_task` does
-)
+LAST_SECONDS = 10  # kept for what follows the last update, besides the measurement, as in `tricycle_cli.text_task`
 
 
 @dataclass(frozen=True)

@@ -92,11 +92,6 @@ class Trials(Record):
         trials = select(self["trials"], variant=name)
         return any(GPTConfig.from_dict(trial["config"]) == config for trial in trials)
 
-    def add(self, trial: dict[str, Any]) -> None:
-        """Append a trial, and write results.json at once."""
-        self["trials"].append(trial)
-        self.save()
-
 
 def comparable_fields(config: GPTConfig) -> dict[str, Any]:
     """Return a config as a dict without seed, minutes, steps, and evaluation and sample intervals."""
@@ -144,7 +139,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
                     failures.append(f"{title}: {error}")
                     bar.write(failures[-1])
                     continue
-                record.add({**about, **result})
+                record.append("trials", about | result)
                 bar.write(f"{title}: {result['bits']:.4f} bits per byte")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

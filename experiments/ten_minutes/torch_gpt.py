@@ -12,16 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tricycle.configs import GPTConfig
+from tricycle.kernels.muon import POLAR
 
 EPS, QK_EPS = 1e-5, 1e-6
-# Weights of the five steps of the iteration, ours too: Amsel et al. 2025, "The Polar Express".
-POLAR = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-)
 
 
 class Dense(nn.Module):

@@ -113,11 +113,6 @@ RECIPES = {
 }
 
 
-def new_model(name: str, recipe: Recipe, n_vocab: int, generator: np.random.Generator) -> EncoderDecoder:
-    """Return a new, untrained model of the kind `name` in RECIPES, with one embedding for both languages."""
-    return new_translator(recipe.config(name, n_vocab), generator)
-
-
 @dataclass(frozen=True)
 class TrainingSettings:
     """The training settings common to all models, with the help and defaults of their flags."""
@@ -154,7 +149,7 @@ class Training:
         self.seconds, self.step = 0.0, 0
         self.curve: list[dict[str, Any]] = []
         self.generator = np.random.default_rng(plan.seed)
-        self.model = new_model(name, recipe, len(self.vocabulary), self.generator)
+        self.model = new_translator(recipe.config(name, len(self.vocabulary)), self.generator)
         self.mean = copied(self.model)
         self.buckets = Buckets(pairs.lengths, recipe.max_tokens, plan.seed)
         self.loss = CrossEntropy(self.vocabulary.pad, label_smoothing=plan.label_smoothing)

@@ -1,15 +1,6 @@
 // The color-blind-safe palette of Okabe and Ito.
 const COLORS = ["#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 4", "12 4"];
-const SVG = "http://www.w3.org/2000/svg";
-
-function draw(parent, tag, attributes, text = "") {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.textContent = text;
-  parent.append(element);
-  return element;
-}
 
 function showTable() {
   const body = add($("table"), "table"), head = add(add(body, "thead"), "tr"), rows = add(body, "tbody");
@@ -28,16 +19,16 @@ function drawCurves() {
   const width = 760, height = 380, left = 60, bottom = 40, all = data.softmaxes.flatMap(({ losses }) => losses.flat());
   const min = Math.min(...all), span = Math.max(...all) - min || 1, last = data.steps.at(-1);
   const x = (step) => left + (step / last) * (width - left - 12), y = (loss) => 10 + (1 - (loss - min) / span) * (height - bottom - 20);
-  const svg = draw($("curves"), "svg", { viewBox: "0 0 " + width + " " + height, role: "img", "aria-label": "Held-out loss of each softmax during training; the table above lists the final values." });
+  const svg = addSvg($("curves"), "svg", { viewBox: "0 0 " + width + " " + height, role: "img", "aria-label": "Held-out loss of each softmax during training; the table above lists the final values." });
   for (let i = 0; i <= 4; i++) {
     const loss = min + (span * i) / 4;
-    draw(svg, "line", { class: "axis", x1: left, x2: width - 12, y1: y(loss), y2: y(loss) });
-    draw(svg, "text", { x: left - 8, y: y(loss) + 4, "text-anchor": "end" }, loss.toFixed(2));
+    addSvg(svg, "line", { class: "axis", x1: left, x2: width - 12, y1: y(loss), y2: y(loss) });
+    addSvg(svg, "text", { x: left - 8, y: y(loss) + 4, "text-anchor": "end" }, loss.toFixed(2));
     const step = Math.round((last * i) / 4);
-    draw(svg, "text", { x: x(step), y: height - 14, "text-anchor": i === 4 ? "end" : "middle" }, i === 4 ? "step " + step : step);
+    addSvg(svg, "text", { x: x(step), y: height - 14, "text-anchor": i === 4 ? "end" : "middle" }, i === 4 ? "step " + step : step);
   }
   data.softmaxes.forEach(({ losses }, i) => {
-    for (const run of losses) draw(svg, "polyline", { points: run.map((loss, k) => x(data.steps[k]) + "," + y(loss)).join(" "), stroke: COLORS[i % COLORS.length], "stroke-dasharray": DASHES[i % DASHES.length] });
+    for (const run of losses) addSvg(svg, "polyline", { points: run.map((loss, k) => x(data.steps[k]) + "," + y(loss)).join(" "), stroke: COLORS[i % COLORS.length], "stroke-dasharray": DASHES[i % DASHES.length] });
   });
 }
 

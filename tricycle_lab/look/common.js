@@ -12,6 +12,15 @@ function add(parent, tag, text = "", properties = {}) {
   return element;
 }
 
+/** Append an SVG element with attributes and a text to a parent. */
+function addSvg(parent, tag, attributes = {}, text = "") {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.textContent = text;
+  parent.append(element);
+  return element;
+}
+
 /** Return 256 RGBA colors of the color scheme, from the first over the second to the third name. */
 function palette(names = ["--low", "--accent", "--high"]) {
   const style = getComputedStyle(document.documentElement);
@@ -47,6 +56,21 @@ async function decodeBytes(text, deflated) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
+/** Return row and column at the pointer in a canvas with n rows and m columns. */
+function findCell(canvas, event, n, m) {
+  const box = canvas.getBoundingClientRect();
+  const index = (offset, size, count) => Math.min(count - 1, Math.max(0, Math.floor((offset / size) * count)));
+  return [index(event.clientY - box.top, box.height, n), index(event.clientX - box.left, box.width, m)];
+}
+
+/** Set an ARIA attribute to true for one of the elements, which alone is in the tab order. */
+function markElement(elements, index, attribute) {
+  elements.forEach((element, i) => {
+    element.setAttribute(attribute, i === index);
+    element.tabIndex = i === index ? 0 : -1;
+  });
+}
+
 /** Let the arrow keys move the focus within a group of elements, of which one is in the tab order (roving tabindex). */
 function addArrowKeys(box, elements, rowLength, select) {
   box.onkeydown = (event) => {
@@ -58,6 +82,11 @@ function addArrowKeys(box, elements, rowLength, select) {
     select(next);
     elements()[next].focus();
   };
+}
+
+function showMessage(error, status = "") {
+  $("trouble").textContent = error;
+  $("status").textContent = status;
 }
 
 const formatNumber = (value, digits = 3) => (value === null || value === undefined ? "–" : Number(value.toPrecision(digits)).toString());

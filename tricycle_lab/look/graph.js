@@ -1,16 +1,7 @@
-const SVG = "http://www.w3.org/2000/svg";
 const { nodes, edges, steps } = data;
 const RESULT = nodes.findIndex((node) => node.kind === "result");
 let step = 0, selected = RESULT;
 const drawn = []; // the SVG group and the gradient text of each node
-
-function draw(parent, tag, attributes = {}, text = "") {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.textContent = text;
-  parent.append(element);
-  return element;
-}
 
 /** Return the path of a smooth curve through points; it goes down everywhere. */
 function curvePath(points) {
@@ -34,17 +25,17 @@ function gradientsAfter(count) {
 }
 
 function build() {
-  const svg = draw($("drawing"), "svg", { width: data.width, height: data.height, viewBox: "0 0 " + data.width + " " + data.height, role: "group", "aria-label": "Tensors and their inputs" });
+  const svg = addSvg($("drawing"), "svg", { width: data.width, height: data.height, viewBox: "0 0 " + data.width + " " + data.height, role: "group", "aria-label": "Tensors and their inputs" });
   for (const edge of edges) {
-    edge.path = draw(svg, "path", { d: curvePath(edge.points) });
+    edge.path = addSvg(svg, "path", { d: curvePath(edge.points) });
     const [x, y] = edge.points.at(-1);
-    draw(svg, "path", { class: "tip", d: "M" + (x - 4) + " " + (y - 8) + "L" + (x + 4) + " " + (y - 8) + "L" + x + " " + y + "Z" });
+    addSvg(svg, "path", { class: "tip", d: "M" + (x - 4) + " " + (y - 8) + "L" + (x + 4) + " " + (y - 8) + "L" + x + " " + y + "Z" });
   }
   nodes.forEach((node, i) => {
-    const group = draw(svg, "g", { class: node.kind, role: "button", tabindex: 0 });
+    const group = addSvg(svg, "g", { class: node.kind, role: "button", tabindex: 0 });
     const left = node.x - node.width / 2, top = node.y - node.height / 2;
-    draw(group, "rect", { x: left, y: top, width: node.width, height: node.height, rx: 6 });
-    const addLine = (number, name, text) => draw(group, "text", { class: name, x: node.x, y: top + 9 + 17 * number - 4, "text-anchor": "middle" }, text);
+    addSvg(group, "rect", { x: left, y: top, width: node.width, height: node.height, rx: 6 });
+    const addLine = (number, name, text) => addSvg(group, "text", { class: name, x: node.x, y: top + 9 + 17 * number - 4, "text-anchor": "middle" }, text);
     addLine(1, "name", node.name);
     addLine(2, "value", (node.shape.length ? "" : "= ") + node.label);
     drawn.push({ group, grad: addLine(3, "grad", "") });

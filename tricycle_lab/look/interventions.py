@@ -65,14 +65,9 @@ class Interventions:
             probe.ablate(name)
         for name in dict.fromkeys(name for name, _ in self.ablated_heads):
             probe.ablate(name, heads=[head for other, head in self.ablated_heads if other == name])
-        if self.changes_softmax:
-            temperature = None if math.isclose(self.temperature, 1.0) else self.temperature
+        temperature = None if math.isclose(self.temperature, 1.0) else self.temperature
+        if self.softmax is not None or temperature is not None:
             probe.change_softmax(softmax=self.softmax, temperature=temperature)
-
-    @property
-    def changes_softmax(self) -> bool:
-        """Return whether the softmax or the temperature of all attention layers is changed."""
-        return self.softmax is not None or not math.isclose(self.temperature, 1.0)
 
     def first_changed_block(self, block_names: Sequence[str], other: Interventions) -> int:
         """Return the first block index with different ablations; the block count if none, 0 if other fields differ."""

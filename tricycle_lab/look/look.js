@@ -21,11 +21,6 @@ async function request(name, fields) {
   return content;
 }
 
-function showMessage(error, status = "") {
-  $("trouble").textContent = error;
-  $("status").textContent = status;
-}
-
 /** The part of the page for one model: its results for the text, the selection, and the ablated layers and heads. */
 class ModelPanel {
   constructor(index, given) {
@@ -255,10 +250,7 @@ class ModelPanel {
   }
 
   markToken() {
-    this.tokenElements.forEach((element, i) => {
-      element.setAttribute("aria-selected", i === this.token);
-      element.tabIndex = i === this.token ? 0 : -1;
-    });
+    markElement(this.tokenElements, this.token, "aria-selected");
     this.colorTokens();
   }
 
@@ -620,13 +612,6 @@ function labelCanvas(canvas, labels) {
   }
   const [[rows, , n], [columns, , m]] = labels;
   if (canvas.clientWidth / m < MIN_CELL || canvas.clientHeight / n < MIN_CELL) rows.hidden = columns.hidden = true;
-}
-
-/** Return row and column at the pointer in a canvas with n rows and m columns. */
-function findCell(canvas, event, n, m) {
-  const box = canvas.getBoundingClientRect();
-  const index = (offset, size, count) => Math.min(count - 1, Math.max(0, Math.floor((offset / size) * count)));
-  return [index(event.clientY - box.top, box.height, n), index(event.clientX - box.left, box.width, m)];
 }
 
 const shortName = (name) => name.replace(/blocks\.(\d+)/, (_, i) => "layer " + i).replace(/\./g, " ").replace(/(layer \d+) attention$/, "$1");

@@ -1,21 +1,12 @@
 // The color-blind-safe palette of Okabe and Ito; further runs have other dash patterns.
 const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "12 4"];
-const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 1000, NARROW_HEIGHT = 900, WIDE_HEIGHT = 460, RIGHT = 14, TOP = 12, BOTTOM = 46, NARROW = 544;
 let HEIGHT = WIDE_HEIGHT, LEFT = 74;
 const AXES = { step: "steps", seconds: "time", tokens: "tokens" };
 const isScore = (unit) => data.scores.includes(unit);
 const unitName = (unit) => (isScore(unit) ? unit.replaceAll("_", " ") : "loss in " + (unit === "bits" ? "bits/byte" : "nats/token"));
 const hiddenRuns = new Set();
-
-function draw(parent, tag, attributes, text = "") {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.textContent = text;
-  parent.append(element);
-  return element;
-}
 
 const color = (i) => COLORS[i % COLORS.length];
 const dash = (i) => DASHES[Math.floor(i / COLORS.length) % DASHES.length];
@@ -100,11 +91,11 @@ function drawChart() {
   const xs = curves.flatMap(({ points }) => [points[0].x, points.at(-1).x]), logX = $("log-x").checked, logY = $("log-y").checked;
   const x = createScale(logX ? xs : [0, ...xs], logX, LEFT, WIDTH - RIGHT), y = createScale(lossRange(curves), logY, HEIGHT - BOTTOM, TOP);
   const label = "Curves of the " + unit + " over " + AXES[axis] + " of " + data.runs.map(({ name }) => name).join(", ") + "; the tables below list the values.";
-  const svg = draw($("chart"), "svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label });
-  draw(draw(draw(svg, "defs", {}), "clipPath", { id: "inside" }), "rect", { x: LEFT, y: TOP - 4, width: WIDTH - LEFT - RIGHT, height: HEIGHT - TOP - BOTTOM + 8 });
+  const svg = addSvg($("chart"), "svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label });
+  addSvg(addSvg(addSvg(svg, "defs", {}), "clipPath", { id: "inside" }), "rect", { x: LEFT, y: TOP - 4, width: WIDTH - LEFT - RIGHT, height: HEIGHT - TOP - BOTTOM + 8 });
   drawAxes(svg, x, y, axis);
-  drawCurves(draw(svg, "g", { "clip-path": "url(#inside)" }), curves, x, y, logX, logY);
-  const cursor = draw(svg, "line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM });
+  drawCurves(addSvg(svg, "g", { "clip-path": "url(#inside)" }), curves, x, y, logX, logY);
+  const cursor = addSvg(svg, "line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM });
   chart = { x, curves, cursor, axis };
   svg.onpointermove = svg.onpointerdown = (event) => {
     const box = svg.getBoundingClientRect(), pixel = ((event.clientX - box.left) / box.width) * WIDTH;
@@ -117,10 +108,10 @@ function drawChart() {
 function drawAxes(svg, x, y, axis) {
   for (let i = 0; i <= 4; i++) {
     const loss = y.valueAt(i / 4), value = x.valueAt(i / 4);
-    draw(svg, "line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y.toPixel(loss), y2: y.toPixel(loss) });
-    draw(svg, "text", { x: LEFT - 8, y: y.toPixel(loss) + 4, "text-anchor": "end" }, formatNumber(loss, 3));
+    addSvg(svg, "line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y.toPixel(loss), y2: y.toPixel(loss) });
+    addSvg(svg, "text", { x: LEFT - 8, y: y.toPixel(loss) + 4, "text-anchor": "end" }, formatNumber(loss, 3));
     if (innerWidth > NARROW || i % 2 === 0)
-      draw(svg, "text", { x: x.toPixel(value), y: HEIGHT - 16, "text-anchor": i === 4 ? "end" : i ? "middle" : "start" }, i === 4 && axis !== "seconds" ? formatX(value, axis) + " " + AXES[axis] : formatX(value, axis));
+      addSvg(svg, "text", { x: x.toPixel(value), y: HEIGHT - 16, "text-anchor": i === 4 ? "end" : i ? "middle" : "start" }, i === 4 && axis !== "seconds" ? formatX(value, axis) + " " + AXES[axis] : formatX(value, axis));
   }
 }
 
@@ -128,8 +119,8 @@ function drawCurves(group, curves, x, y, logX, logY) {
   for (const { i, kind, points } of curves) {
     const shown = points.filter((p) => !logX || p.x > 0);
     const path = shown.map((p, k) => (k ? "L" : "M") + x.toPixel(p.x).toFixed(1) + " " + y.toPixel(Math.max(p.y, logY ? 1e-9 : -1e9)).toFixed(1)).join("");
-    draw(group, "path", { class: kind, d: path, stroke: color(i), "stroke-dasharray": kind === "raw" ? "" : dash(i) });
-    if (kind === "heldOut") for (const p of points) draw(group, "circle", { cx: x.toPixel(p.x), cy: y.toPixel(p.y), r: points.length > 60 ? 1.5 : 3.5, fill: color(i) });
+    addSvg(group, "path", { class: kind, d: path, stroke: color(i), "stroke-dasharray": kind === "raw" ? "" : dash(i) });
+    if (kind === "heldOut") for (const p of points) addSvg(group, "circle", { cx: x.toPixel(p.x), cy: y.toPixel(p.y), r: points.length > 60 ? 1.5 : 3.5, fill: color(i) });
   }
 }
 

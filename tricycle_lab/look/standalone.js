@@ -15,11 +15,6 @@ let run = 0, seed = 0; // of the latest generation
 let follows = true; // whether the latest token is selected
 let frame = 0, mapsAt = -Infinity; // of the next drawing, and the time of the last one of the maps
 
-function showMessage(error, status = "") {
-  $("trouble").textContent = error;
-  $("status").textContent = status;
-}
-
 // ---------------------------------------------------------------- generation
 /** Start to generate after a prompt, or after ids in place of it. */
 function generateText(input) {
@@ -155,10 +150,7 @@ function colorTokens() {
 }
 
 function markToken() {
-  elements.forEach((element, i) => {
-    element.setAttribute("aria-selected", i === selected);
-    element.tabIndex = i === selected ? 0 : -1;
-  });
+  markElement(elements, selected, "aria-selected");
   showToken(selected);
 }
 
@@ -206,11 +198,7 @@ function buildHeads() {
 }
 
 function markHead() {
-  heads.forEach((button, i) => {
-    const isSelected = i === layer * config.n_heads + head;
-    button.setAttribute("aria-pressed", isSelected);
-    button.tabIndex = isSelected ? 0 : -1;
-  });
+  markElement(heads, layer * config.n_heads + head, "aria-pressed");
 }
 
 function selectHead(i) {
@@ -221,10 +209,9 @@ function selectHead(i) {
 }
 
 /** Return row and column of the map at the pointer, as positions of tokens. */
-function findCell(event) {
-  const box = $("map").getBoundingClientRect(), size = Math.min(tokens.length, MAX_MAP), first = tokens.length - size;
-  const index = (offset, length) => first + Math.min(size - 1, Math.max(0, Math.floor((offset / length) * size)));
-  return [index(event.clientY - box.top, box.height), index(event.clientX - box.left, box.width)];
+function findTokens(event) {
+  const size = Math.min(tokens.length, MAX_MAP);
+  return findCell($("map"), event, size, size).map((i) => tokens.length - size + i);
 }
 
 function describeCell([query, key]) {
@@ -242,8 +229,8 @@ function connectControls() {
   $("tokens").onpointerover = (event) => tokenAt(event) >= 0 && showToken(tokenAt(event));
   $("tokens").onpointerleave = () => tokens.length && showToken(selected);
   addArrowKeys($("tokens"), () => elements, () => 10, selectToken);
-  $("map").onclick = (event) => selectToken(findCell(event)[0]);
-  $("map").onpointermove = (event) => describeCell(findCell(event));
+  $("map").onclick = (event) => selectToken(findTokens(event)[0]);
+  $("map").onpointermove = (event) => describeCell(findTokens(event));
   matchMedia("(prefers-color-scheme: dark)").onchange = () => {
     colors = palette();
     mapsAt = -Infinity;
