@@ -93,6 +93,12 @@ def test_compilation_is_announced_once_on_a_terminal(tmp_path, monkeypatch, caps
         assert capsys.readouterr().err == expected
 
 
+def test_loops_are_compiled_where_machine_code_cannot_be_kept():
+    """Numba keeps none of functions that no file has, or where it cannot write."""
+    add_one = eval("lambda x: x + 1")
+    assert jit.compile_loop("i8(i8)")(add_one)(1) == jit.compile_callback("i8(i8)")(add_one).ctypes(1) == 2
+
+
 def test_all_loops_can_be_compiled_ahead(monkeypatch, capsys):
     sources = [path.read_text(encoding="utf-8") for path in Path(compiled.__file__).parent.glob("*.py")]
     loaded = {name for source in sources for name in re.findall(r'load_loops\("(\w+)"\)', source)}

@@ -19,7 +19,7 @@ from tricycle_accelerators.compiled.block_rows import FORMATS, PART, dot_blocks,
 from tricycle_accelerators.compiled.block_rows import ROWS as BLOCK_ROWS
 from tricycle_accelerators.compiled.block_tiles import KIND_OF_FORMAT as KIND_OF_FORMAT
 from tricycle_accelerators.compiled.block_tiles import TILE_VECTORS, multiply_tile, unpack_blocks
-from tricycle_accelerators.compiled.jit import ZERO, compile_loop, inner_function
+from tricycle_accelerators.compiled.jit import ZERO, compile_callback, compile_loop, inner_function
 from tricycle_accelerators.compiled.registers import LANES
 from tricycle_accelerators.compiled.tiles import aligned_zeros, round_up, transpose_tile
 from tricycle_accelerators.compiled.vector_loops import MAILBOX, run_job
@@ -57,6 +57,8 @@ NOT_FINITE = -2  # what `multiply_blocks` returns for infinity or NaN
 NUMBERS = {name: number for number, name in enumerate(FORMATS)}
 
 
+# This and `_multiply_block_tiles` are compiled apart: in one function, products of few vectors took 5% longer.
+@compile_callback("void(i8, i8, i8)")
 def _multiply_block_rows(place: int, start: int, stop: int) -> None:
     """Compute some groups of a job's product, vector by vector; `place` is the address of its mailbox."""
     box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 5,))
@@ -122,6 +124,7 @@ def _multiply_group(box: Any, part: Any, starts: int, row: int, buffers: Any, su
             )
 
 
+@compile_callback("void(i8, i8, i8)")
 def _multiply_block_tiles(place: int, start: int, stop: int) -> None:
     """Compute some groups of a job's product for all vectors at once; `place` is the address of its mailbox."""
     box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 5,))
@@ -142,12 +145,7 @@ def _multiply_block_tiles(place: int, start: int, stop: int) -> None:
                     out[part[FIRST_ROW] + row + j] = sums[r, j]
 
 
-# The addresses of the two functions, compiled apart: in one, those of few vectors took 5% longer.
-_rows, _tiles = (
-    numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(function)
-    for function in (_multiply_block_rows, _multiply_block_tiles)
-)
-FUNCTIONS = np.array([_rows.address, _tiles.address])
+FUNCTIONS = np.array([_multiply_block_rows.address, _multiply_block_tiles.address])
 
 
 @inner_function()
@@ -209,7 +207,8 @@ def multiply_blocks(
     return waited
 
 
-def _multiply_by_blocks(
+@compile_callback("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+def multiply_by_blocks(
     n_x: int, x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int
 ) -> int:
     """Write n_x vectors times blocks to `out` as `multiply_blocks` does, all given by their addresses."""
@@ -221,11 +220,6 @@ def _multiply_by_blocks(
     )
     mailbox = numba.carray(pointer_to(box, np.int64(0)), (MAILBOX,))
     return multiply_blocks(vectors, table, products, function, mailbox, n_threads)
-
-
-multiply_by_blocks: Any = numba.cfunc("i8(i8, i8, i8, i8, i8, i8, i8, i8)", cache=True, error_model="numpy")(
-    _multiply_by_blocks
-)
 
 
 @compile_loop("void(i8, i8, i8, f4[::1])")

@@ -25,6 +25,7 @@ from tricycle_accelerators.compiled.jit import (
     ANY_ORDER,
     ZERO,
     bfloat16_to_float32,
+    compile_callback,
     compile_loop,
     copy_row,
     exp,
@@ -257,7 +258,8 @@ def _attend_to_unit(box: Any, query: Any, unit: int) -> None:
                 _write_scores(q, rows, factor[0], weights[:, start:stop])
 
 
-def _attend_to_units(place: int, start: int, stop: int) -> None:
+@compile_callback("void(i8, i8, i8)")
+def attend_to_units(place: int, start: int, stop: int) -> None:
     """Write some units' parts of a job; `place` is the address of its mailbox."""
     box = numba.carray(pointer_to(place, np.int64(0)), (FACTOR + 1,))
     table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_QUERIES], N_COLUMNS))
@@ -266,9 +268,6 @@ def _attend_to_units(place: int, start: int, stop: int) -> None:
         while n + 1 < len(table) and table[n + 1, FIRST_UNIT] <= unit:
             n += 1
         _attend_to_unit(box, table[n], unit)
-
-
-attend_to_units: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_attend_to_units)
 
 
 @inner_function(fastmath=ANY_ORDER)

@@ -63,12 +63,22 @@ LARGEST, OFFSET, SMALLEST = map(
 
 def compile_loop(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator: `numba.njit` for these signatures, no GIL, sums in any order, cached on disk if possible."""
+    return _cached_if_possible(partial(numba.njit, signature, fastmath=ANY_ORDER, **OPTIONS))
 
-    def compile_(loop: Callable[..., Any]) -> Any:
+
+def compile_callback(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator: `numba.cfunc`, for a function that is called by its address, cached on disk if possible."""
+    return _cached_if_possible(partial(numba.cfunc, signature, error_model="numpy"))
+
+
+def _cached_if_possible(decorator: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator of Numba that keeps machine code on disk, or compiles without if there is no place for it."""
+
+    def compile_(function: Callable[..., Any]) -> Any:
         try:
-            return numba.njit(signature, cache=True, fastmath=ANY_ORDER, **OPTIONS)(loop)
+            return decorator(cache=True)(function)
         except RuntimeError:  # there is no place to keep it
-            return numba.njit(signature, fastmath=ANY_ORDER, **OPTIONS)(loop)
+            return decorator()(function)
 
     return compile_
 
