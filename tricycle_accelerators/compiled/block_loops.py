@@ -19,7 +19,7 @@ from tricycle_accelerators.compiled.block_rows import FORMATS, PART, dot_blocks,
 from tricycle_accelerators.compiled.block_rows import ROWS as BLOCK_ROWS
 from tricycle_accelerators.compiled.block_tiles import KIND_OF_FORMAT as KIND_OF_FORMAT
 from tricycle_accelerators.compiled.block_tiles import TILE_VECTORS, multiply_tile, unpack_blocks
-from tricycle_accelerators.compiled.jit import ZERO, compile_callback, compile_loop, inner_function
+from tricycle_accelerators.compiled.jit import ZERO, compile_callback, compile_loop, inner_function, pointer_to
 from tricycle_accelerators.compiled.registers import LANES
 from tricycle_accelerators.compiled.tiles import aligned_zeros, round_up, transpose_tile
 from tricycle_accelerators.compiled.vector_loops import MAILBOX, run_job
@@ -37,7 +37,6 @@ from tricycle_accelerators.compiled.vector_rows import (
     STRIDE,
     SUMS,
     X,
-    pointer_to,
 )
 
 # More fields of a job: what the products of x's integers are added to, x's rows, bytes from row to row of the result,
@@ -214,10 +213,8 @@ def multiply_by_blocks(
     """Write n_x vectors times blocks to `out` as `multiply_blocks` does, all given by their addresses."""
     table = numba.carray(pointer_to(place, np.int64(0)), (n_parts, N_FIELDS))
     size, n_rows = table[0, N_BLOCKS] * table[0, BLOCK_VALUES], table[-1, FIRST_ROW] + table[-1, PART_ROWS]
-    vectors, products = (
-        numba.carray(pointer_to(x, ZERO), (n_x, size)),
-        numba.carray(pointer_to(out, ZERO), (n_x, n_rows)),
-    )
+    vectors = numba.carray(pointer_to(x, ZERO), (n_x, size))
+    products = numba.carray(pointer_to(out, ZERO), (n_x, n_rows))
     mailbox = numba.carray(pointer_to(box, np.int64(0)), (MAILBOX,))
     return multiply_blocks(vectors, table, products, function, mailbox, n_threads)
 

@@ -16,7 +16,7 @@ import numba
 import numpy as np
 
 from tricycle_accelerators.compiled.jit import HAS_FLOAT16 as HAS_FLOAT16
-from tricycle_accelerators.compiled.jit import ZERO, compile_callback, compile_loop, inner_function
+from tricycle_accelerators.compiled.jit import ZERO, compile_callback, compile_loop, inner_function, pointer_to
 from tricycle_accelerators.compiled.mailbox import atomic_add, atomic_load, atomic_store, compare_exchange, pause
 from tricycle_accelerators.compiled.registers import LANES as LANES
 from tricycle_accelerators.compiled.registers import prefetch_line
@@ -45,7 +45,6 @@ from tricycle_accelerators.compiled.vector_rows import (
     multiply_float32_rows,
     multiply_int8_rows,
     multiply_int8_rows_by_bytes,
-    pointer_to,
     split_into_bytes,
 )
 from tricycle_accelerators.compiled.vector_rows import HAS_BYTES as HAS_BYTES
