@@ -302,7 +302,7 @@ def test_onednn_takes_precedence_over_threaded_kernels():
         assert version in offered[name][:-1] and offered[name][-1].__module__.startswith("tricycle_accelerators.cpu.")
 
 
-def test_float16_on_the_cpu_warns_and_uses_float32(monkeypatch):
+def test_float16_on_the_cpu_warns_and_uses_float32():
     cpu.matrices._warn_float32.cache_clear()
     x = np.ones((2, 2), np.float32)
     with pytest.warns(UserWarning, match=r"precision float16: .* float32 .*bfloat16"):

@@ -238,8 +238,7 @@ def test_several_threads_multiply_one_quantized_matrix():
 # -------------------------------------------------------------------- gradients
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("plain", [True, False])
-def test_gradients_of_the_input_and_bias(kind, with_bias, plain):
+def test_gradients_of_the_input_and_bias(kind, with_bias):
     _, matrix = matrix_of(kind, (5, 3))
     weights = Tensor(matrix, requires_grad=False)
     rng = np.random.default_rng(0)
@@ -289,7 +288,7 @@ def test_logits_of_a_quantized_model_are_close(kind, tied, plain):
         np.testing.assert_allclose(twin(TOKENS).array, model(TOKENS).array, 0, 5e-3)
 
 
-def test_quantize_rejects_nan_and_unknown_kinds(monkeypatch):
+def test_quantize_rejects_nan_and_unknown_kinds():
     model = GPT(CONFIG)
     model.blocks[1].mlp.up.weights.array[0, 0] = np.nan
     with pytest.raises(ValueError, match="finite"):
