@@ -52,6 +52,7 @@ def test_machine_code_of_other_sources_is_discarded(tmp_path):
     folder = tmp_path / "package" / "loops"
     kept = folder / "__pycache__"
     kept.mkdir(parents=True)
+    discard = loader.discard_stale_code.__wrapped__
     sources, code = [folder / "a.py", tmp_path / "package" / "b.py"], [kept / "a.f-1.py311.nbi", kept / "a.f-1.1.nbc"]
     for source in sources:
         source.write_text("x = 1", encoding="utf-8")
@@ -59,17 +60,17 @@ def test_machine_code_of_other_sources_is_discarded(tmp_path):
         change()
         for path in code:
             path.touch()
-        loader.discard_stale_code(folder)
+        discard(folder)
         assert not any(path.exists() for path in code)
         code[0].touch()
-        loader.discard_stale_code(folder)
+        discard(folder)
         assert code[0].exists()
-    loader.discard_stale_code(tmp_path / "missing" / "loops")  # as where nothing can be written
+    discard(tmp_path / "missing" / "loops")  # as where nothing can be written
 
 
 def test_compilation_is_announced_once_on_a_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loader, "__file__", str(tmp_path / "loader.py"))
-    monkeypatch.setattr(loader, "_discard_stale_code", lambda: None)
+    monkeypatch.setattr(loader, "discard_stale_code", lambda folder: None)
     monkeypatch.setattr(loader, "import_module", lambda name: None)
     announced = "note: Numba compiles kernels for this processor, once, which takes up to a minute\n"
     kept = tmp_path / "__pycache__"

@@ -35,7 +35,7 @@ LLAMA = {"activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bia
 GEMMA = {**LLAMA, "activation": "gelu", "gated": True, "norm_placement": "both", "norm_unit_offset": True}
 N_PROMPT, N_NEW = 70, 20  # more tokens in a prompt than are fused
 
-needs_numba = pytest.mark.skipif(not compiled.is_available(), reason="needs Numba")
+needs_numba = pytest.mark.skipif(compiled.unavailable_reason() is not None, reason="needs Numba")
 
 
 def new_model(weights: str = "float32", **fields) -> GPT:
