@@ -69,7 +69,7 @@ def _matmul(rng, n, k, m, bias):
     return rng.standard_normal((n, k)), rng.standard_normal((k, m)), rng.standard_normal(m) if bias else None
 
 
-def _few_bits_matmul(rng, n, k, m, kind, transposed, bias):
+def _quantized_matmul(rng, n, k, m, kind, transposed, bias):
     if kind == "bfloat16":
         pytest.importorskip("ml_dtypes")
     numbers = rng.standard_normal((k, m)).astype(np.float32)
@@ -179,7 +179,7 @@ CASES = {
     ),
     "matmul": (_matmul, [(*sizes, bias) for sizes in [*SMALL_PRODUCTS, *LARGE_PRODUCTS] for bias in (True, False)]),
     "quantized_matmul": (
-        _few_bits_matmul,
+        _quantized_matmul,
         [
             (*sizes, kind, transposed, bias)
             for kind, transposed in [("int8", True), ("int8", False), ("float16", True), ("bfloat16", True)]

@@ -107,7 +107,7 @@ def _n_processors() -> int:
     return number if quota is None else min(number, max(1, math.ceil(quota)))
 
 
-# -------------------------------------------------------------------- what a thread knows of itself
+# -------------------------------------------------------------------- state of a thread
 class _ThreadState(threading.local):
     """State of the calling thread."""
 

@@ -65,7 +65,7 @@ Reader = Callable[[Any, Any], Block]  # called with a builder and the address of
 
 
 class BlockFormat(NamedTuple):
-    """How to read a block: its numbers of values and bytes, the constant to subtract, and the function that emits it.
+    """The layout of a block: its numbers of values and bytes, the constant to subtract, the functions that read it.
 
     `read(builder, address)` emits the code that reads a block. The integers of a `signed` format are int8. A part has
     one scale or (`n_scales`) two, each for an equal share of its values. `read_pair` reads two blocks of 32 as two

@@ -183,7 +183,7 @@ def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, 
     return narrow, chunks.sum_over_chunks(work, chunks.row_chunks(*x.shape), calls_blas=False)
 
 
-def _rotate_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> str | None:
+def _apply_rope_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> str | None:
     """Return why RoPE loops cannot run (several small texts, dtypes, heads not contiguous), or None."""
     if len(x) != 1 or x.dtype != FLOAT32:
         if x.size < MIN_SIZE:
@@ -197,7 +197,7 @@ def _rotate_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> s
     return None
 
 
-@decline_when(_rotate_decline_reason)
+@decline_when(_apply_rope_decline_reason)
 def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """Apply RoPE to (B, T, H, D): rotate pairs (i, i + D/2) by cos and sin (T, D/2), with Numba, items in threads."""
     y = buffers.empty(x.shape, x.dtype)

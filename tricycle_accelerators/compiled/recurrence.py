@@ -101,7 +101,7 @@ def _bias(bias: np.ndarray | None, packed: np.ndarray) -> np.ndarray:
     return padded
 
 
-def _pipeline_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | None:
+def _run_batch_parallel_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | None:
     """Return why batch items are not divided among threads (not float32, or few items), or None."""
     if gates.dtype != np.float32:
         return f"float32 alone, got {gates.dtype}"
@@ -110,7 +110,7 @@ def _pipeline_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | Non
     return None
 
 
-@decline_when(_pipeline_decline_reason)
+@decline_when(_run_batch_parallel_decline_reason)
 def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:

@@ -140,7 +140,7 @@ def matrix_decline_reason(matrix: QuantizedMatrix) -> str | None:
     return float16_decline_reason(matrix.dtype)
 
 
-def _few_bits_matmul_decline_reason(
+def _quantized_matmul_decline_reason(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
     """Return why the loop cannot run: not a few float32 rows, or not a transposed matrix of few bits; else None."""
@@ -153,7 +153,7 @@ def _few_bits_matmul_decline_reason(
     return None
 
 
-@decline_when(_few_bits_matmul_decline_reason)
+@decline_when(_quantized_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
     """Return a few float32 rows times a matrix plus bias by spinning threads; else NotImplemented."""
     return _multiply(x, matrix, bias)

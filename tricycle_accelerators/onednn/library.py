@@ -296,7 +296,7 @@ class _Primitive:
 
 
 class _Thread(threading.local):
-    """What each thread has for itself, for a primitive computes in memory of its own and must not run twice at once.
+    """The stream and primitives of a thread: a primitive has memory of its own and must not run twice at once.
 
     Made anew in every thread that looks.
     """
@@ -353,7 +353,7 @@ def _layout(array: np.ndarray) -> Layout:
     return array.shape, array.strides, array.itemsize
 
 
-# -------------------------------------------------------------------- what the kernels call, each thread for its part
+# -------------------------------------------------------------------- functions for kernels, called by each thread
 # Arrays are float32 unless said. None may be empty.
 def convert(x: np.ndarray, out: np.ndarray) -> None:
     """Write float32 or bfloat16 values into an array of either dtype, rounded to nearest even; NaN stays NaN."""
