@@ -1,4 +1,4 @@
-"""Sizes, score options and arguments of attention for tests, and reference attention in plain loops."""
+"""Sizes, score options and arguments of attention and other kernels, and reference attention in plain loops."""
 
 from itertools import product
 from types import SimpleNamespace
@@ -77,6 +77,10 @@ FUSED = [(*each, off_by_one) for each in SCORED for off_by_one in (True, False)]
 
 
 # -------------------------------------------------------------------- arguments of the kernels
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
 def qkv(rng, sizes: Sizes) -> tuple[np.ndarray, ...]:
     """Return random q, k and v as the library passes them: slices of one array if the numbers of heads are equal."""
     items, queries, keys, heads, key_heads, size = sizes

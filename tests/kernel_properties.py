@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
-from attention_cases import cubes, cubes_backward
+from attention_cases import cubes, cubes_backward, poisoned
 from hypothesis import strategies as st
 from test_kernels import CASES, IN_PLACE
 
@@ -55,10 +55,6 @@ def any_shape(draw: Draw) -> tuple[int, ...]:
     while np.prod(shape) > 5000:
         shape[shape.index(max(shape))] = 3
     return tuple(shape)
-
-
-def nan_array(*shape: int) -> np.ndarray:
-    return np.full(shape, np.nan)
 
 
 # -------------------------------------------------------------------- arguments from the builders of test_kernels
@@ -156,7 +152,7 @@ def _cross_entropy(draw):
 def _matmul(draw):
     n, k, m = draw(LENGTHS), draw(LENGTHS), draw(LENGTHS)
     values = CASES["matmul"][0](generator(draw), n, k, m, draw(BOOLEANS))
-    return Arguments([*values, nan_array(n, m)], (3,)) if draw(BOOLEANS) else Arguments([*values])
+    return Arguments([*values, np.full((n, m), np.nan)], (3,)) if draw(BOOLEANS) else Arguments([*values])
 
 
 @register("adamw")
@@ -191,8 +187,7 @@ def _attention(draw, name):
     if name == "attention":
         return Arguments([q, k, v, score_options, off_by_one, mask])
     out, logsumexp = kernels.attention.reference(q, k, v, score_options, off_by_one, mask)
-    outputs = [nan_array(*x.shape) for x in (q, k, v)]
-    values = [rng.standard_normal(out.shape), q, k, v, out, logsumexp, score_options, *outputs, mask]
+    values = [rng.standard_normal(out.shape), q, k, v, out, logsumexp, score_options, *poisoned(q, k, v), mask]
     return Arguments(values, (7, 8, 9))
 
 
@@ -202,5 +197,4 @@ def _row_attention(draw, name):
     if name == "row_attention":
         return Arguments([q, k, v, score_options, cubes, mask])
     grad = rng.standard_normal((*q.shape[:3], v.shape[3]))
-    outputs = [nan_array(*x.shape) for x in (q, k, v)]
-    return Arguments([grad, q, k, v, score_options, cubes, cubes_backward, *outputs, mask], (7, 8, 9))
+    return Arguments([grad, q, k, v, score_options, cubes, cubes_backward, *poisoned(q, k, v), mask], (7, 8, 9))

@@ -234,7 +234,7 @@ def test_unsupported_operands_are_declined_with_a_reason(large, monkeypatch):
 
 
 def test_unavailable_reason_names_the_cause(monkeypatch):
-    def reason(**changes) -> str | None:
+    def reason() -> str | None:
         amx_matmul.unavailable_reason.cache_clear()
         return amx_matmul.unavailable_reason()
 

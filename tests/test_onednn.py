@@ -82,8 +82,10 @@ def test_operands_keep_shape_and_layout(shape):
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (7, 5), (700, 30), (3001, 70)])
 def test_matmul_operand_and_sums_converts_and_sums_over_rows(many_threads, shape):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    for array in (x, np.asfortranarray(x), x[::-1]):
-        found, sums = kernels.matmul_operand_and_sums(array, "bfloat16")
+    calls = [(kernels.matmul_operand_and_sums, array) for array in (x, np.asfortranarray(x), x[::-1])]
+    calls += [(matrices.matmul_operand_and_sums, x)] * bool(x.size)  # Numba converts large arrays
+    for convert, array in calls:
+        found, sums = convert(array, "bfloat16")
         np.testing.assert_array_equal(found.astype(np.float64), rounded(array))
         assert sums.dtype == np.float32
         np.testing.assert_allclose(sums, array.astype(np.float64).sum(axis=0), 1e-5, 1e-4)
@@ -302,7 +304,7 @@ def test_onednn_takes_precedence_over_threaded_kernels():
         assert version in offered[name][:-1] and offered[name][-1].__module__.startswith("tricycle_accelerators.cpu.")
 
 
-def test_float16_on_the_cpu_warns_and_uses_float32(monkeypatch):
+def test_float16_on_the_cpu_warns_and_uses_float32():
     cpu.matrices._warn_float32.cache_clear()
     x = np.ones((2, 2), np.float32)
     with pytest.warns(UserWarning, match=r"precision float16: .* float32 .*bfloat16"):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from attention_cases import normal
 from fake_device import FakeArray
 from test_decoding import CONFIGS, all_at_once, new_model, text_of
 from test_fake_device import device  # noqa: F401  (a fixture)
@@ -25,10 +26,6 @@ from tricycle_accelerators.compiled import attention
 
 NAMES = "gpt-2 rotary window caps softmax1 blocks sink adaptive".split()
 NAMES += ["shared key heads", "one key head", "window in some layers", "nothing in a window", "both shifts"]
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def quantized(x: np.ndarray, n_tokens: int | None = None) -> QuantizedHeads:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from attention_cases import normal
 
 from tricycle import kernels
 from tricycle.attention import Attention, KeyValueCache
@@ -17,10 +18,6 @@ from tricycle_accelerators import compiled, threads
 pytest.importorskip("ml_dtypes")
 LENGTHS = (1, 64, 65, 3, 200)
 needs_numba = pytest.mark.skipif(compiled.unavailable_reason() is not None, reason="Numba is not available")
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def caches(dtype: str, lengths=LENGTHS, n_heads: int = 2, size: int = 32) -> tuple[list, list]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from attention_cases import normal
 from test_quantized_blocks import block_rows
 
 from tricycle import blocks, models
@@ -34,11 +35,7 @@ LLAMA = {"activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bia
 GEMMA = {**LLAMA, "activation": "gelu", "gated": True, "norm_placement": "both", "norm_unit_offset": True}
 N_PROMPT, N_NEW = 70, 20  # more tokens in a prompt than are fused
 
-needs_numba = pytest.mark.skipif(not compiled.is_available(), reason="needs Numba")
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+needs_numba = pytest.mark.skipif(compiled.unavailable_reason() is not None, reason="needs Numba")
 
 
 def new_model(weights: str = "float32", **fields) -> GPT:
@@ -84,14 +81,14 @@ def without_fusing(monkeypatch) -> Callable[[], None]:
     return stop
 
 
-def decoded_together(model: GPT, n_new: list[int]) -> list[np.ndarray]:
+def decoded_together(model: GPT, n_new: list[int]) -> np.ndarray:
     """Return the logits of steps in which texts of different lengths each read some new tokens, those of `n_new`."""
     draw = np.random.default_rng(2)
     caches = [model.new_caches() for _ in n_new]
     for i, of_text in enumerate(caches):
         next_logits(model, [draw.integers(0, SIZES["vocab_size"], N_PROMPT + i).tolist()], [of_text])
     steps = [[draw.integers(0, SIZES["vocab_size"], n).tolist() for n in n_new] for _ in range(2)]
-    return [next_logits(model, tokens, caches, every=True) for tokens in steps]
+    return np.concatenate([next_logits(model, tokens, caches, every=True) for tokens in steps])
 
 
 # -------------------------------------------------------------------- models
@@ -111,8 +108,7 @@ def test_texts_together_have_the_same_bits_as_from_separate_layers(
     fused = decoded_together(model, n_new)
     assert n_fused == [4] * 2
     without_fusing()
-    for logits, expected in zip(fused, decoded_together(model, n_new), strict=True):
-        np.testing.assert_array_equal(logits, expected)
+    np.testing.assert_array_equal(fused, decoded_together(model, n_new))
 
 
 @needs_numba
@@ -130,42 +126,41 @@ def test_more_than_few_rows_are_fused_in_float32_up_to_127_tokens(
     fused = decoded_together(model, n_new)
     assert n_fused == ([4] * 2 if is_fused and precision == "float32" else [])
     without_fusing()
-    for logits, expected in zip(fused, decoded_together(model, n_new), strict=True):
-        np.testing.assert_allclose(logits, expected, 1e-4, 1e-4)  # NumPy computes more than a few small rows
+    # NumPy computes more than a few small rows
+    np.testing.assert_allclose(fused, decoded_together(model, n_new), 1e-4, 1e-4)
 
 
 @needs_numba
 def test_short_prompts_are_fused(n_fused, without_fusing):
     model, caches = new_model("int8", **LLAMA), []
 
-    def run() -> list[np.ndarray]:
+    def run() -> np.ndarray:
         caches[:] = [model.new_caches() for _ in range(2)]
         prompts = [[list(range(17))], [list(range(40))], [list(range(24)), [1]], [[2], list(range(30))]]
-        return [next_logits(model, new, caches[: len(new)], every=True) for new in prompts]
+        return np.concatenate([next_logits(model, new, caches[: len(new)], every=True) for new in prompts])
 
     fused = run()
     assert n_fused == [4, 4, 4]  # not the third step, after which the first text has 81 tokens
     without_fusing()
-    for logits, expected in zip(fused, run(), strict=True):
-        np.testing.assert_allclose(logits, expected, 1e-4, 1e-4)
+    np.testing.assert_allclose(fused, run(), 1e-4, 1e-4)
 
 
 @needs_numba
 def test_texts_that_join_and_leave_have_the_same_bits_as_from_separate_layers(n_fused, without_fusing):
     model = new_model("int8", **LLAMA)
 
-    def run() -> list[np.ndarray]:
+    def run() -> np.ndarray:
         caches = [model.new_caches() for _ in range(3)]
         for i, of_text in enumerate(caches):
             next_logits(model, [[i] * (N_PROMPT + i)], [of_text])
         steps = [(0, 1), (0, 1, 2), (0,), (0, 1, 2), (1, 2), (2, 1)]
-        return [next_logits(model, [[i] for i in texts], [caches[i] for i in texts]) for texts in steps]
+        logits = [next_logits(model, [[i] for i in texts], [caches[i] for i in texts]) for texts in steps]
+        return np.concatenate(logits)
 
     fused = run()
     assert n_fused == [4] * 6
     without_fusing()
-    for logits, expected in zip(fused, run(), strict=True):
-        np.testing.assert_array_equal(logits, expected)
+    np.testing.assert_array_equal(fused, run())
 
 
 class DoubledCache(KeyValueCache):

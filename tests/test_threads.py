@@ -202,7 +202,7 @@ def test_concurrent_callers(n_workers):
     assert sorted(received) == sorted([*range(10)] * 100)
 
 
-def test_second_caller_waits(monkeypatch, n_workers):
+def test_second_caller_waits(n_workers):
     """With one worker, no work is divided and no thread waits."""
     entered, leave, finished = threading.Event(), threading.Event(), threading.Event()
 

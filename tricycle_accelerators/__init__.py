@@ -1,7 +1,7 @@
 """Faster kernel implementations with the names of the reference functions in `tricycle.kernels`.
 
-`cpu/` is for NumPy arrays and needs nothing else; `onednn/` and `cuda/` call other libraries, where they are installed
-and the machine can use them. A file of one name in each has the same functions, so that the versions of
-one function stand side by side. `cpu` and `cuda` each have a function `register`, which `tricycle.kernels` finds by the
-entry points in pyproject.toml and calls when the first array comes that it is for. Importing this loads nothing.
+`cpu/` is for NumPy arrays and needs nothing else; `compiled/` (Numba), `onednn/` and `cuda/` need other packages, and
+are used where these are installed and the machine can use them. Files of one name in these folders implement the same
+functions. `registry.py` registers all of them: the entry points in pyproject.toml name its two functions, which
+`tricycle.kernels` calls when the first array of a library comes. Importing this loads nothing.
 """

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import buffers, libraries, processor, threads
+from tricycle_accelerators import buffers, libraries, parallel_matmul, processor, threads
 from tricycle_accelerators.providers import exclusion_reason
 
 DISTRIBUTION, LIBRARY, EXTRA = "mkl", "libmkl_rt.so", "pip install 'tricycle-gpt[mkl]'"
@@ -73,24 +73,8 @@ def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.
         out = buffers.empty((a.shape[0], b.shape[1]), np.float32)
     elif not _fits(out) or out.strides[1] != out.itemsize:
         return np.matmul(a, b, out=out)
-    _gemm(sgemm, a, b, out)
-    return out
-
-
-def _fits(x: np.ndarray) -> bool:
-    """Return whether x is aligned float32, at least (2, 2), with contiguous rows or columns that are separate."""
-    if x.dtype != np.float32 or x.ndim != 2 or min(x.shape) < 2 or not x.flags.aligned:
-        return False
-    down, across = x.strides
-    n_rows, n_columns = x.shape
-    in_rows = across == 4 and down >= n_columns * 4 and down % 4 == 0
-    return in_rows or (down == 4 and across >= n_rows * 4 and across % 4 == 0)
-
-
-def _gemm(function: Any, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Write a @ b into `out` by a CBLAS function; the rows or the columns of each matrix are contiguous."""
     (n_rows, n_inner), n_columns = a.shape, b.shape[1]
-    function(
+    sgemm(
         ROW_MAJOR,
         *(AS_IT_IS if x.strides[1] == x.itemsize else TRANSPOSED for x in (a, b)),
         *(n_rows, n_columns, n_inner),
@@ -100,3 +84,10 @@ def _gemm(function: Any, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
         0.0,
         *(out.ctypes.data, max(out.strides) // out.itemsize),
     )
+    return out
+
+
+def _fits(x: np.ndarray) -> bool:
+    """Return whether x is aligned float32, at least (2, 2), with contiguous rows or columns that are separate."""
+    is_matrix = x.dtype == np.float32 and x.ndim == 2 and min(x.shape) > 1 and x.flags.aligned
+    return is_matrix and parallel_matmul.has_contiguous_axis(x)

@@ -31,7 +31,7 @@ IDLE_SECONDS = 5.0
 
 
 class _Bytes(np.ndarray):
-    """Those of a range. Of another type than the arrays in it, or NumPy would give it as their base, past the lease."""
+    """The bytes of a range: a type of its own, or NumPy would take them, and not a lease, as the base of an array."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class _Lease(np.ndarray):
 
 
 class _Arena:
-    """Which addresses of its ranges are free. The caller of a method holds the lock.
+    """An allocator that knows which addresses of its ranges are free. The caller of a method holds the lock.
 
     Attributes:
         returned: addresses and sizes of what is free, but not joined yet: a `_Lease` may end within any method.

@@ -56,7 +56,7 @@ def _keep_memory() -> bool:
     Otherwise large arrays go back to the system when they are freed, and it clears every page that it hands out to
     the next step; and with pages of 4 kB the processor spends time on address translation. Most large arrays are
     results of kernels, which are in memory that `buffers.py` keeps; with the others it is 0 to 3% of a training step.
-    Under a limit of addresses (`ulimit -v`), all threads share one arena. Returns whether freed memory is kept now.
+    Under a limit of addresses (`ulimit -v`), all threads share one arena.
     """
     if sys.platform != "linux":
         return False

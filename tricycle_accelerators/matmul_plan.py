@@ -133,10 +133,9 @@ def vector_decline_reason(n_rows: int, n_bytes: int, right: str, machine: Machin
 
 def tiled_decline_reason(shape: Shape, left: str) -> str | None:
     """Return why Numba's tiled matmul declines (N, K, M): few rows, little work or `left` not "rows"; else None."""
-    n_rows, n_inner, n_columns = shape
-    if n_rows < MIN_TILED_ROWS:
+    if shape[0] < MIN_TILED_ROWS:
         return f"fewer than {MIN_TILED_ROWS} rows"
-    if n_rows * n_inner * n_columns < MIN_TILED_WORK:
+    if math.prod(shape) < MIN_TILED_WORK:
         return f"fewer than {MIN_TILED_WORK} multiplications"
     return None if left == "rows" else "rows in one piece: a transposed left matrix is left to BLAS"
 
@@ -172,12 +171,11 @@ def amx_decline_reason(shape: Shape, dtype: str) -> str | None:
 
 def few_rows_decline_reason(shape: Shape, right: str) -> str | None:
     """Return why oneDNN declines a float32 product: not 2 to FEW_ROWS rows, too small, by columns; None otherwise."""
-    n_rows, n_inner, n_columns = shape
-    if n_rows < 2:
+    if shape[0] < 2:
         return "fewer than two rows of float32"
-    if n_rows > FEW_ROWS:
+    if shape[0] > FEW_ROWS:
         return "more than a few rows of float32"
-    if n_rows * n_inner * n_columns < MIN_FEW_ROWS_WORK:
+    if math.prod(shape) < MIN_FEW_ROWS_WORK:
         return "a small product: NumPy is as fast"
     return None if right == "rows" else "a matrix by rows"
 
@@ -188,10 +186,10 @@ def longer_axis(shape: Shape) -> str:
     return "rows" if shape[0] >= shape[2] else "columns"
 
 
-def inner_or_longer_axis(shape: Shape) -> str:
-    """Return "terms" if K of a shape (N, K, M) is at least twice N and M, else the longer of "rows" and "columns"."""
+def inner_or_longer_axis(shape: Shape, factor: int = 2) -> str:
+    """Return "terms" if K of a shape (N, K, M) is at least `factor` times N and M, else `longer_axis(shape)`."""
     n_rows, n_inner, n_columns = shape
-    return "terms" if n_inner >= 2 * max(n_rows, n_columns) else longer_axis(shape)
+    return "terms" if n_inner >= factor * max(n_rows, n_columns) else longer_axis(shape)
 
 
 def amx_partition(shape: Shape) -> str:
@@ -199,8 +197,7 @@ def amx_partition(shape: Shape) -> str:
 
     To lay out K terms of the smaller operand for each thread takes longer then than to add up partial sums.
     """
-    n_rows, n_inner, n_columns = shape
-    return "terms" if n_inner >= 4 * max(n_rows, n_columns) else longer_axis(shape)
+    return inner_or_longer_axis(shape, 4)
 
 
 def blas_partition(shape: Shape, right: str, has_out: bool = False) -> str:
@@ -209,8 +206,8 @@ def blas_partition(shape: Shape, right: str, has_out: bool = False) -> str:
     `right` is the order in which the right matrix is contiguous. Where `has_out` the result has its place already, so
     that there are no partial sums to add up.
     """
-    n_rows, n_inner, n_columns = shape
-    work = n_rows * n_inner * n_columns
+    n_rows, _, n_columns = shape
+    work = math.prod(shape)
     if not work or work < MIN_SHARED_WORK:
         return "nothing"
     if has_out:

@@ -39,11 +39,12 @@ def multiply_by_columns(
     threads.parallel_for(work, chunks.thread_slices(b.shape[1]))
 
 
+def has_contiguous_axis(matrix: np.ndarray) -> bool:
+    """Return whether the rows or the columns of a matrix are contiguous and do not overlap."""
+    size, (n_rows, n_columns), (down, across) = matrix.itemsize, matrix.shape, matrix.strides
+    return (across == size and down >= n_columns * size) or (down == size and across >= n_rows * size)
+
+
 def with_contiguous_axis(matrix: np.ndarray) -> np.ndarray:
     """Return the matrix, copied to C order unless its rows or its columns are contiguous and do not overlap."""
-    size = matrix.itemsize
-    n_rows, n_columns = matrix.shape
-    down, across = matrix.strides
-    if (across == size and down >= n_columns * size) or (down == size and across >= n_rows * size):
-        return matrix
-    return np.array(matrix, order="C")
+    return matrix if has_contiguous_axis(matrix) else np.array(matrix, order="C")

@@ -55,7 +55,7 @@ def requested_threads() -> int | None:
     return int(said)
 
 
-# Cache: None until the number is certain, then valid for the life of the process; `forget_n_threads` clears it.
+# Cache: None until the number is certain, then valid for the life of the process; `reset_n_threads` clears it.
 _n_threads: int | None = None
 
 
@@ -107,7 +107,7 @@ def _n_processors() -> int:
     return number if quota is None else min(number, max(1, math.ceil(quota)))
 
 
-# -------------------------------------------------------------------- what a thread knows of itself
+# -------------------------------------------------------------------- state of a thread
 class _ThreadState(threading.local):
     """State of the calling thread."""
 
@@ -144,9 +144,6 @@ def _limit_blas_threads(of_each_thread: bool) -> list[tuple[Any, int]]:
     Args:
         of_each_thread: those where every thread has a number of its own, as OpenMP does it; else those where the
             process has one.
-
-    Returns:
-        These libraries, and how many threads each had.
     """
     usual = []
     for library in blas_libraries():
@@ -242,7 +239,6 @@ def single_blas_thread() -> Iterator[None]:
 # -------------------------------------------------------------------- helper threads
 def _no_work() -> None:
     """Do nothing: the work of a helper thread that has no work."""
-    pass
 
 
 class _Helper:

@@ -15,7 +15,7 @@ from tricycle.kernels.dispatch import kernel, upcasting_kernel
 
 
 class Routing(NamedTuple):
-    """How a router selects experts.
+    """The options of a router that selects experts.
 
     Attributes:
         n_active: K, the number of experts of each token.

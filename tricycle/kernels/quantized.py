@@ -89,7 +89,7 @@ class QuantizedMatrix:
     def quantize(cls, matrix: np.ndarray, dtype_name: str, transposed: bool = False) -> QuantizedMatrix:
         """Convert to int8 with a scale per row (`transposed`: column), or 16-bit floats; ValueError if not finite.
 
-        An int8 matrix has one scale per row (per column if `transposed`), such that the largest element becomes 127.
+        The scale is such that the largest element of the row becomes 127.
 
         Args:
             matrix: (N, K), or (K, N) if `transposed`. A matrix that has the 16-bit dtype already is not copied.
@@ -99,24 +99,20 @@ class QuantizedMatrix:
             ValueError: an unknown dtype, or elements that are not finite or too large for it.
             ImportError: bfloat16 without ml_dtypes.
         """
-        rows = matrix.T if transposed else matrix
-        values = (
-            rows if rows.dtype == quantized_dtype(dtype_name) else np.empty(rows.shape, quantized_dtype(dtype_name))
-        )
+        rows, dtype = matrix.T if transposed else matrix, quantized_dtype(dtype_name)
+        values = rows if rows.dtype == dtype else np.empty(rows.shape, dtype)
         scales = np.empty((len(rows), 1), np.float32) if dtype_name == "int8" else None
         for chunk in chunks_in_cache(*rows.shape):
             floats = rows[chunk] if values is rows else np.array(rows[chunk], np.float32, order="C")
             if not _is_finite(floats):
                 raise ValueError(f"quantized weights ({dtype_name}): expected finite numbers, got infinity or NaN")
-            if values is rows:
-                continue
-            if scales is None:
+            if scales is not None:
+                _round(floats, values[chunk], scales[chunk])
+            elif values is not rows:
                 with np.errstate(over="ignore"):
                     values[chunk] = floats
-                if not np.isfinite(values[chunk].astype(np.float32)).all():
+                if not _is_finite(values[chunk]):
                     raise ValueError(f"quantized weights ({dtype_name}): got elements that are too large")
-            else:
-                _round(floats, values[chunk], scales[chunk])
         return cls(values, scales, transposed)
 
     # ---------------------------------------------------------------- description

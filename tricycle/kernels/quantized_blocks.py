@@ -125,8 +125,7 @@ class BlockMatrix(QuantizedMatrix):
         self.size = n_rows * row_size
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return (class, arguments) for pickling, without a provider's prepared data."""
-        # Without `prepared`, which may contain addresses of this process.
+        """Return (class, arguments) for pickling, without `prepared`, which may contain addresses of this process."""
         return BlockMatrix, (self.parts, self.transposed, self.exact)
 
     @property
@@ -148,13 +147,11 @@ class BlockMatrix(QuantizedMatrix):
     def dequantize_rows(self, rows: Any) -> np.ndarray:
         """Return stored rows as float32, by a slice within a part (else IndexError), or an index array if one part."""
         self.parts[0].check()
-        start = 0
-        for part in self.parts:
-            if len(self.parts) == 1:
-                return dequantize_blocks(part.packed[rows], part.format_name)
-            if rows.start < start + len(part.packed):
-                return dequantize_blocks(part.packed[rows.start - start : rows.stop - start], part.format_name)
-            start += len(part.packed)
+        if len(self.parts) == 1:
+            return dequantize_blocks(self.parts[0].packed[rows], self.parts[0].format_name)
+        for (packed, format_name, _), place in zip(self.parts, self.row_ranges()):
+            if rows.start < place.stop:
+                return dequantize_blocks(packed[rows.start - place.start : rows.stop - place.start], format_name)
         raise IndexError(f"dequantize_rows: expected rows of {self!r}, got {rows}")
 
     def row_ranges(self) -> list[slice]:

@@ -79,7 +79,7 @@ class Sublayer(NamedTuple):
 
 
 class AttentionState(NamedTuple):
-    """What attention of N tokens to the cached tokens of their texts needs besides parameters.
+    """The inputs of attention of N tokens to the cached tokens of their texts, besides the parameters.
 
     Attributes:
         rope: the cosines and sines (N, R / 2) that rotate the first R channels of queries and keys, or None.

@@ -9,7 +9,6 @@ before the first call.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 
 from tricycle import kernels
@@ -39,13 +38,6 @@ from tricycle_accelerators.providers import exclusion_reason, register_kernels
 
 PROVIDER = "numba"
 MISSING = "Numba is not installed (pip install 'tricycle-gpt[numba]')"
-
-
-# Cache: valid for the life of the process: what is installed later is found after a restart.
-@cache
-def is_available() -> bool:
-    """Return whether Numba is installed and not excluded by TRICYCLE_KERNELS, cached from the first call."""
-    return unavailable_reason() is None
 
 
 def unavailable_reason() -> str | None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from tricycle_accelerators.compiled.amx_tiles import (
     BYTE,
@@ -28,8 +27,8 @@ from tricycle_accelerators.compiled.amx_tiles import (
 )
 from tricycle_accelerators.compiled.amx_tiles import begin_tiles as begin_tiles
 from tricycle_accelerators.compiled.amx_tiles import release_tiles as release_tiles
-from tricycle_accelerators.compiled.jit import inner_function, intrinsic
-from tricycle_accelerators.compiled.registers import INDEX, PAIR, offset_address, store
+from tricycle_accelerators.compiled.jit import emitted_intrinsic, inner_function
+from tricycle_accelerators.compiled.registers import INDEX, PAIR, call, offset_address, store
 
 N_AT_ONCE = 4  # tiles of sums beside each other
 LEFT, RIGHT = (4, 5, 6), 7  # registers of the operands: of each part of the left one
@@ -46,53 +45,37 @@ def _mask(builder: Any, n: Any) -> Any:
 
 def _load_some(builder: Any, address: Any, kind: Any, mask: Any) -> Any:
     """Emit the load of a register of 4-byte numbers, those without a flag 0."""
-    name = "f32" if kind == FLOATS else "i32"
-    signature = ir.FunctionType(kind, [kind.as_pointer(), PAIR, FLAGS, kind])
-    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.load.v16{name}.p0")
-    zeros = ir.Constant(kind, [0.0 if kind == FLOATS else 0] * TILE_PAIRS)
-    return builder.call(function, [builder.inttoptr(address, kind.as_pointer()), PAIR(4), mask, zeros])
+    name, zero = ("f32", 0.0) if kind == FLOATS else ("i32", 0)
+    place, zeros = builder.inttoptr(address, kind.as_pointer()), ir.Constant(kind, [zero] * TILE_PAIRS)
+    return call(builder, f"llvm.masked.load.v16{name}.p0", kind, place, PAIR(4), mask, zeros)
 
 
 def _store_some(builder: Any, value: Any, address: Any, mask: Any) -> None:
     """Emit the store of the lanes of a register, of 2 or 4 bytes each, that have a flag."""
-    name = f"i{value.type.element.width}"
-    signature = ir.FunctionType(ir.VoidType(), [value.type, value.type.as_pointer(), PAIR, FLAGS])
-    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.store.v16{name}.p0")
-    builder.call(function, [value, builder.inttoptr(address, value.type.as_pointer()), PAIR(2), mask])
+    place = builder.inttoptr(address, value.type.as_pointer())
+    call(builder, f"llvm.masked.store.v16i{value.type.element.width}.p0", ir.VoidType(), value, place, PAIR(2), mask)
 
 
-@intrinsic
-def split_row(context: Any, source: Any, n: Any, result: Any, between: Any) -> Any:
+@emitted_intrinsic(types.void(*[types.intp] * 4))
+def split_row(builder: Any, source: Any, n: Any, result: Any, between: Any) -> None:
     """Write the bfloat16 parts of n numbers, up to 16, of float32: addresses, and bytes between parts."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, n, result, between = arguments
-        mask = _mask(builder, n)
-        for part, bits in enumerate(parts_of(builder, _load_some(builder, source, FLOATS, mask), N_PARTS)):
-            _store_some(builder, bits, offset_address(builder, result, between, part), mask)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), code
+    mask = _mask(builder, n)
+    for part, bits in enumerate(parts_of(builder, _load_some(builder, source, FLOATS, mask), N_PARTS)):
+        _store_some(builder, bits, offset_address(builder, result, between, part), mask)
 
 
-@intrinsic
-def split_rows(context: Any, first: Any, second: Any, n: Any, n_second: Any, result: Any, between: Any) -> Any:
+@emitted_intrinsic(types.void(*[types.intp] * 6))
+def split_rows(builder: Any, first: Any, second: Any, n: Any, n_second: Any, result: Any, between: Any) -> None:
     """Write the pairs of bfloat16 parts of n numbers of a row and `n_second` below them, as `split_row`."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        first, second, n, n_second, result, between = arguments
-        masks = _mask(builder, n), _mask(builder, n_second)
-        parts = [
-            parts_of(builder, _load_some(builder, source, FLOATS, mask), N_PARTS)
-            for source, mask in zip((first, second), masks)
-        ]
-        for part, bits in enumerate(zip(*parts)):
-            low, high = (builder.zext(half, PAIRS) for half in bits)
-            pairs = builder.or_(low, builder.shl(high, ir.Constant(PAIRS, [16] * TILE_PAIRS)))
-            _store_some(builder, pairs, offset_address(builder, result, between, part), masks[0])
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 6), code
+    masks = _mask(builder, n), _mask(builder, n_second)
+    parts = [
+        parts_of(builder, _load_some(builder, source, FLOATS, mask), N_PARTS)
+        for source, mask in zip((first, second), masks)
+    ]
+    for part, bits in enumerate(zip(*parts)):
+        low, high = (builder.zext(half, PAIRS) for half in bits)
+        pairs = builder.or_(low, builder.shl(high, ir.Constant(PAIRS, [16] * TILE_PAIRS)))
+        _store_some(builder, pairs, offset_address(builder, result, between, part), masks[0])
 
 
 # -------------------------------------------------------------------- operands that are not whole tiles
@@ -102,51 +85,38 @@ def _scratch(n_parts: int) -> Any:
     For each part it has 16 rows of ROW_BYTES bytes, and then for each part 16 rows of SCRATCH_ROW bytes.
     """
 
-    @intrinsic
-    def scratch(context: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            size = n_parts * TILE_ROWS * (ROW_BYTES + SCRATCH_ROW)
-            with builder.goto_entry_block():
-                memory = builder.alloca(ir.ArrayType(BYTE, size))  # Numba's would be filled with 0
-            memory.align = ROW_BYTES
-            return builder.ptrtoint(memory, INDEX)
-
-        return types.intp(), code
+    @emitted_intrinsic(types.intp())
+    def scratch(builder: Any) -> Any:
+        size = n_parts * TILE_ROWS * (ROW_BYTES + SCRATCH_ROW)
+        with builder.goto_entry_block():
+            memory = builder.alloca(ir.ArrayType(BYTE, size))  # Numba's would be filled with 0
+        memory.align = ROW_BYTES
+        return builder.ptrtoint(memory, INDEX)
 
     return scratch
 
 
-@intrinsic
-def _copy(context: Any, source: Any, down: Any, n_rows: Any, n_pairs: Any, result: Any, result_down: Any) -> Any:
+@emitted_intrinsic(types.void(*[types.intp] * 6))
+def _copy(builder: Any, source: Any, down: Any, n_rows: Any, n_pairs: Any, result: Any, result_down: Any) -> None:
     """Copy up to 16 rows of up to 16 pairs, and fill up with zeros (Numba intrinsic).
 
     Its arguments are addresses, bytes and numbers: (source, from row to row, rows, pairs, result, from row to row).
     """
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, down, n_rows, n_pairs, result, result_down = arguments
-        for row in range(TILE_ROWS):
-            n = builder.select(builder.icmp_signed(">", n_rows, INDEX(row)), n_pairs, INDEX(0))
-            pairs = _load_some(builder, offset_address(builder, source, down, row), PAIRS, _mask(builder, n))
-            store(builder, pairs, offset_address(builder, result, result_down, row))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 6), code
+    for row in range(TILE_ROWS):
+        n = builder.select(builder.icmp_signed(">", n_rows, INDEX(row)), n_pairs, INDEX(0))
+        pairs = _load_some(builder, offset_address(builder, source, down, row), PAIRS, _mask(builder, n))
+        store(builder, pairs, offset_address(builder, result, result_down, row))
 
 
 # -------------------------------------------------------------------- products
 def _move_sums(n_tiles: int, name: str) -> Any:
     """Return the intrinsic that loads or stores `n_tiles` tiles of sums: an address, and bytes between rows."""
 
-    @intrinsic
-    def move(context: Any, place: Any, down: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            for tile in range(n_tiles):
-                address = pointer_to(builder, builder.add(arguments[0], INDEX(ROW_BYTES * tile)))
-                emit_tile_instruction(builder, name, BYTE(tile), address, arguments[1])
-            return context.get_dummy_value()
-
-        return types.void(types.intp, types.intp), code
+    @emitted_intrinsic(types.void(types.intp, types.intp))
+    def move(builder: Any, place: Any, down: Any) -> None:
+        for tile in range(n_tiles):
+            address = pointer_to(builder, builder.add(place, INDEX(ROW_BYTES * tile)))
+            emit_tile_instruction(builder, name, BYTE(tile), address, down)
 
     return move
 
@@ -154,14 +124,10 @@ def _move_sums(n_tiles: int, name: str) -> Any:
 def _clear_sums(n_tiles: int) -> Any:
     """Return the intrinsic that sets `n_tiles` tiles of sums to 0."""
 
-    @intrinsic
-    def clear(context: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            for tile in range(n_tiles):
-                emit_tile_instruction(builder, "tilezero", BYTE(tile))
-            return context.get_dummy_value()
-
-        return types.void(), code
+    @emitted_intrinsic(types.void())
+    def clear(builder: Any) -> None:
+        for tile in range(n_tiles):
+            emit_tile_instruction(builder, "tilezero", BYTE(tile))
 
     return clear
 
@@ -172,8 +138,10 @@ def _add_products(n_tiles: int, n_parts: int) -> Any:
     Its arguments are addresses and bytes: (left, between rows, between parts, right, between rows, between parts).
     """
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        left, down, between, right, right_down, right_between = arguments
+    @emitted_intrinsic(types.void(*[types.intp] * 6))
+    def add_products(
+        builder: Any, left: Any, down: Any, between: Any, right: Any, right_down: Any, right_between: Any
+    ) -> None:
         for part in range(n_parts):
             address = pointer_to(builder, offset_address(builder, left, between, part))
             emit_tile_instruction(builder, "tileloadd64", BYTE(LEFT[part]), address, down)
@@ -184,13 +152,6 @@ def _add_products(n_tiles: int, n_parts: int) -> Any:
                 emit_tile_instruction(builder, "tileloadd64", BYTE(RIGHT), address, right_down)
                 for register in LEFT[: n_parts - part]:  # the products of amx_tiles.FLOAT32_PRODUCTS in another order
                     emit_tile_instruction(builder, "tdpbf16ps", BYTE(tile), BYTE(register), BYTE(RIGHT))
-        return context.get_dummy_value()
-
-    @intrinsic
-    def add_products(
-        context: Any, left: Any, down: Any, between: Any, right: Any, right_down: Any, right_between: Any
-    ) -> Any:
-        return types.void(*[types.intp] * 6), code
 
     return add_products
 

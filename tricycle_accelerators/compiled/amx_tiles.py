@@ -21,10 +21,18 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
-from tricycle_accelerators.compiled.jit import BFloat, inner_function, intrinsic
-from tricycle_accelerators.compiled.registers import INDEX, build_loop, load, offset_address, store, transpose
+from tricycle_accelerators.compiled.jit import BFloat, emitted_intrinsic, inner_function
+from tricycle_accelerators.compiled.registers import (
+    INDEX,
+    build_loop,
+    call,
+    load,
+    offset_address,
+    store,
+    sum_lanes,
+    transpose,
+)
 
 TILE_ROWS, TILE_PAIRS = 16, 16  # pairs of bfloat16 in a row of 64 bytes
 STEP = 2 * TILE_PAIRS  # terms of the sums that one instruction adds up
@@ -44,8 +52,7 @@ BFLOAT16_PRODUCTS = ((0, 0),)
 
 def emit_tile_instruction(builder: Any, name: str, *arguments: Any) -> None:
     """Emit a call of an AMX instruction by LLVM's name without a result."""
-    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
+    call(builder, f"llvm.x86.{name}", ir.VoidType(), *arguments)
 
 
 def pointer_to(builder: Any, address: Any) -> Any:
@@ -54,26 +61,16 @@ def pointer_to(builder: Any, address: Any) -> Any:
 
 
 # -------------------------------------------------------------------- the tiles of a thread
-@intrinsic
-def _configure_tiles(context: Any, configuration: Any) -> Any:
+@emitted_intrinsic(types.void(types.intp))
+def _configure_tiles(builder: Any, configuration: Any) -> None:
     """Make this thread's tiles usable, as 64 bytes at an address say (Numba intrinsic)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit_tile_instruction(builder, "ldtilecfg", pointer_to(builder, arguments[0]))
-        return context.get_dummy_value()
-
-    return types.void(types.intp), code
+    emit_tile_instruction(builder, "ldtilecfg", pointer_to(builder, configuration))
 
 
-@intrinsic
-def release_tiles(context: Any) -> Any:
+@emitted_intrinsic(types.void())
+def release_tiles(builder: Any) -> None:
     """Give this thread's tiles back, so that the system does not save them when it switches (Numba intrinsic)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        emit_tile_instruction(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), code
+    emit_tile_instruction(builder, "tilerelease")
 
 
 @inner_function()
@@ -116,8 +113,8 @@ def _pack_tile(n_parts: int, interleave: bool, transposed: bool) -> Any:
     half = ir.VectorType(BITS if n_parts == 1 else ir.FloatType(), TILE_PAIRS)
     order = [i // 2 + TILE_PAIRS * (i % 2) if interleave else i for i in range(STEP)]
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        lines, down, result, between = arguments
+    @emitted_intrinsic(types.void(*[types.intp] * 4))
+    def pack_tile(builder: Any, lines: Any, down: Any, result: Any, between: Any) -> None:
         rows: list[list[Any]] = [[] for _ in range(n_parts)]
         for row in range(TILE_ROWS):
             if interleave:
@@ -134,11 +131,6 @@ def _pack_tile(n_parts: int, interleave: bool, transposed: bool) -> Any:
             for row, pairs in enumerate(of_part):
                 place = builder.add(offset_address(builder, result, between, part), INDEX(ROW_BYTES * row))
                 store(builder, pairs, place)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def pack_tile(context: Any, lines: Any, down: Any, result: Any, between: Any) -> Any:
-        return types.void(*[types.intp] * 4), code
 
     return pack_tile
 
@@ -167,8 +159,8 @@ def _multiply_block(n_parts: int) -> Any:
     # right part is loaded twice in a step, products of a training step took 1.03 of the time when loaded like bfloat16.
     loads = (LOAD, LEFT), (LOAD_PAST_FIRST_CACHE if n_parts == 1 else LOAD, RIGHT)
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        left, right, before, sums, n_steps, add = arguments
+    @emitted_intrinsic(types.void(*[types.intp] * 5, types.boolean))
+    def multiply_block(builder: Any, left: Any, right: Any, before: Any, sums: Any, n_steps: Any, add: Any) -> None:
         down = INDEX(ROW_BYTES)
 
         def move_sums(name: str, start: Any) -> None:
@@ -204,11 +196,6 @@ def _multiply_block(n_parts: int) -> Any:
                     emit_tile_instruction(builder, "tilezero", BYTE(tile))
         build_loop(builder, n_steps, [], add_products)
         move_sums("tilestored64", sums)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def multiply_block(context: Any, left: Any, right: Any, before: Any, sums: Any, n_steps: Any, add: Any) -> Any:
-        return types.void(*[types.intp] * 5, types.boolean), code
 
     return multiply_block
 
@@ -216,44 +203,38 @@ def _multiply_block(n_parts: int) -> Any:
 multiply_block_float32, multiply_block_bfloat16 = _multiply_block(N_PARTS), _multiply_block(1)
 
 
-@intrinsic
-def multiply_rows_float32(context: Any, left: Any, right: Any, between: Any, sums: Any, n_steps: Any) -> Any:
+@emitted_intrinsic(types.void(*[types.intp] * 5))
+def multiply_rows_float32(builder: Any, left: Any, right: Any, between: Any, sums: Any, n_steps: Any) -> None:
     """Write the products of TILE_ROWS rows and two groups of BLOCK columns of float32 to sums (2, BLOCK, BLOCK).
 
     Its arguments are addresses, bytes and a number: (left, right, from its first group to the next, sums, steps). Of a
     group of sums only the first TILE_ROWS rows are written (Numba intrinsic).
     """
+    *of_left, of_right = *LEFT, *RIGHT
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        left, right, between, sums, n_steps = arguments
-        *of_left, of_right = *LEFT, *RIGHT
+    def load_tile(register: int, place: Any, tile: int) -> None:
+        address = pointer_to(builder, builder.add(place, INDEX(tile * TILE_BYTES)))
+        emit_tile_instruction(builder, LOAD, BYTE(register), address, INDEX(ROW_BYTES))
 
-        def load_tile(register: int, place: Any, tile: int) -> None:
-            address = pointer_to(builder, builder.add(place, INDEX(tile * TILE_BYTES)))
-            emit_tile_instruction(builder, LOAD, BYTE(register), address, INDEX(ROW_BYTES))
+    def add_products(step: Any, _: list[Any]) -> list[Any]:
+        offset = builder.mul(step, INDEX(2 * N_PARTS * TILE_BYTES))
+        rows, columns = builder.add(left, offset), builder.add(right, offset)
+        groups = columns, builder.add(columns, between)
+        for part in range(N_PARTS):
+            load_tile(of_left[part], rows, 2 * part)
+        for part, tile in product(range(N_PARTS), SUMS):
+            load_tile(of_right, groups[tile // 2], 2 * part + tile % 2)
+            for of_rows in of_left[: N_PARTS - part]:  # the products of FLOAT32_PRODUCTS in another order
+                emit_tile_instruction(builder, "tdpbf16ps", BYTE(tile), BYTE(of_rows), BYTE(of_right))
+        return []
 
-        def add_products(step: Any, _: list[Any]) -> list[Any]:
-            offset = builder.mul(step, INDEX(2 * N_PARTS * TILE_BYTES))
-            rows, columns = builder.add(left, offset), builder.add(right, offset)
-            groups = columns, builder.add(columns, between)
-            for part in range(N_PARTS):
-                load_tile(of_left[part], rows, 2 * part)
-            for part, tile in product(range(N_PARTS), SUMS):
-                load_tile(of_right, groups[tile // 2], 2 * part + tile % 2)
-                for of_rows in of_left[: N_PARTS - part]:  # the products of FLOAT32_PRODUCTS in another order
-                    emit_tile_instruction(builder, "tdpbf16ps", BYTE(tile), BYTE(of_rows), BYTE(of_right))
-            return []
-
-        for tile in SUMS:
-            emit_tile_instruction(builder, "tilezero", BYTE(tile))
-        build_loop(builder, n_steps, [], add_products)
-        for tile in SUMS:
-            offset = 4 * BLOCK * BLOCK * (tile // 2) + ROW_BYTES * (tile % 2)
-            place = pointer_to(builder, builder.add(sums, INDEX(offset)))
-            emit_tile_instruction(builder, "tilestored64", BYTE(tile), place, INDEX(4 * BLOCK))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 5), code
+    for tile in SUMS:
+        emit_tile_instruction(builder, "tilezero", BYTE(tile))
+    build_loop(builder, n_steps, [], add_products)
+    for tile in SUMS:
+        offset = 4 * BLOCK * BLOCK * (tile // 2) + ROW_BYTES * (tile % 2)
+        place = pointer_to(builder, builder.add(sums, INDEX(offset)))
+        emit_tile_instruction(builder, "tilestored64", BYTE(tile), place, INDEX(4 * BLOCK))
 
 
 def _write_rows(narrow: bool) -> Any:
@@ -263,9 +244,8 @@ def _write_rows(narrow: bool) -> Any:
     out, rows). It returns the sum of 0 times each result: NaN if one is not finite, else 0.
     """
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, others, others_down, out, down, n_rows = arguments
-
+    @emitted_intrinsic(types.float32(*[types.intp] * 6))
+    def write_rows(builder: Any, sums: Any, others: Any, others_down: Any, out: Any, down: Any, n_rows: Any) -> Any:
         def write_row(row: Any, broken: list[Any]) -> list[Any]:
             new = []
             for half, before in enumerate(broken):
@@ -280,14 +260,7 @@ def _write_rows(narrow: bool) -> Any:
             return new
 
         first, second = build_loop(builder, n_rows, [ZEROS, ZEROS], write_row)
-        total = builder.fadd(first, second)
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), FLOATS])
-        add_up = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{TILE_PAIRS}f32")
-        return builder.call(add_up, [ir.Constant(ir.FloatType(), 0.0), total], fastmath=("reassoc",))
-
-    @intrinsic
-    def write_rows(context: Any, sums: Any, others: Any, others_down: Any, out: Any, down: Any, n_rows: Any) -> Any:
-        return types.float32(*[types.intp] * 6), code
+        return sum_lanes(builder, builder.fadd(first, second))
 
     return write_rows
 

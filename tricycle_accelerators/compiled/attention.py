@@ -15,7 +15,7 @@ from tricycle.kernels.ranges import queries_with_keys
 from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.attention_blocks import HeadGroup, head_major, make_head_groups
 from tricycle_accelerators.compiled import amx_matmul
-from tricycle_accelerators.compiled.elementwise import FLOAT32
+from tricycle_accelerators.compiled.elementwise import FLOAT32, float16_decline_reason
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.compiled.vector_matmul import spin_team
 from tricycle_accelerators.providers import decline_when
@@ -23,7 +23,7 @@ from tricycle_accelerators.providers import decline_when
 LEAST_QUERIES = 16
 LEAST_KEYS_OF_PARTS = 1024  # from which on products of float32 by AMX gain more than splitting the operands costs
 MASK_OR_CAP = "a mask or a soft-cap"
-FLOAT16, INT8 = np.dtype(np.float16), np.dtype(np.int8)
+INT8 = np.dtype(np.int8)
 MIN_SHARED_BYTES = 2**19  # of keys: for fewer, threads gain more by prefetching the next matrix meanwhile
 
 
@@ -66,8 +66,8 @@ def _few_decline_reason(
     kept = k.dtype
     if v.dtype != kept or not (kept == FLOAT32 or is_16_bit(k)):
         return f"keys and values of one dtype, float32 or of 16 bits, got {kept} and {v.dtype}"
-    if kept == np.float16 and not load_loops("vector_loops").HAS_FLOAT16:
-        return "a processor that converts float16"
+    if (why := float16_decline_reason(kept)) is not None:
+        return why
     if v.shape != k.shape or not k.size:
         return f"keys and values of one size, got {k.shape} and {v.shape}"
     if not (q[0, 0].flags.carray and k[0].flags.carray and v[0].flags.carray):
@@ -75,12 +75,12 @@ def _few_decline_reason(
     return None
 
 
-def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, score_options: ScoreOptions, off_by_one: bool) -> Any:
-    """Return output and logsumexp of a text's few queries, one at a time, so that batching changes no result."""
+def _attend_few(q: np.ndarray, k: Any, v: Any, score_options: ScoreOptions, off_by_one: bool) -> Any:
+    """Return output and logsumexp of texts' few queries, one at a time, so that batching changes no result."""
     seen = [_visible_keys(score_options, t, k.shape[1]) for t in range(q.shape[1])]
-    cached = [(k[0, part], v[0, part]) for part in seen]
-    out, logsumexp = _attend_each(q[0], cached, score_options.scale, off_by_one)
-    return out[None], logsumexp.T[None]
+    cached = [(k[i, part], v[i, part]) for i in range(len(q)) for part in seen]
+    out, logsumexp = _attend_each(q.reshape(-1, *q.shape[2:]), cached, score_options.scale, off_by_one)
+    return out.reshape(q.shape), logsumexp.reshape(q.shape[:3]).swapaxes(1, 2)
 
 
 def _attend_each(q: np.ndarray, cached: Sequence[tuple[Any, Any]], scale: float, off_by_one: bool) -> Any:
@@ -140,11 +140,7 @@ def quantized_attention(
     q: np.ndarray, k: QuantizedHeads, v: QuantizedHeads, score_options: ScoreOptions, off_by_one: bool
 ) -> Any:
     """Return attention (B, T, H, D) of a few queries to an int8 cache, converting some keys and values at a time."""
-    n_items, n_queries = q.shape[:2]
-    seen = [_visible_keys(score_options, t, k.shape[1]) for t in range(n_queries)]
-    cached = [(k[i, part], v[i, part]) for i in range(n_items) for part in seen]
-    queries = np.ascontiguousarray(q).reshape(-1, *q.shape[2:])
-    return _attend_each(queries, cached, score_options.scale, off_by_one)[0].reshape(q.shape)
+    return _attend_few(np.ascontiguousarray(q), k, v, score_options, off_by_one)[0]
 
 
 def _ragged_decline_reason(
@@ -158,8 +154,8 @@ def _ragged_decline_reason(
     is_known = kind == INT8 if isinstance(first, QuantizedHeads) else kind == FLOAT32 or is_16_bit(first)
     if not is_known or any(x.dtype != kind or x.shape[2:] != heads for x in held):
         return "keys and values of one size and dtype, float32, of 16 bits or quantized"
-    if kind == FLOAT16 and not load_loops("vector_loops").HAS_FLOAT16:
-        return "a processor that converts float16"
+    if (why := float16_decline_reason(kind)) is not None:
+        return why
     if q.dtype != FLOAT32 or q.shape[2] != heads[1] or q.shape[1] % heads[0] or not q[0].flags.carray:
         return f"float32 queries in one piece each that fit the keys, got {q.dtype} {q.shape} and {first.shape}"
     arrays = [part for x in held for part in (x.values, x.scales)] if isinstance(first, QuantizedHeads) else held

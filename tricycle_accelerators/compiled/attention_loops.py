@@ -18,9 +18,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from tricycle_accelerators.compiled.jit import (
     ANY_ORDER,
@@ -30,12 +28,12 @@ from tricycle_accelerators.compiled.jit import (
     contiguous_row,
     convert_for,
     copy_row,
+    emitted_intrinsic,
     exp_underflowing_to_zero,
     inner_function,
-    intrinsic,
     to_float32,
 )
-from tricycle_accelerators.compiled.registers import INDEX, VECTOR, load
+from tricycle_accelerators.compiled.registers import FLOAT, INDEX, VECTOR, call, load
 from tricycle_accelerators.compiled.tiles import (
     LANES,
     begin_products,
@@ -225,23 +223,17 @@ def _multiply_masked(left, right, out, shape, ends, value):  # type: ignore[no-u
 
 
 # -------------------------------------------------------------------- forward
-@intrinsic
-def _largest(context: Any, place: Any) -> Any:
+@emitted_intrinsic(types.float32(types.intp))
+def _largest(builder: Any, place: Any) -> Any:
     """Return the largest of the KEYS float32 numbers at an address (Numba intrinsic)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        addresses = [builder.add(arguments[0], INDEX(4 * i)) for i in range(0, KEYS, VECTOR.count)]
-        registers = [load(builder, address, VECTOR) for address in addresses]
-        while len(registers) > 1:
-            half = len(registers) // 2
-            pairs = zip(registers[:half], registers[half:])
-            registers = [builder.select(builder.fcmp_ordered(">", a, b), a, b) for a, b in pairs]
-        kind = ir.FunctionType(ir.FloatType(), [VECTOR])
-        name = f"llvm.vector.reduce.fmax.v{VECTOR.count}f32"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(function, registers, fastmath=("nnan", "nsz"))
-
-    return types.float32(types.intp), code
+    addresses = [builder.add(place, INDEX(4 * i)) for i in range(0, KEYS, VECTOR.count)]
+    registers = [load(builder, address, VECTOR) for address in addresses]
+    while len(registers) > 1:
+        half = len(registers) // 2
+        pairs = zip(registers[:half], registers[half:])
+        registers = [builder.select(builder.fcmp_ordered(">", a, b), a, b) for a, b in pairs]
+    name = f"llvm.vector.reduce.fmax.v{VECTOR.count}f32"
+    return call(builder, name, FLOAT, *registers, fastmath=("nnan", "nsz"))
 
 
 @inner_function(fastmath=ANY_ORDER)

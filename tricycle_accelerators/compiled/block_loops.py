@@ -19,7 +19,7 @@ from tricycle_accelerators.compiled.block_rows import FORMATS, PART, dot_blocks,
 from tricycle_accelerators.compiled.block_rows import ROWS as BLOCK_ROWS
 from tricycle_accelerators.compiled.block_tiles import KIND_OF_FORMAT as KIND_OF_FORMAT
 from tricycle_accelerators.compiled.block_tiles import TILE_VECTORS, multiply_tile, unpack_blocks
-from tricycle_accelerators.compiled.jit import ZERO, compile_loop, inner_function
+from tricycle_accelerators.compiled.jit import ZERO, compile_callback, compile_loop, inner_function, pointer_to
 from tricycle_accelerators.compiled.registers import LANES
 from tricycle_accelerators.compiled.tiles import aligned_zeros, round_up, transpose_tile
 from tricycle_accelerators.compiled.vector_loops import MAILBOX, run_job
@@ -37,7 +37,6 @@ from tricycle_accelerators.compiled.vector_rows import (
     STRIDE,
     SUMS,
     X,
-    pointer_to,
 )
 
 # More fields of a job: what the products of x's integers are added to, x's rows, bytes from row to row of the result,
@@ -57,6 +56,8 @@ NOT_FINITE = -2  # what `multiply_blocks` returns for infinity or NaN
 NUMBERS = {name: number for number, name in enumerate(FORMATS)}
 
 
+# This and `_multiply_block_tiles` are compiled apart: in one function, products of few vectors took 5% longer.
+@compile_callback("void(i8, i8, i8)")
 def _multiply_block_rows(place: int, start: int, stop: int) -> None:
     """Compute some groups of a job's product, vector by vector; `place` is the address of its mailbox."""
     box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 5,))
@@ -122,6 +123,7 @@ def _multiply_group(box: Any, part: Any, starts: int, row: int, buffers: Any, su
             )
 
 
+@compile_callback("void(i8, i8, i8)")
 def _multiply_block_tiles(place: int, start: int, stop: int) -> None:
     """Compute some groups of a job's product for all vectors at once; `place` is the address of its mailbox."""
     box = numba.carray(pointer_to(place, np.int64(0)), (FUNCTION + 5,))
@@ -142,12 +144,7 @@ def _multiply_block_tiles(place: int, start: int, stop: int) -> None:
                     out[part[FIRST_ROW] + row + j] = sums[r, j]
 
 
-# The addresses of the two functions, compiled apart: in one, those of few vectors took 5% longer.
-_rows, _tiles = (
-    numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(function)
-    for function in (_multiply_block_rows, _multiply_block_tiles)
-)
-FUNCTIONS = np.array([_rows.address, _tiles.address])
+FUNCTIONS = np.array([_multiply_block_rows.address, _multiply_block_tiles.address])
 
 
 @inner_function()
@@ -209,23 +206,17 @@ def multiply_blocks(
     return waited
 
 
-def _multiply_by_blocks(
+@compile_callback("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+def multiply_by_blocks(
     n_x: int, x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int
 ) -> int:
     """Write n_x vectors times blocks to `out` as `multiply_blocks` does, all given by their addresses."""
     table = numba.carray(pointer_to(place, np.int64(0)), (n_parts, N_FIELDS))
     size, n_rows = table[0, N_BLOCKS] * table[0, BLOCK_VALUES], table[-1, FIRST_ROW] + table[-1, PART_ROWS]
-    vectors, products = (
-        numba.carray(pointer_to(x, ZERO), (n_x, size)),
-        numba.carray(pointer_to(out, ZERO), (n_x, n_rows)),
-    )
+    vectors = numba.carray(pointer_to(x, ZERO), (n_x, size))
+    products = numba.carray(pointer_to(out, ZERO), (n_x, n_rows))
     mailbox = numba.carray(pointer_to(box, np.int64(0)), (MAILBOX,))
     return multiply_blocks(vectors, table, products, function, mailbox, n_threads)
-
-
-multiply_by_blocks: Any = numba.cfunc("i8(i8, i8, i8, i8, i8, i8, i8, i8)", cache=True, error_model="numpy")(
-    _multiply_by_blocks
-)
 
 
 @compile_loop("void(i8, i8, i8, f4[::1])")

@@ -19,14 +19,16 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from tricycle_accelerators.compiled.jit import FEATURES, IS_ARM64, intrinsic
+from tricycle_accelerators.compiled.jit import FEATURES, IS_ARM64, emitted_intrinsic
 from tricycle_accelerators.compiled.registers import (
     CONTRACT,
     FLOAT,
     INDEX,
     LANES,
     PAIR,
+    broadcast,
     build_loop,
+    call,
     prefetch,
     store,
     sum_lanes,
@@ -63,7 +65,7 @@ Reader = Callable[[Any, Any], Block]  # called with a builder and the address of
 
 
 class BlockFormat(NamedTuple):
-    """How to read a block: its numbers of values and bytes, the constant to subtract, and the function that emits it.
+    """The layout of a block: its numbers of values and bytes, the constant to subtract, the functions that read it.
 
     `read(builder, address)` emits the code that reads a block. The integers of a `signed` format are int8. A part has
     one scale or (`n_scales`) two, each for an equal share of its values. `read_pair` reads two blocks of 32 as two
@@ -92,13 +94,6 @@ def _constant(kind: Any, value: float) -> Any:
     return ir.Constant(kind, [value] * kind.count)
 
 
-def splat(builder: Any, number: Any, count: int = 8) -> Any:
-    """Emit a vector filled with `count` copies of a number."""
-    kind = ir.VectorType(number.type, count)
-    alone = builder.insert_element(ir.Constant(kind, ir.Undefined), number, PAIR(0))
-    return builder.shuffle_vector(alone, alone, ir.Constant(ir.VectorType(PAIR, count), [0] * count))
-
-
 def _shuffle(builder: Any, a: Any, b: Any, places: Sequence[int]) -> Any:
     """Return LLVM's shuffle of vectors a and b; places from the length of a on are in b."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(PAIR, len(places)), list(places)))
@@ -114,12 +109,6 @@ def _half(builder: Any, address: Any, offset: int, number: int = 0) -> Any:
 def _spread(builder: Any, vector: Any, count: int) -> Any:
     """Emit a vector of `count` elements, in which each element of `vector` is repeated equally often."""
     return _shuffle(builder, vector, vector, [i * vector.type.count // count for i in range(count)])
-
-
-def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """Emit a call of an LLVM function or intrinsic, declared by its result and the arguments' types."""
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
 def _nibbles(builder: Any, address: Any, offset: int) -> Any:
@@ -186,7 +175,7 @@ def _mxfp4(builder: Any, address: Any) -> Block:
     normal = builder.shl(builder.sub(exponent, PAIR(1)), PAIR(23))
     scale = builder.select(builder.icmp_unsigned("<", exponent, PAIR(2)), subnormal, normal)
     integers = _look_up(builder, _nibbles(builder, address, 1))
-    return Block([integers], splat(builder, builder.bitcast(scale, FLOAT), 1))
+    return Block([integers], broadcast(builder, builder.bitcast(scale, FLOAT), 1))
 
 
 def _look_up(builder: Any, places: Any) -> Any:
@@ -299,38 +288,6 @@ def add_products_of_four(builder: Any, sums: Any, integers: Any, x: Any, signed:
     return builder.add(sums, call(builder, "llvm.x86.avx2.pmadd.wd", WORDS, pairs, _constant(SHORTS, 1)))
 
 
-def _emit_quantize(builder: Any, arguments: Sequence[Any]) -> Any:
-    """Emit int8 quantization with scales and sums of n_parts parts of a vector; return whether all are finite.
-
-    See `quantize_vector` for the arguments.
-    """
-    x, integers, fours, scales, sums, n_parts = arguments
-    numbers, words = ir.VectorType(FLOAT, PART), ir.VectorType(PAIR, PART)
-
-    def quantize_part(step: Any, registers: list[Any]) -> list[Any]:
-        values = load_unaligned(builder, builder.add(x, builder.mul(step, INDEX(4 * PART))), 0, numbers)
-        absolute = builder.and_(builder.bitcast(values, words), _constant(words, 0x7FFFFFFF))
-        largest_bits = call(builder, "llvm.vector.reduce.umax.v32i32", PAIR, absolute)
-        above = builder.icmp_unsigned(">", largest_bits, SMALLEST_BITS)
-        largest = builder.bitcast(builder.select(above, largest_bits, SMALLEST_BITS), FLOAT)
-        factor = splat(builder, builder.fdiv(ir.Constant(FLOAT, MOST_INT8), largest), PART)
-        rounded = call(builder, "llvm.rint.v32f32", numbers, builder.fmul(values, factor))
-        part = builder.trunc(builder.fptosi(rounded, words), BYTES)
-        fours_of_part = add_products_of_four(builder, _constant(WORDS, 0), _constant(BYTES, 1), part, False)
-        total = builder.sitofp(call(builder, "llvm.vector.reduce.add.v8i32", PAIR, fours_of_part), FLOAT)
-        scale = builder.fmul(largest, ir.Constant(FLOAT, 1 / MOST_INT8))
-        bytes_before, part_before = builder.mul(step, INDEX(PART)), builder.mul(step, INDEX(4))
-        store(builder, part, builder.add(integers, bytes_before))
-        store(builder, fours_of_part, builder.add(fours, bytes_before))
-        store(builder, scale, builder.add(scales, part_before))
-        store(builder, builder.fmul(scale, total), builder.add(sums, part_before))
-        more = builder.icmp_unsigned(">", largest_bits, registers[0])
-        return [builder.select(more, largest_bits, registers[0])]
-
-    (largest_bits,) = build_loop(builder, n_parts, [PAIR(0)], quantize_part)
-    return builder.icmp_unsigned("<", largest_bits, INFINITY_BITS)
-
-
 def _emit_dot(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> Any:
     """Emit the dot products of a quantized vector and ROWS rows of blocks; see `dot_blocks` for the arguments."""
     by_block = partial(_emit_dot_by_block, builder, form, arguments)
@@ -423,9 +380,8 @@ def _of_part(builder: Any, scales: Any, part: int, n_parts: int, count: int) -> 
     return _shuffle(builder, scales, scales, [(part * count + i) * n // (n_parts * count) for i in range(count)])
 
 
-def _emit_dequantize(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> None:
+def _emit_dequantize(builder: Any, form: BlockFormat, row: Any, out: Any, n_blocks: Any) -> None:
     """Emit code that writes the values of n_blocks blocks as float32 to an address."""
-    row, out, n_blocks = arguments
 
     def write_block(step: Any, _: list[Any]) -> list[Any]:
         block = form.read(builder, builder.add(row, builder.mul(step, INDEX(form.n_bytes))))
@@ -471,24 +427,43 @@ def by_format(builder: Any, number: Any, emit: Callable[[BlockFormat], Any]) -> 
     return build_switch(builder, number, [partial(emit, form) for form in FORMATS.values()])
 
 
-@intrinsic
-def quantize_vector(context: Any, x: Any, integers: Any, fours: Any, scales: Any, sums: Any, n_parts: Any) -> Any:
+@emitted_intrinsic(types.boolean(*[types.intp] * 6))
+def quantize_vector(builder: Any, x: Any, integers: Any, fours: Any, scales: Any, sums: Any, n_parts: Any) -> Any:
     """Quantize each part of a float32 vector to int8; return whether all numbers are finite (Numba intrinsic).
 
     Args:
         x: address of the numbers; next are the addresses where the integers, their sums by four (int32), and each
             part's scale and sum times the scale (float32) are written.
     """
+    numbers, words = ir.VectorType(FLOAT, PART), ir.VectorType(PAIR, PART)
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _emit_quantize(builder, arguments)
+    def quantize_part(step: Any, registers: list[Any]) -> list[Any]:
+        values = load_unaligned(builder, builder.add(x, builder.mul(step, INDEX(4 * PART))), 0, numbers)
+        absolute = builder.and_(builder.bitcast(values, words), _constant(words, 0x7FFFFFFF))
+        largest_bits = call(builder, "llvm.vector.reduce.umax.v32i32", PAIR, absolute)
+        above = builder.icmp_unsigned(">", largest_bits, SMALLEST_BITS)
+        largest = builder.bitcast(builder.select(above, largest_bits, SMALLEST_BITS), FLOAT)
+        factor = broadcast(builder, builder.fdiv(ir.Constant(FLOAT, MOST_INT8), largest), PART)
+        rounded = call(builder, "llvm.rint.v32f32", numbers, builder.fmul(values, factor))
+        part = builder.trunc(builder.fptosi(rounded, words), BYTES)
+        fours_of_part = add_products_of_four(builder, _constant(WORDS, 0), _constant(BYTES, 1), part, False)
+        total = builder.sitofp(call(builder, "llvm.vector.reduce.add.v8i32", PAIR, fours_of_part), FLOAT)
+        scale = builder.fmul(largest, ir.Constant(FLOAT, 1 / MOST_INT8))
+        bytes_before, part_before = builder.mul(step, INDEX(PART)), builder.mul(step, INDEX(4))
+        store(builder, part, builder.add(integers, bytes_before))
+        store(builder, fours_of_part, builder.add(fours, bytes_before))
+        store(builder, scale, builder.add(scales, part_before))
+        store(builder, builder.fmul(scale, total), builder.add(sums, part_before))
+        more = builder.icmp_unsigned(">", largest_bits, registers[0])
+        return [builder.select(more, largest_bits, registers[0])]
 
-    return types.boolean(*[types.intp] * 6), code
+    (largest_bits,) = build_loop(builder, n_parts, [PAIR(0)], quantize_part)
+    return builder.icmp_unsigned("<", largest_bits, INFINITY_BITS)
 
 
-@intrinsic
+@emitted_intrinsic(types.UniTuple(types.float32, ROWS)(*[types.intp] * 9))
 def dot_blocks(
-    context: Any, form: Any, x: Any, starts: Any, scales: Any, sums: Any, n_blocks: Any, row: Any, stride: Any, n: Any
+    builder: Any, form: Any, x: Any, starts: Any, scales: Any, sums: Any, n_blocks: Any, row: Any, stride: Any, n: Any
 ) -> Any:
     """Compute the dot products of a quantized vector and 1 to ROWS rows of blocks (Numba intrinsic); return a tuple.
 
@@ -499,25 +474,16 @@ def dot_blocks(
         row: address of the first row's blocks. stride: bytes from row to row.
         n: the number of rows; further elements of the result repeat the last.
     """
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        form, *vectors, row, stride, n = arguments
-        rows, last = [row], builder.sub(n, INDEX(1))
-        for number in range(1, ROWS):
-            is_there = builder.icmp_signed("<=", INDEX(number), last)
-            place = builder.select(is_there, INDEX(number), last)
-            rows.append(builder.add(row, builder.mul(place, stride)))
-        return by_format(builder, form, lambda chosen: _emit_dot(builder, chosen, [*vectors, *rows]))
-
-    return types.UniTuple(types.float32, ROWS)(*[types.intp] * 9), code
+    rows, last = [row], builder.sub(n, INDEX(1))
+    for number in range(1, ROWS):
+        is_there = builder.icmp_signed("<=", INDEX(number), last)
+        place = builder.select(is_there, INDEX(number), last)
+        rows.append(builder.add(row, builder.mul(place, stride)))
+    arguments = x, starts, scales, sums, n_blocks, *rows
+    return by_format(builder, form, lambda chosen: _emit_dot(builder, chosen, arguments))
 
 
-@intrinsic
-def write_dequantized(context: Any, form: Any, row: Any, out: Any, n_blocks: Any) -> Any:
+@emitted_intrinsic(types.void(*[types.intp] * 4))
+def write_dequantized(builder: Any, form: Any, row: Any, out: Any, n_blocks: Any) -> None:
     """Write the values of blocks from an address as float32 to another (Numba intrinsic)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        by_format(builder, arguments[0], lambda form: _emit_dequantize(builder, form, arguments[1:]))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), code
+    by_format(builder, form, lambda chosen: _emit_dequantize(builder, chosen, row, out, n_blocks))

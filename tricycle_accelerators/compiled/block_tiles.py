@@ -26,9 +26,8 @@ from tricycle_accelerators.compiled.block_rows import (
     build_switch,
     by_format,
     load_unaligned,
-    splat,
 )
-from tricycle_accelerators.compiled.jit import intrinsic
+from tricycle_accelerators.compiled.jit import emitted_intrinsic
 from tricycle_accelerators.compiled.registers import (
     CONTRACT,
     FLOAT,
@@ -37,6 +36,7 @@ from tricycle_accelerators.compiled.registers import (
     N_REGISTERS,
     PAIR,
     VECTOR,
+    broadcast,
     build_loop,
     load,
     offset_address,
@@ -70,15 +70,11 @@ def _emit_unpack(builder: Any, form: BlockFormat, arguments: Sequence[Any]) -> N
     build_loop(builder, n_blocks, [], unpack_block)
 
 
-@intrinsic
-def unpack_blocks(context: Any, form: Any, row: Any, integers: Any, scales: Any, minima: Any, n_blocks: Any) -> Any:
+@emitted_intrinsic(types.void(*[types.intp] * 6))
+def unpack_blocks(builder: Any, form: Any, row: Any, integers: Any, scales: Any, minima: Any, n_blocks: Any) -> None:
     """Write blocks' integers (int8), scales (float32) and, if they have them, minima to addresses (Numba intrinsic)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        by_format(builder, arguments[0], lambda form: _emit_unpack(builder, form, arguments[1:]))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 6), code
+    arguments = row, integers, scales, minima, n_blocks
+    by_format(builder, form, lambda chosen: _emit_unpack(builder, chosen, arguments))
 
 
 def _emit_tile(builder: Any, kind: tuple[int, bool, bool], arguments: Sequence[Any]) -> None:
@@ -94,7 +90,7 @@ def _emit_tile(builder: Any, kind: tuple[int, bool, bool], arguments: Sequence[A
     places = [builder.add(out, INDEX(REGISTER * i)) for i in vectors]
 
     def repeated(address: Any, kind: Any) -> Any:
-        return splat(builder, load_unaligned(builder, address, 0, kind), LANES)
+        return broadcast(builder, load_unaligned(builder, address, 0, kind))
 
     def add_part(step: Any, totals: list[Any]) -> list[Any]:
         totals = list(totals)
@@ -128,21 +124,8 @@ def _emit_tile(builder: Any, kind: tuple[int, bool, bool], arguments: Sequence[A
         store(builder, total, place)
 
 
-@intrinsic
-def multiply_tile(
-    context: Any,
-    kind: Any,
-    size: Any,
-    x: Any,
-    starts: Any,
-    x_scales: Any,
-    x_sums: Any,
-    integers: Any,
-    scales: Any,
-    minima: Any,
-    out: Any,
-    n_parts: Any,
-) -> Any:
+@emitted_intrinsic(types.void(*[types.intp] * 11))
+def multiply_tile(builder: Any, kind: Any, *arguments: Any) -> None:
     """Add the products of TILE_VECTORS vectors and LANES rows of unpacked blocks to float32 sums (Numba intrinsic).
 
     Args:
@@ -155,9 +138,4 @@ def multiply_tile(
         out: address of the sums (TILE_VECTORS, LANES).
         n_parts: how many parts of 32 values are multiplied.
     """
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        build_switch(builder, arguments[0], [partial(_emit_tile, builder, kind, arguments[1:]) for kind in KINDS])
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 11), code
+    build_switch(builder, kind, [partial(_emit_tile, builder, each, arguments) for each in KINDS])

@@ -25,12 +25,14 @@ from tricycle_accelerators.compiled.jit import (
     ANY_ORDER,
     ZERO,
     bfloat16_to_float32,
+    compile_callback,
     compile_loop,
     copy_row,
+    emitted_intrinsic,
     exp,
     inner_function,
-    intrinsic,
     maximum,
+    pointer_to,
 )
 from tricycle_accelerators.compiled.loops import widen
 from tricycle_accelerators.compiled.registers import (
@@ -62,7 +64,6 @@ from tricycle_accelerators.compiled.vector_rows import (
     ROWS,
     SIZE,
     STRIDE,
-    pointer_to,
 )
 from tricycle_accelerators.compiled.vector_rows import KINDS as KINDS
 
@@ -107,30 +108,24 @@ def _copy_tokens(kind: int, rows: int, scales: int, n_blocks: int, out: np.ndarr
         widen(numba.carray(pointer_to(rows, np.uint16(0)), (out.size,)), kind == FLOAT16, numbers)
 
 
-@intrinsic
-def _write_four_dots(context: Any, x: Any, rows: Any, stride: Any, n_steps: Any, factor: Any, out: Any) -> Any:
+@emitted_intrinsic(types.void(*[types.intp] * 4, types.float32, types.intp))
+def _write_four_dots(builder: Any, x: Any, rows: Any, stride: Any, n_steps: Any, factor: Any, out: Any) -> None:
     """Write `factor` times the dot products of x and four rows, of whole registers, to `out` (Numba intrinsic).
 
     `x`, `rows` and `out` are addresses of float32, and `stride` is the number of bytes between rows.
     """
+    places = [offset_address(builder, rows, stride, i) for i in range(FOUR)]
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, rows, stride, n_steps, factor, out = arguments
-        places = [offset_address(builder, rows, stride, i) for i in range(FOUR)]
+    def add_products(step: Any, sums: list[Any]) -> list[Any]:
+        offset = builder.mul(step, INDEX(4 * LANES))
+        numbers = load(builder, builder.add(x, offset), VECTOR)
+        others = [load(builder, builder.add(place, offset), VECTOR) for place in places]
+        return [multiply_add(builder, total, numbers, other) for total, other in zip(sums, others)]
 
-        def add_products(step: Any, sums: list[Any]) -> list[Any]:
-            offset = builder.mul(step, INDEX(4 * LANES))
-            numbers = load(builder, builder.add(x, offset), VECTOR)
-            others = [load(builder, builder.add(place, offset), VECTOR) for place in places]
-            return [multiply_add(builder, total, numbers, other) for total, other in zip(sums, others)]
-
-        sums = build_loop(builder, n_steps, [ir.Constant(VECTOR, [0.0] * LANES)] * FOUR, add_products)
-        first, second, third, last = transpose(builder, [_add_parts(builder, register) for register in sums])
-        totals = builder.fadd(builder.fadd(first, second), builder.fadd(third, last))
-        store(builder, builder.fmul(totals, broadcast(builder, factor, FOUR)), out)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, types.intp, types.intp, types.float32, types.intp), code
+    sums = build_loop(builder, n_steps, [ir.Constant(VECTOR, [0.0] * LANES)] * FOUR, add_products)
+    first, second, third, last = transpose(builder, [_add_parts(builder, register) for register in sums])
+    totals = builder.fadd(builder.fadd(first, second), builder.fadd(third, last))
+    store(builder, builder.fmul(totals, broadcast(builder, factor, FOUR)), out)
 
 
 def _add_parts(builder: Any, register: Any) -> Any:
@@ -182,21 +177,16 @@ def _write_weights(scores: np.ndarray, largest: np.ndarray, totals: np.ndarray) 
 def _add_weighted_rows(n_registers: int) -> Any:
     """Return the intrinsic that adds the first registers of rows, each times its weight, to numbers.
 
-    Its arguments are (weights, rows, from row to row, number of rows, numbers): addresses of float32, and bytes.
+    Its arguments are addresses of float32, the bytes from row to row, and the number of rows.
     """
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weights, rows, stride, n_rows, numbers = arguments
+    @emitted_intrinsic(types.void(*[types.intp] * 5))
+    def add_rows(builder: Any, weights: Any, rows: Any, stride: Any, n_rows: Any, numbers: Any) -> None:
         places = [builder.add(numbers, INDEX(4 * LANES * i)) for i in range(n_registers)]
         sums = [load(builder, place, VECTOR) for place in places]
         operands = weights, INDEX(0), INDEX(4), rows, stride
         for place, value in zip(places, build_product_sums(builder, (1, n_registers), False, operands, n_rows, sums)):
             store(builder, value, place)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def add_rows(context: Any, weights: Any, rows: Any, stride: Any, n_rows: Any, numbers: Any) -> Any:
-        return types.void(*[types.intp] * 5), code
 
     return add_rows
 
@@ -257,7 +247,8 @@ def _attend_to_unit(box: Any, query: Any, unit: int) -> None:
                 _write_scores(q, rows, factor[0], weights[:, start:stop])
 
 
-def _attend_to_units(place: int, start: int, stop: int) -> None:
+@compile_callback("void(i8, i8, i8)")
+def attend_to_units(place: int, start: int, stop: int) -> None:
     """Write some units' parts of a job; `place` is the address of its mailbox."""
     box = numba.carray(pointer_to(place, np.int64(0)), (FACTOR + 1,))
     table = numba.carray(pointer_to(box[TABLE], np.int64(0)), (box[N_QUERIES], N_COLUMNS))
@@ -266,9 +257,6 @@ def _attend_to_units(place: int, start: int, stop: int) -> None:
         while n + 1 < len(table) and table[n + 1, FIRST_UNIT] <= unit:
             n += 1
         _attend_to_unit(box, table[n], unit)
-
-
-attend_to_units: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_attend_to_units)
 
 
 @inner_function(fastmath=ANY_ORDER)

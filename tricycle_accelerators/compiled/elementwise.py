@@ -21,10 +21,9 @@ CONTIGUOUS = "in one piece, aligned and not read-only"
 
 
 def few_rows_decline_reason(x: np.ndarray) -> str | None:
-    """Return why x is not 1 to FEW_ROWS rows of float32; None if it is (called below MIN_SIZE elements only).
+    """Return why x, of fewer than MIN_SIZE elements, is not 1 to FEW_ROWS rows of float32; None if it is.
 
-    In generation a NumPy call takes longer than its work. The caller has checked that the array has fewer than
-    MIN_SIZE elements.
+    In generation a NumPy call takes longer than its work.
     """
     if not x.ndim or not x.size:
         return "no rows"
@@ -149,12 +148,7 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
     return _over_rows(load_loops("training_loops").swiglu_backward, [grad, x], x.shape[-1])
 
 
-def _sum_rows_decline_reason(x: np.ndarray) -> str | None:
-    """Return why x is not a large, contiguous float32 or bfloat16 matrix, or None if it is."""
-    return "two axes alone" if x.ndim != 2 else large_array_decline_reason(x)
-
-
-@decline_when(_sum_rows_decline_reason)
+@decline_when(lambda x: "two axes alone" if x.ndim != 2 else large_array_decline_reason(x))
 def sum_rows(x: np.ndarray) -> np.ndarray:
     """Sum a matrix (R, C) over rows to float32 (C,) by Numba in threads; NotImplemented for small or other arrays."""
     rows = view_for_loops(x)
@@ -189,7 +183,7 @@ def matmul_operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, 
     return narrow, chunks.sum_over_chunks(work, chunks.row_chunks(*x.shape), calls_blas=False)
 
 
-def _rotate_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> str | None:
+def _apply_rope_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> str | None:
     """Return why RoPE loops cannot run (several small texts, dtypes, heads not contiguous), or None."""
     if len(x) != 1 or x.dtype != FLOAT32:
         if x.size < MIN_SIZE:
@@ -203,7 +197,7 @@ def _rotate_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> s
     return None
 
 
-@decline_when(_rotate_decline_reason)
+@decline_when(_apply_rope_decline_reason)
 def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """Apply RoPE to (B, T, H, D): rotate pairs (i, i + D/2) by cos and sin (T, D/2), with Numba, items in threads."""
     y = buffers.empty(x.shape, x.dtype)
@@ -235,15 +229,16 @@ def sum_squares(x: np.ndarray) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- conversion of 16-bit numbers
-def _to_float32_decline_reason(x: np.ndarray) -> str | None:
-    """Return why the loop cannot run: small, not of 16 bits, or no instruction that converts float16; else None."""
-    if (why := large_array_decline_reason(x, dtypes=("float16", "bfloat16"))) is not None:
-        return why
-    has_float16 = x.dtype != np.float16 or load_loops("vector_loops").HAS_FLOAT16
-    return None if has_float16 else "a processor that converts float16"
+def float16_decline_reason(dtype: np.dtype) -> str | None:
+    """Return why the loops cannot convert numbers of a dtype: float16, without the instruction; else None."""
+    if dtype == np.float16 and not load_loops("vector_loops").HAS_FLOAT16:
+        return "a processor that converts float16"
+    return None
 
 
-@decline_when(_to_float32_decline_reason)
+@decline_when(
+    lambda x: large_array_decline_reason(x, dtypes=("float16", "bfloat16")) or float16_decline_reason(x.dtype)
+)
 def to_float32(x: np.ndarray) -> np.ndarray:
     """Return an array of 16-bit floats in float32 by a Numba loop in this thread."""
     floats = buffers.empty(x.shape, np.float32)

@@ -53,7 +53,7 @@ def route(
     return weights, scores, selected
 
 
-def _mix_decline_reason(x: np.ndarray, weights: np.ndarray, *matrices: np.ndarray) -> str | None:
+def _mix_swiglu_experts_decline_reason(x: np.ndarray, weights: np.ndarray, *matrices: np.ndarray) -> str | None:
     """Return why the loop cannot run: not one row, or arrays of another dtype, memory order or shape; else None."""
     if len(x) != 1 or not matrices:
         return f"one row and one expert or more, got {len(x)} rows and {len(matrices)} matrices"
@@ -70,7 +70,7 @@ def _mix_decline_reason(x: np.ndarray, weights: np.ndarray, *matrices: np.ndarra
     return None
 
 
-@decline_when(_mix_decline_reason)
+@decline_when(_mix_swiglu_experts_decline_reason)
 def mix_swiglu_experts(x: np.ndarray, weights: np.ndarray, *matrices: np.ndarray) -> np.ndarray:
     """Return the weighted sum of the results of some experts for one row (1, C), by the threads of vector products."""
     y, add_expert = np.zeros((1, matrices[1].shape[1]), np.float32), load_loops("expert_loops").add_swiglu_expert
@@ -146,7 +146,7 @@ def _parts(counts: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, sli
     return sorted(parts, key=lambda part: -counts[part[0]] * (part[1].stop - part[1].start) / lengths[part[0]])
 
 
-def _sum_decline_reason(rows: np.ndarray, places: np.ndarray, weights: np.ndarray | None = None) -> str | None:
+def _sum_by_token_decline_reason(rows: np.ndarray, places: np.ndarray, weights: np.ndarray | None = None) -> str | None:
     """Return why the loop cannot run: small, not contiguous float32, or places or weights do not fit; else None."""
     why = large_array_decline_reason(rows, dtypes=("float32",))
     if why:
@@ -157,7 +157,7 @@ def _sum_decline_reason(rows: np.ndarray, places: np.ndarray, weights: np.ndarra
     return None if fits else f"weights of float32 {CONTIGUOUS}, one for each row"
 
 
-@decline_when(_sum_decline_reason)
+@decline_when(_sum_by_token_decline_reason)
 def sum_by_token(rows: np.ndarray, places: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     """Return the sums (N, C) over K of rows (N K, C) at `places` (N, K), times weights (N, K), in chunks by threads."""
     sums, loop = buffers.empty((len(places), rows.shape[1]), np.float32), load_loops("expert_loops").sum_by_token
@@ -167,14 +167,16 @@ def sum_by_token(rows: np.ndarray, places: np.ndarray, weights: np.ndarray | Non
     return sums
 
 
-def _sum_backward_decline_reason(grad: np.ndarray, rows: np.ndarray, places: np.ndarray, weights: Any) -> str | None:
+def _sum_by_token_backward_decline_reason(
+    grad: np.ndarray, rows: np.ndarray, places: np.ndarray, weights: Any
+) -> str | None:
     """Return why the loop cannot run: `sum_by_token` could not, or `grad` is not contiguous float32; else None."""
     if grad.dtype != FLOAT32 or not grad.flags.carray:
         return f"a gradient of float32 {CONTIGUOUS}"
-    return _sum_decline_reason(rows, places, weights)
+    return _sum_by_token_decline_reason(rows, places, weights)
 
 
-@decline_when(_sum_backward_decline_reason)
+@decline_when(_sum_by_token_backward_decline_reason)
 def sum_by_token_backward(
     grad: np.ndarray, rows: np.ndarray, places: np.ndarray, weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:

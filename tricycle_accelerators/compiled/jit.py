@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial, wraps
+from inspect import Parameter, Signature
 from typing import Any
 
 import numba
@@ -51,6 +52,7 @@ IS_ARM64 = binding.get_default_triple().startswith(("aarch64", "arm64"))
 HAS_FMA = FEATURES.get("fma", False) or IS_ARM64
 HAS_FLOAT16 = bool(FEATURES.get("f16c") or IS_ARM64)  # whether an instruction converts float16
 HAS_BFLOAT, HAS_AMX = FEATURES.get("avx512bf16", False), FEATURES.get("amx-bf16", False)
+WORD = ir.IntType(32)
 ZERO, ONE = np.float32(0), np.float32(1)
 LOG2_E = np.float32(math.log2(math.e))
 LOG2_E_REST = np.float32(math.log2(math.e) - float(LOG2_E))
@@ -63,12 +65,22 @@ LARGEST, OFFSET, SMALLEST = map(
 
 def compile_loop(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator: `numba.njit` for these signatures, no GIL, sums in any order, cached on disk if possible."""
+    return _cached_if_possible(partial(numba.njit, signature, fastmath=ANY_ORDER, **OPTIONS))
 
-    def compile_(loop: Callable[..., Any]) -> Any:
+
+def compile_callback(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator: `numba.cfunc`, for a function that is called by its address, cached on disk if possible."""
+    return _cached_if_possible(partial(numba.cfunc, signature, error_model="numpy"))
+
+
+def _cached_if_possible(decorator: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator of Numba that keeps machine code on disk, or compiles without if there is no place for it."""
+
+    def compile_(function: Callable[..., Any]) -> Any:
         try:
-            return numba.njit(signature, cache=True, fastmath=ANY_ORDER, **OPTIONS)(loop)
+            return decorator(cache=True)(function)
         except RuntimeError:  # there is no place to keep it
-            return numba.njit(signature, fastmath=ANY_ORDER, **OPTIONS)(loop)
+            return decorator()(function)
 
     return compile_
 
@@ -88,10 +100,29 @@ def overload_by_types(implementation_for: Callable[..., Any]) -> Any:
     return stub
 
 
+def emitted_intrinsic(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator: a Numba intrinsic of a signature, from a function (builder, *arguments) that emits its code.
+
+    The function returns the LLVM value of the result, or None if there is none.
+    """
+    parameters = [Parameter(f"argument_{i}", Parameter.POSITIONAL_OR_KEYWORD) for i in range(1 + len(signature.args))]
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def code(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            result = emit(builder, *arguments)
+            return context.get_dummy_value() if result is None else result
+
+        typed: Any = wraps(emit)(lambda context, *arguments: (signature, code))
+        typed.__signature__ = Signature(parameters)  # Numba would take `*arguments` for a tuple
+        return intrinsic(typed)
+
+    return decorate
+
+
 @intrinsic
-def address_to_pointer(context: Any, address: Any, like: Any) -> Any:
-    """Convert an address to a pointer to the element type of an array (Numba intrinsic)."""
-    pointer = types.CPointer(like.dtype)
+def pointer_to(context: Any, address: Any, like: Any) -> Any:
+    """Convert an address to a pointer to numbers of the type of `like`, or of its elements (Numba intrinsic)."""
+    pointer = types.CPointer(like.dtype if isinstance(like, types.Array) else like)
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(pointer))
@@ -103,30 +134,20 @@ def address_to_pointer(context: Any, address: Any, like: Any) -> Any:
 def contiguous_row(x: Any, i: int) -> Any:
     """Return x[i] as a view that Numba takes for contiguous, so that loops vectorize; the caller guarantees it."""
     part = x[i]
-    return numba.carray(address_to_pointer(part.ctypes.data, x), part.shape)
+    return numba.carray(pointer_to(part.ctypes.data, x), part.shape)
 
 
-@intrinsic
-def _power_of_two(context: Any, n: Any) -> Any:
+@emitted_intrinsic(types.float32(types.int32))
+def _power_of_two(builder: Any, n: Any) -> Any:
     """Compute 2^n of an int32 as float32 by setting the exponent bits, which vectorizes."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        biased = builder.add(arguments[0], context.get_constant(types.int32, 127))
-        bits = builder.shl(biased, context.get_constant(types.int32, 23))
-        return builder.bitcast(bits, context.get_value_type(types.float32))
-
-    return types.float32(types.int32), code
+    return builder.bitcast(builder.shl(builder.add(n, WORD(127)), WORD(23)), ir.FloatType())
 
 
-@intrinsic
-def maximum(context: Any, a: Any, b: Any) -> Any:
+@emitted_intrinsic(types.float32(types.float32, types.float32))
+def maximum(builder: Any, a: Any, b: Any) -> Any:
     """Return the larger of two float32 values by compare and select (Numba intrinsic); not defined for NaN."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        above = builder.fcmp_ordered(">", *arguments, flags=("fast",))
-        return builder.select(above, *arguments, flags=("fast",))
-
-    return types.float32(types.float32, types.float32), code
+    above = builder.fcmp_ordered(">", a, b, flags=("fast",))
+    return builder.select(above, a, b, flags=("fast",))
 
 
 @inner_function()
@@ -154,39 +175,24 @@ def max_abs_if_finite(x: np.ndarray) -> Any:
     return largest if broken == 0 else ZERO
 
 
-@intrinsic
-def bfloat16_to_float32(context: Any, bits: Any) -> Any:
+@emitted_intrinsic(types.float32(types.uint16))
+def bfloat16_to_float32(builder: Any, bits: Any) -> Any:
     """Convert the bits of a bfloat16 (uint16) to float32 by a shift to the upper 16 bits (Numba intrinsic)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        upper = builder.zext(arguments[0], context.get_value_type(types.uint32))
-        return builder.bitcast(
-            builder.shl(upper, context.get_constant(types.uint32, 16)), context.get_value_type(types.float32)
-        )
-
-    return types.float32(types.uint16), code
+    return builder.bitcast(builder.shl(builder.zext(bits, WORD), WORD(16)), ir.FloatType())
 
 
-@intrinsic
-def float16_to_float32(context: Any, bits: Any) -> Any:
+@emitted_intrinsic(types.float32(types.uint16))
+def float16_to_float32(builder: Any, bits: Any) -> Any:
     """Convert the bits of a float16 (uint16) to float32; NaN on a processor without HAS_FLOAT16 (Numba intrinsic)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if not HAS_FLOAT16:
-            return context.get_constant(types.float32, math.nan)
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), code
+    if not HAS_FLOAT16:
+        return ir.Constant(ir.FloatType(), math.nan)
+    return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
 
 
-@intrinsic
-def _bits(context: Any, x: Any) -> Any:
+@emitted_intrinsic(types.uint32(types.float32))
+def _bits(builder: Any, x: Any) -> Any:
     """Return the bits of a float32 as uint32 (Numba intrinsic)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
-
-    return types.uint32(types.float32), code
+    return builder.bitcast(x, WORD)
 
 
 class BFloat(ir.Type):
@@ -204,14 +210,10 @@ class BFloat(ir.Type):
         return hash(BFloat)
 
 
-@intrinsic
-def _narrowed_by_processor(context: Any, x: Any) -> Any:
+@emitted_intrinsic(types.uint16(types.float32))
+def _narrowed_by_processor(builder: Any, x: Any) -> Any:
     """Convert a float32 to the bits of a bfloat16 by an instruction of the processor (Numba intrinsic)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(arguments[0], BFloat()), context.get_value_type(types.uint16))
-
-    return types.uint16(types.float32), code
+    return builder.bitcast(builder.fptrunc(x, BFloat()), ir.IntType(16))
 
 
 @numba.njit(inline="always")
@@ -228,30 +230,19 @@ def float32_to_bfloat16(x: Any) -> Any:
     return _narrowed_by_processor(x) if HAS_BFLOAT else _narrowed_by_bits(x)
 
 
-@intrinsic
-def _multiply_add(context: Any, a: Any, b: Any, c: Any) -> Any:
+@emitted_intrinsic(types.float32(types.float32, types.float32, types.float32))
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Compute a b + c of float32, with one rounding where the processor has FMA."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if not HAS_FMA:
-            return builder.fadd(builder.fmul(arguments[0], arguments[1]), arguments[2])
-        return builder.fma(*arguments)
-
-    return types.float32(types.float32, types.float32, types.float32), code
+    return builder.fma(a, b, c) if HAS_FMA else builder.fadd(builder.fmul(a, b), c)
 
 
-@intrinsic
-def prefer_512_bit_registers(context: Any) -> Any:
+@emitted_intrinsic(types.void())
+def prefer_512_bit_registers(builder: Any) -> None:
     """Set an LLVM attribute so that the calling function is vectorized with 512-bit registers (Numba intrinsic).
 
     On Intel's processors LLVM would take half of them, for the first that had them slowed down by it.
     """
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        set.add(builder.function.attributes, '"prefer-vector-width"="512"')  # llvmlite's own `add` knows but few
-        return context.get_dummy_value()
-
-    return types.void(), code
+    set.add(builder.function.attributes, '"prefer-vector-width"="512"')  # llvmlite's own `add` knows but few
 
 
 @numba.njit(inline="always")

@@ -40,7 +40,7 @@ def load_loops(name: str) -> Any:
     Raises:
         RuntimeError: Numba's libraries cannot be loaded, for example under a low memory limit.
     """
-    _discard_stale_code()
+    discard_stale_code(Path(__file__).parent)
     for other in LOADED_BEFORE.get(name, ()):
         load_loops(other)
     if name in MODULES + AMX_MODULES and not _has_machine_code(Path(__file__).parent, name):
@@ -69,11 +69,6 @@ def _announce_compilation() -> None:
 
 # Cache: done once in a process.
 @cache
-def _discard_stale_code() -> None:
-    """Delete this folder's machine code if it was compiled from other sources than those that are there now."""
-    discard_stale_code(Path(__file__).parent)
-
-
 def discard_stale_code(folder: Path) -> None:
     """Delete a folder's machine code unless a file beside the code says that it was compiled from today's sources.
 

@@ -18,7 +18,14 @@ from numba import types
 
 from tricycle_accelerators import buffers
 from tricycle_accelerators.compiled import amx_packed
-from tricycle_accelerators.compiled.jit import HAS_AMX, ZERO, compile_loop, inner_function, intrinsic, overload_by_types
+from tricycle_accelerators.compiled.jit import (
+    HAS_AMX,
+    ZERO,
+    compile_loop,
+    emitted_intrinsic,
+    inner_function,
+    overload_by_types,
+)
 from tricycle_accelerators.compiled.registers import (
     INDEX,
     INSTRUCTION_SET,
@@ -37,42 +44,24 @@ PANEL = N_VECTORS * LANES  # columns
 PART_TERMS = 2**13 // (4 * LANES)  # rows of a panel that are multiplied at a time: 16 kB, or 24 kB of three registers
 
 
-@intrinsic
-def _tile(
-    context: Any,
-    n_rows: Any,
-    rows: Any,
-    row_size: Any,
-    panel: Any,
-    n_terms: Any,
-    others: Any,
-    others_size: Any,
-    out: Any,
-    out_size: Any,
-) -> Any:
+@emitted_intrinsic(types.void(*[types.int64] * 9))
+def _tile(builder: Any, n_rows: Any, *operands: Any) -> None:
     """Write `n_rows` rows (K,) times a panel (K, PANEL) plus others (n_rows, PANEL) to `out` (Numba intrinsic).
 
     Args:
         n_rows: 1 to MOST_ROWS.
-        rows, panel, others, out: addresses.
-        row_size, others_size, out_size: bytes from one row to the next; 0 for the same.
-        n_terms: K, 1 or more.
+        operands: (rows, row_size, panel, n_terms, others, others_size, out, out_size): addresses; bytes from one row to
+            the next, 0 for the same; and K, 1 or more.
     """
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        count, *rest = arguments
-        end = builder.append_basic_block("tiles_end")
-        choice = builder.switch(count, end)
-        for n in range(1, MOST_ROWS + 1):
-            block = builder.append_basic_block(f"tile_of_{n}")
-            choice.add_case(INDEX(n), block)
-            builder.position_at_end(block)
-            _write_tile(builder, n, *rest)
-            builder.branch(end)
-        builder.position_at_end(end)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 9), code
+    end = builder.append_basic_block("tiles_end")
+    choice = builder.switch(n_rows, end)
+    for n in range(1, MOST_ROWS + 1):
+        block = builder.append_basic_block(f"tile_of_{n}")
+        choice.add_case(INDEX(n), block)
+        builder.position_at_end(block)
+        _write_tile(builder, n, *operands)
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 def _write_tile(builder: Any, n_rows: int, *operands: Any) -> None:

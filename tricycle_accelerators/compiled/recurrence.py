@@ -54,22 +54,12 @@ class _Panels:
         as_tiles = n_items >= FEWEST_TILE_ITEMS and amx_matmul.unavailable_reason() is None
         with self.lock:
             if as_tiles not in self.layouts:
-                self.layouts[as_tiles] = (amx_matmul.pack_as_tiles if as_tiles else _pack_panels)(self.matrix)
+                pack = amx_matmul.pack_as_tiles if as_tiles else load_loops("packed_matmul").pack_panels
+                self.layouts[as_tiles] = pack(self.matrix)
             return self.layouts[as_tiles]
 
 
-def _pack_panels(matrix: np.ndarray) -> np.ndarray:
-    """Copy a float32 matrix to panels."""
-    packed: np.ndarray = load_loops("packed_matmul").pack_panels(matrix)
-    return packed
-
-
-def _repeated_decline_reason(matrix: np.ndarray) -> str | None:
-    """Return why the kernel cannot take the matrix, or None: it takes float32 alone."""
-    return None if matrix.dtype == np.float32 else f"float32 alone, got {matrix.dtype}"
-
-
-@decline_when(_repeated_decline_reason)
+@decline_when(lambda matrix: None if matrix.dtype == np.float32 else f"float32 alone, got {matrix.dtype}")
 def prepare_matrix(matrix: np.ndarray) -> _Panels:
     """Return a wrapper, for `x @ wrapper` and `.T`, that packs a float32 matrix once; NotImplemented if not float32."""
     return _Panels(matrix)
@@ -111,7 +101,7 @@ def _bias(bias: np.ndarray | None, packed: np.ndarray) -> np.ndarray:
     return padded
 
 
-def _pipeline_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | None:
+def _run_batch_parallel_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | None:
     """Return why batch items are not divided among threads (not float32, or few items), or None."""
     if gates.dtype != np.float32:
         return f"float32 alone, got {gates.dtype}"
@@ -120,7 +110,7 @@ def _pipeline_decline_reason(gates: np.ndarray, *_: Any, **__: Any) -> str | Non
     return None
 
 
-@decline_when(_pipeline_decline_reason)
+@decline_when(_run_batch_parallel_decline_reason)
 def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:
@@ -156,11 +146,6 @@ def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.nda
     load_loops("packed_matmul").multiply_packed(x, packed, _bias(bias, packed), out)
 
 
-def _forward_decline_reason(gates: np.ndarray, states: np.ndarray, weights: Any, *_: Any, **__: Any) -> str | None:
-    """Return why the forward loop cannot run (weights not float32, few rows, arrays not contiguous), or None."""
-    return _decline_reason(weights, gates, states)
-
-
 def _backward_decline_reason(
     grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any, relu: bool = False
 ) -> str | None:
@@ -176,7 +161,7 @@ def _options(relu: bool | None) -> tuple[bool, ...]:
 def _forward(kernel: Kernel[..., None]) -> Callable[..., None]:
     """Return the Numba implementation of a forward kernel (rnn, gru or lstm), which calls the loop of its name."""
 
-    @decline_when(_forward_decline_reason)
+    @decline_when(lambda gates, states, weights, *_, **__: _decline_reason(weights, gates, states))
     @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
     def version(
         gates: np.ndarray, states: np.ndarray, weights: Any, bias: Any, active: Any, relu: bool | None = None

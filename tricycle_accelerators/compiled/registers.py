@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from tricycle_accelerators.compiled.jit import FEATURES, IS_ARM64, BFloat, intrinsic
+from tricycle_accelerators.compiled.jit import FEATURES, IS_ARM64, BFloat, emitted_intrinsic
 from tricycle_accelerators.instruction_sets import widest_instruction_set
 
 INSTRUCTION_SET = widest_instruction_set(
@@ -79,24 +79,23 @@ def build_loop(
     return new
 
 
+def call(builder: Any, name: str, result: Any, *arguments: Any, fastmath: tuple[str, ...] = ()) -> Any:
+    """Emit a call of an LLVM function or intrinsic, declared by its result and the arguments' types."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments, fastmath=fastmath)
+
+
 def prefetch(builder: Any, address: Any) -> None:
     """Emit a prefetch of one cache line into the second-level cache; invalid addresses are ignored."""
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, PAIR, PAIR, PAIR])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    place = builder.inttoptr(address, ir.IntType(8).as_pointer())
     to_read, near, data = PAIR(0), PAIR(2), PAIR(1)
-    builder.call(function, [builder.inttoptr(address, byte), to_read, near, data])
+    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, to_read, near, data)
 
 
-@intrinsic
-def prefetch_line(context: Any, address: Any) -> Any:
+@emitted_intrinsic(types.void(types.intp))
+def prefetch_line(builder: Any, address: Any) -> None:
     """Prefetch the cache line at an address into the second-level cache (Numba intrinsic)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        prefetch(builder, arguments[0])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), code
+    prefetch(builder, address)
 
 
 def build_product_sums(
@@ -149,9 +148,7 @@ def broadcast(builder: Any, number: Any, n_lanes: int = LANES) -> Any:
 def sum_lanes(builder: Any, vector: Any) -> Any:
     """Emit the sum of a vector's floats, in an order that only the processor decides, and return it."""
     name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
-    kind = ir.FunctionType(FLOAT, [FLOAT, vector.type])
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(function, [ir.Constant(FLOAT, 0.0), vector], fastmath=("reassoc",))
+    return call(builder, name, FLOAT, ir.Constant(FLOAT, 0.0), vector, fastmath=("reassoc",))
 
 
 def multiply_add(builder: Any, sums: Any, a: Any, b: Any, pairs: bool = False) -> Any:
@@ -159,6 +156,5 @@ def multiply_add(builder: Any, sums: Any, a: Any, b: Any, pairs: bool = False) -
     if not pairs:
         return builder.fadd(sums, builder.fmul(a, b, flags=CONTRACT), flags=CONTRACT)
     narrow = ir.VectorType(BFloat(), 2 * LANES)
-    kind = ir.FunctionType(VECTOR, [VECTOR, narrow, narrow])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return builder.call(function, [sums, builder.bitcast(a, narrow), builder.bitcast(b, narrow)])
+    a, b = builder.bitcast(a, narrow), builder.bitcast(b, narrow)
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, sums, a, b)

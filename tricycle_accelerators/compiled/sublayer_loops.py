@@ -15,12 +15,18 @@ import numba
 import numpy as np
 
 from tricycle_accelerators.compiled import decode_loops
-from tricycle_accelerators.compiled.jit import ONE, ZERO, aligned_empty, compile_loop, copy_row, inner_function
+from tricycle_accelerators.compiled.jit import (
+    ONE,
+    ZERO,
+    aligned_empty,
+    compile_loop,
+    copy_row,
+    inner_function,
+    pointer_to,
+)
 from tricycle_accelerators.compiled.loops import gelu, layer_norm, rms_norm, rotate, swiglu
-from tricycle_accelerators.compiled.vector_rows import FLOAT32, call_multiply, pointer_to
-
-TOO_FEW = -1  # what jobs return if fewer threads took part than were asked for
-LATE_PAUSES = 5_000  # pauses: a thread that is waited for longer was put aside by the system
+from tricycle_accelerators.compiled.vector_matmul import LATE_PAUSES, TOO_FEW
+from tricycle_accelerators.compiled.vector_rows import FLOAT32, call_multiply
 
 # Columns of a table of sublayers: the kind; GAIN to SIZE of the norms of the input, the result, queries and keys, all 0
 # if there is none; MULTIPLY to N_BIAS of the first and the last linear layer; and those of attention.

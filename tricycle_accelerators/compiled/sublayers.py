@@ -48,11 +48,8 @@ def _parameters_decline_reason(x: np.ndarray, sublayer: Sublayer) -> str | None:
     for array in parameters:
         if array is not None and not (array.dtype == FLOAT32 and array.flags.carray):
             return f"parameters of float32 {CONTIGUOUS}"
-    n_hidden, n_first = (
-        last.weights.shape[0],
-        first.weights.shape[1],
-    )  # of attention `_memory_decline_reason` knows more
-    if activation:
+    n_hidden, n_first = last.weights.shape[0], first.weights.shape[1]
+    if activation:  # of attention `_memory_decline_reason` knows more
         n_first = n_hidden * (1 if activation == "gelu" else 2)
     gains = [norm.gain.shape for norm in (sublayer.norm, sublayer.post_norm) if norm is not None]
     shapes = [*gains, first.weights.shape, last.weights.shape]
@@ -183,8 +180,7 @@ def _new_table(sublayers: Sublayers) -> _Table:
                 fields[start : start + loops.N_NORM] = _describe_norm(norm)
                 numbers[i, loops.EPS + place] = norm.eps
         for start, linear in zip((loops.FIRST, loops.LAST), (sublayer.first, sublayer.last)):
-            matrix = _describe_matrix(linear)
-            fields[start : start + loops.N_LINEAR] = _describe_linear(linear, matrix)
+            matrix, fields[start : start + loops.N_LINEAR] = _describe_linear(linear)
             table.matrices.append(matrix)
             if isinstance(linear.weights, BlockMatrix):
                 table.files.append(linear.weights.parts[0])
@@ -199,23 +195,16 @@ def _describe_norm(norm: Norm) -> tuple[int, ...]:
     return norm.gain.ctypes.data, bias, norm.bias is not None, norm.subtract_mean, norm.unit_offset, len(norm.gain)
 
 
-def _describe_matrix(linear: Linear) -> np.ndarray:
-    """Return the table of a linear layer's matrix."""
-    matrix = linear.weights
-    if isinstance(matrix, BlockMatrix):
-        return block_matmul.describe_parts(matrix)
-    return vector_matmul.describe_matrix(matrix)
-
-
-def _describe_linear(linear: Linear, matrix: np.ndarray) -> tuple[int, ...]:
-    """Return the fields of a linear layer, whose matrix has a table."""
-    if isinstance(linear.weights, BlockMatrix):
-        loops = load_loops("block_loops")
-        functions = loops.multiply_by_blocks.address, loops.FUNCTIONS.ctypes.data
+def _describe_linear(linear: Linear) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Return the table of a linear layer's matrix, and the fields of the layer."""
+    weights, function = linear.weights, 0
+    if isinstance(weights, BlockMatrix):
+        loops, matrix = load_loops("block_loops"), block_matmul.describe_parts(weights)
+        multiply, function = loops.multiply_by_blocks, loops.FUNCTIONS.ctypes.data
     else:
-        functions = load_loops("vector_loops").multiply_by_rows.address, 0
+        multiply, matrix = load_loops("vector_loops").multiply_by_rows, vector_matmul.describe_matrix(weights)
     bias = (0, 0) if linear.bias is None else (linear.bias.ctypes.data, len(linear.bias))
-    return functions[0], matrix.ctypes.data, len(matrix), functions[1], linear.weights.shape[1], *bias
+    return matrix, (multiply.address, matrix.ctypes.data, len(matrix), function, weights.shape[1], *bias)
 
 
 def _new_memory(

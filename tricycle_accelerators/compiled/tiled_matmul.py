@@ -19,14 +19,10 @@ MANY = 8  # panels for each thread, of which it does not matter that one takes o
 # Cache: valid for the life of the process: depends on the processor and on NumPy's BLAS.
 @cache
 def _loops() -> Any:
-    """Return the module of compiled loops, compiled on the first call, or None where BLAS is as fast.
-
-    None where BLAS is as fast (`instruction_sets.InstructionSet.slower_blas`).
-    """
+    """Return the module of compiled loops, or None where BLAS is as fast (`InstructionSet.slower_blas`)."""
     features = frozenset(load_loops("registers").INSTRUCTION_SET.names)  # which Numba compiles for
-    if matmul_plan.tile_processor_decline_reason(matmul_plan.this_machine()._replace(features=features)) is not None:
-        return None
-    return load_loops("matrix_loops")
+    why = matmul_plan.tile_processor_decline_reason(matmul_plan.this_machine()._replace(features=features))
+    return load_loops("matrix_loops") if why is None else None
 
 
 def _matmul_decline_reason(
@@ -96,10 +92,7 @@ def _is_float32(*arrays: np.ndarray | None) -> bool:
 
 
 def _parts(shape: tuple[int, int], row_step: int, panel: int) -> list[tuple[slice, slice]]:
-    """Return (rows, columns) of parts of whole tiles and panels, largest first, that keep all threads busy.
-
-    The largest come first, so that no thread is left alone with one.
-    """
+    """Return (rows, columns) of parts of whole tiles and panels, largest first, so that all threads stay busy."""
     n_threads, n_panels = threads.n_threads(), -(-shape[1] // panel)
     if n_panels >= MANY * n_threads:
         across, down = 2 * n_threads, 1

@@ -28,11 +28,11 @@ from tricycle_accelerators.compiled import amx_pairs, amx_tiles
 from tricycle_accelerators.compiled.jit import (
     HAS_AMX,
     LINE,
-    address_to_pointer,
     contiguous_row,
+    emitted_intrinsic,
     inner_function,
-    intrinsic,
     overload_by_types,
+    pointer_to,
     prefer_512_bit_registers,
     to_bfloat16_bits,
     to_float32,
@@ -65,7 +65,8 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
     step, result, from row to row, number of steps, whether the sums are added to what is there).
     """
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    @emitted_intrinsic(types.void(*[types.intp] * 8, types.boolean))
+    def tile(builder: Any, *arguments: Any) -> None:
         *operands, result, result_down, n_steps, add = arguments
         zeros = [ir.Constant(VECTOR, [0.0] * LANES)] * (ROWS * n_vectors)
         sums = build_product_sums(builder, (ROWS, n_vectors), pairs, operands, n_steps, zeros)
@@ -81,22 +82,6 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
             with writes:
                 for place, value in zip(places, sums):
                     store(builder, value, place)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def tile(
-        context: Any,
-        left: Any,
-        down: Any,
-        along: Any,
-        right: Any,
-        right_along: Any,
-        result: Any,
-        result_down: Any,
-        n_steps: Any,
-        add: Any,
-    ) -> Any:
-        return types.void(*[types.intp] * 8, types.boolean), code
 
     return tile
 
@@ -248,7 +233,7 @@ def take_zeros(memory: np.ndarray, n_rows: int, n_columns: int, like: np.ndarray
     if end > memory.ctypes.data + memory.nbytes:
         raise MemoryError("too little memory for the operands of products")
     memory[0] = end - memory.ctypes.data
-    array = numba.carray(address_to_pointer(start, like), (n_rows, width))
+    array = numba.carray(pointer_to(start, like), (n_rows, width))
     array[:] = 0
     return _first_part(array)
 
@@ -349,19 +334,13 @@ def pack_right(x: Any, out: Any) -> Any:
     return lambda x, out: copy_rows(x, out)
 
 
-@intrinsic
-def transpose_tile(context: Any, source: Any, down: Any, result: Any, result_down: Any) -> Any:
+@emitted_intrinsic(types.void(*[types.intp] * 4))
+def transpose_tile(builder: Any, source: Any, down: Any, result: Any, result_down: Any) -> None:
     """Write the transpose of a square of LANES x LANES numbers of 4 bytes (addresses, and bytes between rows)."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, down, result, result_down = arguments
-        kind, places = ir.VectorType(PAIR, LANES), range(LANES)
-        rows = [load(builder, offset_address(builder, source, down, i), kind) for i in places]
-        for i, row in enumerate(transpose(builder, rows)):
-            store(builder, row, offset_address(builder, result, result_down, i))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), code
+    kind, places = ir.VectorType(PAIR, LANES), range(LANES)
+    rows = [load(builder, offset_address(builder, source, down, i), kind) for i in places]
+    for i, row in enumerate(transpose(builder, rows)):
+        store(builder, row, offset_address(builder, result, result_down, i))
 
 
 @inner_function()

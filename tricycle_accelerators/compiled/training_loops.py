@@ -102,11 +102,7 @@ def layer_norm_backward(
     dx: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """Write the gradient of layer norm into `dx`, and add the gradients of gain and bias to `sums` (2, C).
-
-    Args:
-        sums: (2, C), to which the gradients of gain and bias are added.
-    """
+    """Write the gradient of layer norm into `dx`, and add the gradients of gain and bias to `sums` (2, C)."""
     n_rows, size = x.shape
     for i in range(n_rows):
         mean, scale = means[i], scales[i]
@@ -133,11 +129,7 @@ def layer_norm_backward(
 def rms_norm_backward(
     dy: np.ndarray, x: np.ndarray, gain: np.ndarray, scales: np.ndarray, dx: np.ndarray, sums: np.ndarray
 ) -> None:
-    """Write RMS norm's input gradient into `dx`; add the gradients of gain and of a bias to `sums` (2, C).
-
-    Args:
-        sums: (2, C), to which the gradients of gain and of a bias are added.
-    """
+    """Write RMS norm's input gradient into `dx`; add the gradients of gain and of a bias to `sums` (2, C)."""
     n_rows, size = x.shape
     for i in range(n_rows):
         scale = scales[i]
@@ -157,11 +149,7 @@ def rms_norm_backward(
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float, slope: np.ndarray
 ) -> float:
-    """Return the weighted sum of the rows' cross-entropies, and write its gradient into `slope` unless that is (R, 0).
-
-    Args:
-        slope: the derivative is written into it; (R, 0) where none is wanted.
-    """
+    """Return the weighted sum of rows' cross-entropies, and write its gradient into `slope` unless that is (R, 0)."""
     n_rows, size = logits.shape
     cost = 0.0
     for i in range(n_rows):

@@ -16,7 +16,7 @@ import numba
 import numpy as np
 
 from tricycle_accelerators.compiled.jit import HAS_FLOAT16 as HAS_FLOAT16
-from tricycle_accelerators.compiled.jit import ZERO, compile_loop, inner_function
+from tricycle_accelerators.compiled.jit import ZERO, compile_callback, compile_loop, inner_function, pointer_to
 from tricycle_accelerators.compiled.mailbox import atomic_add, atomic_load, atomic_store, compare_exchange, pause
 from tricycle_accelerators.compiled.registers import LANES as LANES
 from tricycle_accelerators.compiled.registers import prefetch_line
@@ -45,7 +45,6 @@ from tricycle_accelerators.compiled.vector_rows import (
     multiply_float32_rows,
     multiply_int8_rows,
     multiply_int8_rows_by_bytes,
-    pointer_to,
     split_into_bytes,
 )
 from tricycle_accelerators.compiled.vector_rows import HAS_BYTES as HAS_BYTES
@@ -103,7 +102,9 @@ def _compute_chunk(box: Any, place: int, part: int) -> bool:
     return True
 
 
-def _compute_all(place: int, part: int, n_parts: int) -> None:
+# Called by its address, which is in the mailbox, because compiling it again for each kind of job takes seconds.
+@compile_callback("void(i8, i8, i8)")
+def compute_all(place: int, part: int, n_parts: int) -> None:
     """Compute the remaining rows of a thread's part, then those of the other threads' parts (work stealing).
 
     `place` is the address of the mailbox.
@@ -112,10 +113,6 @@ def _compute_all(place: int, part: int, n_parts: int) -> None:
     for i in range(n_parts):
         while _compute_chunk(box, place, (part + i) % n_parts):
             pass
-
-
-# Called by its address, which is in the mailbox, because compiling it again for each kind of job takes seconds.
-compute_all: Any = numba.cfunc("void(i8, i8, i8)", cache=True, error_model="numpy")(_compute_all)
 
 
 @inner_function()
@@ -223,7 +220,8 @@ def multiply_vectors(
 ROW_KIND, NUMBERS, ROW_SCALES, ROW_SUMS, COUNT, ROW_SIZE, N_ROW_FIELDS = range(7)
 
 
-def _multiply_by_rows(
+@compile_callback("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+def multiply_by_rows(
     n_x: int, x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int
 ) -> int:
     """Write n_x vectors times the rows of a matrix to `out` as `multiply_vectors` does, all given by their addresses.
@@ -237,8 +235,3 @@ def _multiply_by_rows(
     mailbox = numba.carray(pointer_to(box, np.int64(0)), (MAILBOX,))
     matrix = fields[ROW_KIND], fields[NUMBERS], fields[ROW_SCALES], fields[ROW_SUMS]
     return multiply_vectors(vectors, matrix, products, mailbox, n_threads)
-
-
-multiply_by_rows: Any = numba.cfunc("i8(i8, i8, i8, i8, i8, i8, i8, i8)", cache=True, error_model="numpy")(
-    _multiply_by_rows
-)

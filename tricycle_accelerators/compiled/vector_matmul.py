@@ -14,7 +14,7 @@ import numpy as np
 from tricycle.devices import Array
 from tricycle.kernels.quantized import DTYPE_NAMES, QuantizedMatrix
 from tricycle_accelerators import buffers, threads
-from tricycle_accelerators.compiled.elementwise import FLOAT32
+from tricycle_accelerators.compiled.elementwise import FLOAT32, float16_decline_reason
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.matmul_plan import MAX_VECTORS, this_machine, vector_decline_reason
 from tricycle_accelerators.providers import decline_when
@@ -137,12 +137,10 @@ def matrix_decline_reason(matrix: QuantizedMatrix) -> str | None:
         return "a matrix whose columns lie in one piece each, got one that lies by rows"
     if "rows" not in matrix.prepared and (matrix.dtype.name not in DTYPE_NAMES or not matrix.size):
         return f"a matrix of {' or '.join(DTYPE_NAMES)} with numbers, got {matrix!r}"
-    if matrix.dtype == np.float16 and not load_loops("vector_loops").HAS_FLOAT16:
-        return "a processor that converts float16"
-    return None
+    return float16_decline_reason(matrix.dtype)
 
 
-def _few_bits_matmul_decline_reason(
+def _quantized_matmul_decline_reason(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> str | None:
     """Return why the loop cannot run: not a few float32 rows, or not a transposed matrix of few bits; else None."""
@@ -155,7 +153,7 @@ def _few_bits_matmul_decline_reason(
     return None
 
 
-@decline_when(_few_bits_matmul_decline_reason)
+@decline_when(_quantized_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
     """Return a few float32 rows times a matrix plus bias by spinning threads; else NotImplemented."""
     return _multiply(x, matrix, bias)

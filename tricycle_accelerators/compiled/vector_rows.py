@@ -20,10 +20,11 @@ from tricycle_accelerators.compiled.jit import (
     LARGEST,
     OFFSET,
     ZERO,
+    emitted_intrinsic,
     float16_to_float32,
     inner_function,
-    intrinsic,
     max_abs_if_finite,
+    pointer_to,
     to_float32,
 )
 from tricycle_accelerators.compiled.registers import (
@@ -33,10 +34,12 @@ from tricycle_accelerators.compiled.registers import (
     PAIR,
     VECTOR,
     build_loop,
+    call,
     load,
     multiply_add,
     offset_address,
     prefetch,
+    sum_lanes,
 )
 
 # The fields of a job, by their places in a mailbox.
@@ -74,9 +77,8 @@ def _dots(kind: int, n_x: int, n_rows: int) -> Any:
     n_bytes = WHOLE * itemsize
     n_sums = UNROLLED // n_x  # registers of each vector and row: with 4 and 2 eight in all, of AVX2's sixteen
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, x_stride, row, row_stride, n_steps, ahead = arguments
-
+    @emitted_intrinsic(types.UniTuple(types.float32, n_x * n_rows)(*[types.intp] * 6))
+    def dots(builder: Any, x: Any, x_stride: Any, row: Any, row_stride: Any, n_steps: Any, ahead: Any) -> Any:
         def add_products(step: Any, sums: list[Any]) -> list[Any]:
             numbers = builder.add(row, builder.mul(step, INDEX(n_bytes)))
             rows = [offset_address(builder, numbers, row_stride, i) for i in range(n_rows)]
@@ -98,11 +100,7 @@ def _dots(kind: int, n_x: int, n_rows: int) -> Any:
         n_pairs = n_x * n_rows
         new = build_loop(builder, n_steps, [ir.Constant(VECTOR, [0.0] * LANES)] * (n_pairs * n_sums), add_products)
         totals = [_add_up(builder, new[n * n_sums : (n + 1) * n_sums]) for n in range(n_pairs)]
-        return context.make_tuple(builder, signature.return_type, totals)
-
-    @intrinsic
-    def dots(context: Any, x: Any, x_stride: Any, row: Any, row_stride: Any, n_steps: Any, ahead: Any) -> Any:
-        return types.UniTuple(types.float32, n_x * n_rows)(*[types.intp] * 6), code
+        return cgutils.pack_array(builder, totals)
 
     return dots
 
@@ -111,59 +109,24 @@ def _add_up(builder: Any, registers: list[Any]) -> Any:
     """Emit the sum of all numbers of some registers, a power of two."""
     while len(registers) > 1:
         registers = [builder.fadd(*pair) for pair in zip(registers[::2], registers[1::2])]
-    reduced = ir.FunctionType(FLOAT, [FLOAT, VECTOR])
-    function = cgutils.get_or_insert_function(builder.module, reduced, f"llvm.vector.reduce.fadd.v{LANES}f32")
-    return builder.call(function, [ir.Constant(FLOAT, 0.0), registers[0]], fastmath=("reassoc",))
+    return sum_lanes(builder, registers[0])
 
 
-@intrinsic
-def pointer_to(context: Any, address: Any, like: Any) -> Any:
-    """Convert an address to a pointer to numbers of the type of `like`, or of its elements (Numba intrinsic)."""
-    pointer = types.CPointer(like.dtype if isinstance(like, types.Array) else like)
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
-
-    return pointer(types.intp, like), code
-
-
-@intrinsic
-def call_function(context: Any, function: Any, place: Any, start: Any, stop: Any) -> Any:
+@emitted_intrinsic(types.void(*[types.intp] * 4))
+def call_function(builder: Any, function: Any, place: Any, start: Any, stop: Any) -> None:
     """Call the compiled function at an address with the address of a mailbox and a range of rows (Numba intrinsic)."""
     kind = ir.FunctionType(ir.VoidType(), [INDEX] * 3)
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        function, *others = arguments
-        builder.call(builder.inttoptr(function, kind.as_pointer()), others)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), code
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [place, start, stop])
 
 
-@intrinsic
-def call_multiply(
-    context: Any,
-    multiply: Any,
-    n_x: Any,
-    x: Any,
-    table: Any,
-    n_parts: Any,
-    out: Any,
-    function: Any,
-    box: Any,
-    n_threads: Any,
-) -> Any:
-    """Call the compiled product of rows and a matrix at an address, such as `multiply_by_rows` (Numba intrinsic).
+@emitted_intrinsic(types.int64(*[types.int64] * 9))
+def call_multiply(builder: Any, multiply: Any, *arguments: Any) -> Any:
+    """Call the compiled product of rows and a matrix at an address with its arguments (Numba intrinsic).
 
-    All arguments are addresses or numbers; the result is that of a job.
+    They are those of `multiply_by_rows`, addresses or numbers; the result is that of a job.
     """
     kind = ir.FunctionType(INDEX, [INDEX] * 8)
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        multiply, *others = arguments
-        return builder.call(builder.inttoptr(multiply, kind.as_pointer()), others)
-
-    return types.int64(*[types.int64] * 9), code
+    return builder.call(builder.inttoptr(multiply, kind.as_pointer()), arguments)
 
 
 def _make_write_products(kind: int, n_x: int, n_rows: int) -> Any:
@@ -251,36 +214,26 @@ HAS_BYTES = bool((LANES == 16 and FEATURES.get("avx512vnni")) or (LANES == 8 and
 MIDDLE = np.int32(128)  # of a byte
 
 
-@intrinsic
-def _dot_bytes(context: Any, upper: Any, lower: Any, row: Any, n_steps: Any, shift: Any, scale: Any) -> Any:
+@emitted_intrinsic(types.float32(*[types.intp] * 4, types.int32, types.float32))
+def _dot_bytes(builder: Any, upper: Any, lower: Any, row: Any, n_steps: Any, shift: Any, scale: Any) -> Any:
     """Compute the dot product of x, split into bytes, and an int8 row, over whole registers.
 
     `shift` is what the offset of the bytes (128) adds to the product.
     """
-    vector = ir.VectorType(PAIR, LANES)
+    vector, name = ir.VectorType(PAIR, LANES), f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        *bytes_of_x, row, n_steps, shift, scale = arguments
-        kind = ir.FunctionType(vector, [vector] * 3)
-        name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
-        multiply_add = cgutils.get_or_insert_function(builder.module, kind, name)
+    def add_products(step: Any, sums: list[Any]) -> list[Any]:
+        offset = builder.mul(step, INDEX(4 * LANES))
+        place = builder.add(row, offset)
+        prefetch(builder, builder.add(place, INDEX(AHEAD)))
+        numbers = load(builder, place, vector)
+        parts = [load(builder, builder.add(x, offset), vector) for x in (upper, lower)]
+        return [call(builder, name, vector, total, part, numbers) for total, part in zip(sums, parts)]
 
-        def add_products(step: Any, sums: list[Any]) -> list[Any]:
-            offset = builder.mul(step, INDEX(4 * LANES))
-            place = builder.add(row, offset)
-            prefetch(builder, builder.add(place, INDEX(AHEAD)))
-            numbers = load(builder, place, vector)
-            parts = [load(builder, builder.add(x, offset), vector) for x in bytes_of_x]
-            return [builder.call(multiply_add, [total, part, numbers]) for total, part in zip(sums, parts)]
-
-        new = build_loop(builder, n_steps, [ir.Constant(vector, [0] * LANES)] * len(bytes_of_x), add_products)
-        add = ir.FunctionType(PAIR, [vector])
-        function = cgutils.get_or_insert_function(builder.module, add, f"llvm.vector.reduce.add.v{LANES}i32")
-        totals = [builder.sub(builder.call(function, [total]), shift) for total in new]
-        high, low = (builder.fmul(builder.sitofp(total, FLOAT), scale) for total in totals)
-        return builder.fadd(builder.fmul(high, ir.Constant(FLOAT, 256.0)), low)
-
-    return types.float32(*[types.intp] * 4, types.int32, types.float32), code
+    new = build_loop(builder, n_steps, [ir.Constant(vector, [0] * LANES)] * 2, add_products)
+    totals = [builder.sub(call(builder, f"llvm.vector.reduce.add.v{LANES}i32", PAIR, total), shift) for total in new]
+    high, low = (builder.fmul(builder.sitofp(total, FLOAT), scale) for total in totals)
+    return builder.fadd(builder.fmul(high, ir.Constant(FLOAT, 256.0)), low)
 
 
 @inner_function()
@@ -295,9 +248,8 @@ def _multiply_int8_rows_by_bytes(box: Any, start: int, stop: int) -> None:
         out[i] = _dot_bytes(x, x + size, box[ROWS] + i * stride, n_steps, MIDDLE * sums[i], scales[i])
 
 
-multiply_int8_rows_by_bytes = (
-    _multiply_int8_rows_by_bytes if HAS_BYTES else multiply_int8_rows
-)  # elsewhere no compiler knows the instruction
+# Elsewhere no compiler knows the instruction.
+multiply_int8_rows_by_bytes = _multiply_int8_rows_by_bytes if HAS_BYTES else multiply_int8_rows
 
 
 @inner_function(fastmath=ANY_ORDER)

@@ -27,7 +27,7 @@ from tricycle_accelerators.providers import decline_when
 MAX_BATCHED_SCORES = 1600  # scores of a head: with fewer, calls for each item cost more than going through memory again
 
 
-# -------------------------------------------------------------------- what a call computes with
+# -------------------------------------------------------------------- inputs of a call
 class _Inputs(NamedTuple):
     """Inputs of attention, without queries that see no key and keys that no query sees."""
 
@@ -64,12 +64,12 @@ def _fill_outside(x: np.ndarray, tokens: slice, value: float) -> np.ndarray:
     return x[:, tokens]
 
 
-def _for_items_decline_reason(q: np.ndarray, *_: Any, **__: Any) -> str | None:
+def _run_over_batch_decline_reason(q: np.ndarray, *_: Any, **__: Any) -> str | None:
     """Return a reason if there are fewer batch items than threads, else None."""
     return "fewer items than threads: better shared by what is done inside" if len(q) < threads.n_threads() else None
 
 
-@decline_when(_for_items_decline_reason)
+@decline_when(_run_over_batch_decline_reason)
 def run_over_batch(q: np.ndarray, work: Callable[[slice], None]) -> None:
     """Call `work(slice(i, i + 1))` for each batch item i in threads; NotImplemented for fewer items than threads."""
     threads.parallel_for(work, [slice(i, i + 1) for i in range(len(q))])
@@ -77,7 +77,7 @@ def run_over_batch(q: np.ndarray, work: Callable[[slice], None]) -> None:
 
 # -------------------------------------------------------------------- scores of a group
 class _CausalMasks(NamedTuple):
-    """What is added to a square of scores at the two edges of the band: 0, and -inf after, or up to, the diagonal."""
+    """Additive masks of squares of scores at the two edges of the band: 0, and -inf after, or up to, the diagonal."""
 
     later: np.ndarray
     earlier: np.ndarray
@@ -91,7 +91,7 @@ def _causal_masks(blocks: list[QueryBlock], dtype: np.dtype) -> _CausalMasks:
 
 
 class _Heads(NamedTuple):
-    """What a group computes with.
+    """The arrays and options of a head group.
 
     Attributes:
         queries: (H, T, D), times the scale.
@@ -347,7 +347,7 @@ def _append_column(x: np.ndarray) -> np.ndarray:
     return wider
 
 
-# -------------------------------------------------------------------- any function of rows
+# -------------------------------------------------------------------- any row softmax
 @upcasting(1)
 def row_attention(
     q: np.ndarray,

@@ -11,12 +11,7 @@ from tricycle_accelerators import buffers, chunks
 from tricycle_accelerators.providers import decline_when
 
 
-def _cross_entropy_decline_reason(logits: np.ndarray, *_: Any, **__: Any) -> str | None:
-    """Return a reason if there are no logits, else None."""
-    return None if logits.size else "an empty array"
-
-
-@decline_when(_cross_entropy_decline_reason)
+@decline_when(lambda logits, *_, **__: None if logits.size else "an empty array")
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_gradient: bool = True
 ) -> tuple[np.ndarray, np.ndarray | None]:

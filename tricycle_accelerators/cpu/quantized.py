@@ -16,14 +16,14 @@ from tricycle_accelerators.matmul_plan import multiplies_bfloat16
 from tricycle_accelerators.providers import decline_when
 
 
-def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
+def _quantized_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
     """Return a reason for few rows with an untransposed matrix, or empty operands; else None."""
     if not matrix.transposed and len(x) <= FEW_ROWS:
         return f"at most {FEW_ROWS} rows, with a matrix that is not transposed"
     return None if x.size and matrix.size else "an empty array"
 
 
-@decline_when(_few_bits_matmul_decline_reason)
+@decline_when(_quantized_matmul_decline_reason)
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32") -> Array:
     """Multiply rows by a quantized matrix, plus bias; each thread dequantizes the matrix and multiplies a part.
 

@@ -18,14 +18,14 @@ from tricycle_accelerators.providers import decline_when
 ITEMS = 32  # of a thread at a time
 
 
-def _pipeline_decline_reason(gates: np.ndarray, pieces: list[Piece], *_: Any, **__: Any) -> str | None:
+def _run_batch_parallel_decline_reason(gates: np.ndarray, pieces: list[Piece], *_: Any, **__: Any) -> str | None:
     """Return a reason for more than ITEMS (32) batch items or fewer than two pieces, else None."""
     if gates.shape[1] > ITEMS:
         return f"more than {ITEMS} items"
     return "fewer than two pieces" if len(pieces) < 2 else None
 
 
-@decline_when(_pipeline_decline_reason)
+@decline_when(_run_batch_parallel_decline_reason)
 def run_batch_parallel(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> None:

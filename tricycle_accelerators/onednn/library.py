@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle_accelerators import libraries, spin_threads, threads
+from tricycle_accelerators import buffers, libraries, spin_threads, threads
 from tricycle_accelerators.providers import exclusion_reason
 
 DISTRIBUTION, LIBRARY, EXTRA = "onednn-cpu-gomp", "libdnnl.so.3", "pip install 'tricycle-gpt[bf16]'"
@@ -36,7 +36,6 @@ CPU, IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order
 BF16, F32, S8 = 2, 3, 5  # dnnl_bf16, dnnl_f32, dnnl_s8
 KINDS = {1: S8, 2: BF16, 4: F32}  # by the bytes of an element
 ANY_LAYOUT, WEIGHTS_LAYOUT = 1, 131  # dnnl_format_tag_any, dnnl_query_weights_md
-ALIGNMENT = 64  # bytes of a line of a cache
 ISA_BF16 = 0x80  # the bit that avx512_core_bf16 has and avx512_core_vnni has not, nor any before it
 MULTIPLY = 0x1FFF1  # dnnl_binary_mul
 # Places of arguments: DNNL_ARG_SRC (and _FROM), _WEIGHTS, _DST (and _TO), _BIAS; DNNL_ARG_ATTR_MULTIPLE_POST_OP(i) is
@@ -297,7 +296,7 @@ class _Primitive:
 
 
 class _Thread(threading.local):
-    """What each thread has for itself, for a primitive computes in memory of its own and must not run twice at once.
+    """The stream and primitives of a thread: a primitive has memory of its own and must not run twice at once.
 
     Made anew in every thread that looks.
     """
@@ -354,7 +353,7 @@ def _layout(array: np.ndarray) -> Layout:
     return array.shape, array.strides, array.itemsize
 
 
-# -------------------------------------------------------------------- what the kernels call, each thread for its part
+# -------------------------------------------------------------------- functions for kernels, called by each thread
 # Arrays are float32 unless said. None may be empty.
 def convert(x: np.ndarray, out: np.ndarray) -> None:
     """Write float32 or bfloat16 values into an array of either dtype, rounded to nearest even; NaN stays NaN."""
@@ -388,8 +387,7 @@ class PackedMatrix:
         descriptor = _descriptor(self.layout)
         n_bytes = _library().free.dnnl_memory_desc_get_size(descriptor)
         _call("dnnl_memory_desc_destroy", descriptor)
-        memory = np.empty(n_bytes + ALIGNMENT, np.uint8)
-        self.memory = memory[-memory.ctypes.data % ALIGNMENT :][:n_bytes]
+        self.memory = buffers.aligned_empty((n_bytes,), np.uint8)
         _run(_reorder, (), (SOURCE, RESULT), (matrix, self.memory), (_layout(matrix), self.layout))
 
     def product(self, x: np.ndarray, out: np.ndarray, add: bool = False) -> None:

@@ -33,7 +33,7 @@ def _packed(matrix: QuantizedMatrix) -> library.PackedMatrix:
     return laid
 
 
-def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
+def _quantized_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, **__: Any) -> str | None:
     """Return a reason unless the matrix is transposed int8 or bfloat16, x of at most 32 bits, none empty; else None."""
     if not matrix.transposed:
         return "a matrix that is not transposed"
@@ -44,7 +44,7 @@ def _few_bits_matmul_decline_reason(x: Array, matrix: QuantizedMatrix, *_: Any, 
     return None if x.size and matrix.size else "an empty array"
 
 
-@decline_when(_few_bits_matmul_decline_reason)
+@decline_when(_quantized_matmul_decline_reason)
 def quantized_matmul(
     x: Array, matrix: QuantizedMatrix, bias: Array | None = None, precision: str = "float32"
 ) -> Array | NotImplementedType:
