@@ -687,7 +687,7 @@ def test_open_request_limit(folder, monkeypatch):
     monkeypatch.setattr("tricycle_serve.app.MAX_OPEN_REQUESTS", 2)
     with run_server(folder, start=False) as server:
         waiting = [start_stream(server, max_tokens=5) for _ in range(2)]
-        wait_until(lambda: server.service.engine._n_waiting() == 2)
+        wait_until(lambda: len(server.service.engine._queue) == 2)
         status, response, headers = server.request("/v1/completions", {"prompt": "x"})
         assert (status, response["error"]["code"], headers["retry-after"]) == (503, "overloaded", "5")
         server.service.engine.start()
@@ -750,7 +750,7 @@ def test_waiting_prompts_share_prefixes_and_start_in_order(folder, monkeypatch):
         for last in (7, 8, 9):
             body = {"prompt": [*shared, last], "max_tokens": 4, "logit_bias": ALWAYS_LONG}
             futures.append(pool.submit(server.request, "/v1/completions", body))
-            wait_until(lambda: server.service.engine._n_waiting() == len(futures))
+            wait_until(lambda: len(server.service.engine._queue) == len(futures))
         server.service.engine.start()
         usages = [future.result()[1]["usage"] for future in futures]
     assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 150, 150]
@@ -760,7 +760,7 @@ def test_waiting_prompts_share_prefixes_and_start_in_order(folder, monkeypatch):
 def test_full_queue(folder, reference):
     with run_server(folder, start=False, max_queue=2) as server, openai_client(server) as client:
         waiting = [start_stream(server, max_tokens=5) for _ in range(2)]
-        wait_until(lambda: server.service.engine._n_waiting() == 2)
+        wait_until(lambda: len(server.service.engine._queue) == 2)
         with pytest.raises(openai.RateLimitError, match="2 texts are waiting") as error:
             chat(client)
         assert 1 <= int(error.value.response.headers["retry-after"]) <= 30
@@ -773,7 +773,7 @@ def test_full_queue(folder, reference):
 def test_timeout_in_the_queue(folder):
     with run_server(folder, start=False, timeout_seconds=0.05) as server:
         connection = start_stream(server, max_tokens=5, stream=False)
-        wait_until(lambda: server.service.engine._n_waiting() == 1)
+        wait_until(lambda: len(server.service.engine._queue) == 1)
         time.sleep(0.06)
         server.service.engine.start()
         raw = receive_all(connection)
