@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.heading import date_and_processor
-from benchmarks.interleave import Schedule
-from benchmarks.workers import SIDES, Worker, peak_memory_mb, serve, time_steps
+from benchmarks.interleave import Schedule, peak_memory_mb
+from benchmarks.workers import SIDES, Worker, serve, time_steps
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
 

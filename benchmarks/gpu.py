@@ -46,7 +46,6 @@ CASES: dict[str, GPTConfig] = {
 }
 TINY = GPTConfig(vocab_size=256, context_window=32, embedding_dim=32, n_heads=2, n_layers=2, batch_size=2)
 QUICK_CASES: dict[str, GPTConfig] = {"gpt2": TINY, "shakespeare": replace(TINY, tied=False, dropout=0.2)}
-PARTS = ("environment", "compile", "tests", "products", "training", "timeline", "generation")
 BATCHES = (1, 32)
 # Lower bounds in milliseconds for a step of GPT-2 with batch 32 on an H200: matrix products at 790 TFLOP/s, attention
 # at 280 (forward) and 240 TFLOP/s (backward), all else at 4.3 TB/s with each array read and written once.
@@ -320,20 +319,15 @@ def selected_cases(arguments: argparse.Namespace) -> dict[str, GPTConfig]:
     return {name: config for name, config in cases.items() if not arguments.cases or name in arguments.cases}
 
 
-PART_FUNCTIONS: dict[str, Callable[[argparse.Namespace, float], tuple[Any, str]]] = dict(
-    zip(
-        PARTS,
-        (
-            report_environment,
-            compile_kernels,
-            run_gpu_tests,
-            measure_matmuls,
-            measure_training,
-            measure_timeline,
-            measure_generation,
-        ),
-    )
-)
+PARTS: dict[str, Callable[[argparse.Namespace, float], tuple[Any, str]]] = {
+    "environment": report_environment,
+    "compile": compile_kernels,
+    "tests": run_gpu_tests,
+    "products": measure_matmuls,
+    "training": measure_training,
+    "timeline": measure_timeline,
+    "generation": measure_generation,
+}
 
 
 def main() -> int:
@@ -371,7 +365,7 @@ def main() -> int:
             report.add(part, {"error": "no time left"}, "no time left")
             continue
         try:
-            result, text = PART_FUNCTIONS[part](arguments, time.monotonic() + min(left, 60 * arguments.part_minutes))
+            result, text = PARTS[part](arguments, time.monotonic() + min(left, 60 * arguments.part_minutes))
         except Exception as error:
             traceback.print_exc()
             failed.append(part)

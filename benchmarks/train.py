@@ -13,7 +13,7 @@ import os
 from benchmarks.heading import date_and_processor
 from benchmarks.interleave import Schedule
 from benchmarks.shapes import SHAPES
-from benchmarks.workers import MATMUL_SIZE, SIDES, Worker, time_steps
+from benchmarks.workers import MATMUL_SIZE, Worker, time_steps
 from tricycle.softmaxes import SOFTMAXES
 from tricycle_cli.speed import flops_per_token
 
@@ -36,7 +36,6 @@ def main() -> None:
     arguments = parser.parse_args()
     names = ["tricycle"] + (["torch"] if arguments.peer == "torch" else []) + ["torch-compile"] * arguments.compile
     names += arguments.softmax
-    assert set(names) <= set(SIDES)
     config = SHAPES[arguments.shape]
     task = arguments.shape, arguments.precision
     matmuls = ["matmul", "torch-matmul"] if "torch" in names else ["matmul"]

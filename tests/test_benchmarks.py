@@ -13,7 +13,6 @@ from programs import call, good
 
 from benchmarks import attention, experts, finetuning, matmul, overhead, recurrent, small_networks, tokeniser
 from benchmarks.finetuning_workers import STEPS
-from benchmarks.generation import n_common_prefix
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import SIDES, random_batches
 from tricycle.configs import GPTConfig
@@ -116,13 +115,6 @@ def test_generation_prints_its_table():
 def test_tricycle_and_transformers_generate_the_same_tokens():
     rows = generation_table("tricycle float32", "transformers float32")
     assert [row[8] for row in rows.values()] == ["6", "6"]
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "n"), [([1, 2, 3], [1, 2, 3], 3), ([1, 2], [1, 3], 1), ([4], [5], 0), ([], [], 0)]
-)
-def test_length_of_a_common_prefix(left, right, n):
-    assert n_common_prefix(left, right) == n
 
 
 # -------------------------------------------------------------------- the same work
