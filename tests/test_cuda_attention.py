@@ -81,7 +81,7 @@ def test_graphs_are_valid(dtype, causal):
         pytest.skip(cudnn.unavailable_reason())
     forward = AttentionShape(32, 1024, 12, 64, causal, 0.125, dtype, ((1024 * 2304, 64, 2304, 1),) * 3)
     plain = cudnn.contiguous_strides(forward)
-    backward = forward._replace(steps=(*forward.steps, plain, plain, *forward.steps))
+    backward = forward._replace(strides=(*forward.strides, plain, plain, *forward.strides))
     for make, shape, n_arrays in ((cudnn.build_forward_graph, forward, 5), (cudnn.build_backward_graph, backward, 9)):
         made = make(shape, sm_version=90, sm_count=132)
         made.graph.validate()
