@@ -13,7 +13,6 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -163,42 +162,32 @@ class Tricycle(Side):
 
     def timeline(self) -> dict[str, Any]:
         """Make 3 updates; return "step" ms, "rows" (kernel or "elsewhere", calls, ms) of the last, slowest first."""
-        from tricycle import kernels
+        from tricycle.kernels.dispatch import Kernel
 
+        kernel_class: Any = Kernel
+        untimed, mark = kernel_class.__call__, self._mark
         events: list[tuple[str, Any, Any]] = []
-        active: list[str] = []
-        mark = self._mark
+        is_inside = False
 
-        def timed(name: str, kernel: Callable) -> Callable:
-            @wraps(kernel)  # copies its attributes, too, such as the reference kernel
-            def run(*args: Any, **options: Any) -> Any:
-                if active:
-                    return kernel(*args, **options)
-                active.append(name)
-                start = mark()
-                try:
-                    return kernel(*args, **options)
-                finally:
-                    events.append((name, start, mark()))
-                    active.pop()
+        def timed(kernel: Any, *args: Any, **options: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:
+                return untimed(kernel, *args, **options)
+            is_inside, start = True, mark()
+            try:
+                return untimed(kernel, *args, **options)
+            finally:
+                events.append((kernel.reference.__name__, start, mark()))
+                is_inside = False
 
-            return run
-
-        originals: dict[str, Any] = dict(kernels.KERNELS)
-        modules = {
-            name: kernels if hasattr(kernels, name) else sys.modules[kernel.__module__]
-            for name, kernel in originals.items()
-        }
         self.steps(2)
+        kernel_class.__call__ = timed
         try:
-            for name, kernel in originals.items():
-                setattr(modules[name], name, timed(name, kernel))
             start = mark()
             self.steps(1)
             end = mark()
         finally:
-            for name, kernel in originals.items():
-                setattr(modules[name], name, kernel)
+            kernel_class.__call__ = untimed
         self.wait()
         by_name: dict[str, list[float]] = defaultdict(list)
         for name, first, last in events:
