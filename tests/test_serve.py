@@ -1,4 +1,5 @@
 """Tests of `tricycle serve` with OpenAI's client, and with invalid, slow and interrupted requests."""
+# ruff: noqa: F811 (tests have imported fixtures as arguments)
 
 import base64
 import contextlib
@@ -21,7 +22,18 @@ pytest.importorskip("openai")
 
 import openai
 from programs import environment, run_here
-from serving import ReferenceGenerator, RunningServer, run_server, wait_until
+from serving import (  # noqa: F401 (fixtures)
+    HELLO,
+    ReferenceGenerator,
+    RunningServer,
+    client,
+    folder,
+    openai_client,
+    reference,
+    run_server,
+    server,
+    wait_until,
+)
 from tiny_models import lively_model, tiny_tokeniser, write_folder
 
 from benchmarks import serving as benchmark
@@ -57,34 +69,7 @@ from tricycle_serve.request_fields import RequestFields
 from tricycle_serve.responses import merge_deltas
 
 ROOT = Path(__file__).resolve().parents[1]
-HELLO = [{"role": "user", "content": "the quick brown fox"}]
 ALWAYS_LONG = {"2": -100}  # the logit bias that prevents the end of an answer
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def reference(folder) -> ReferenceGenerator:
-    return ReferenceGenerator(folder)
-
-
-@pytest.fixture(scope="module")
-def server(folder):
-    with run_server(folder) as server:
-        yield server
-
-
-def openai_client(server: RunningServer, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai_client(server) as client:
-        yield client
 
 
 def chat(client: openai.OpenAI, messages=HELLO, **fields):

@@ -1,4 +1,5 @@
 """Tests of requests for JSON, regular expressions and grammars to `tricycle serve`."""
+# ruff: noqa: F811 (tests have imported fixtures as arguments)
 
 import json
 import re
@@ -12,26 +13,11 @@ pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 
 import jsonschema
-import openai
 from json_schemas import DIGIT, an_object
-from serving import run_server, wait_until
-from tiny_models import write_folder
+from serving import HELLO, client, folder, server, wait_until  # noqa: F401 (fixtures)
 
-HELLO = [{"role": "user", "content": "the quick brown fox"}]
 SCHEMA = an_object(name={"type": "string", "maxLength": 5}, ok={"type": "boolean"}, x=DIGIT)
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with run_server(write_folder(tmp_path_factory.mktemp("models") / "tiny")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def chat(client, **fields):

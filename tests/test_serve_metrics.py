@@ -7,10 +7,8 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
-from serving import run_server
+from serving import HELLO, run_server
 from tiny_models import write_folder
-
-HELLO = [{"role": "user", "content": "the quick brown fox"}]
 
 
 def read(server) -> dict:
