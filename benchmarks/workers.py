@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -74,8 +75,9 @@ class Worker:
             RuntimeError: the process has ended.
         """
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # then there is no answer, either
+            self.process.stdin.write(command + "\n")
+            self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"the worker {self.side} ended with status {self.process.wait()}")

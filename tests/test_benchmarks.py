@@ -14,7 +14,7 @@ from programs import call, good
 from benchmarks import attention, experts, finetuning, matmul, overhead, recurrent, small_networks, tokeniser
 from benchmarks.finetuning_workers import STEPS
 from benchmarks.shapes import SHAPES
-from benchmarks.workers import SIDES, random_batches
+from benchmarks.workers import SIDES, Worker, random_batches
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
 from tricycle_cli.speed import flops_per_token
@@ -128,6 +128,14 @@ def test_both_sides_of_training_have_equal_parameter_counts_and_update(keep_torc
         assert first != second
         assert np.isfinite([first, second]).all()
     assert sizes["tricycle"] == sizes["torch"]
+
+
+def test_a_worker_that_has_ended_is_an_error():
+    worker = Worker("missing", 1, "benchmarks.no_such_module")
+    worker.process.wait(60)
+    with pytest.raises(RuntimeError, match="the worker missing ended with status 1"):
+        worker.request("step")
+    worker.close()
 
 
 def test_batches_are_the_same_for_every_side():
