@@ -34,10 +34,7 @@ def operands(product: Product) -> tuple[np.ndarray, np.ndarray]:
     """Return random float32 operands (a, b) of the product a @ b, with the memory layout of that pass."""
     (n_rows, n_inner, n_columns), pass_index = product
     rng = np.random.default_rng(0)
-
-    def draw(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, dtype=np.float32)
-
+    draw: Any = lambda *shape: rng.standard_normal(shape, dtype=np.float32)
     if pass_index == 0:
         return draw(n_rows, n_inner), draw(n_inner, n_columns)
     if pass_index == 1:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.heading import date_and_processor
 from benchmarks.interleave import Schedule, answer_requests, peak_memory_mb, run_interleaved
 from benchmarks.shapes import SHAPES
 from tricycle import kernels
@@ -92,6 +93,28 @@ def time_steps(workers: Sequence[Worker], schedule: Schedule) -> list[float]:
     """Return the median seconds of a step of each worker, measured in interleaved rounds."""
     times = run_interleaved([partial(worker.request, "step") for worker in workers], schedule)
     return [statistics.median(seconds) for seconds in times]
+
+
+def time_cases(
+    module: str, sides: Sequence[str], cases: Sequence[tuple[str, ...]], threads: int, schedule: Schedule
+) -> list[tuple[list[float], list[float]]]:
+    """Return the seconds of a step and the MB of each side for each case; print date, versions and GFLOP/s at the end.
+
+    Args:
+        module: its workers have the arguments `--serve SIDE CASE`.
+    """
+    results = []
+    for case in cases:
+        workers = [Worker(side, threads, module, "--serve", side, *case) for side in sides]
+        times = time_steps(workers, schedule)
+        results.append((times, [worker.request("memory") for worker in workers]))
+        if case == cases[-1]:
+            print(f"{date_and_processor()}, {threads} threads")
+            for worker in workers:
+                print(f"  {worker.side}: {worker.request('versions')}, matmul {worker.request('matmul'):,.0f} GFLOP/s")
+        for worker in workers:
+            worker.close()
+    return results
 
 
 def random_batches(config: GPTConfig):

@@ -236,12 +236,8 @@ def test_operands_have_the_layouts_of_a_layer(pass_index, precision):
     np.testing.assert_allclose(multiply(), a @ b, 0.05, 0.05)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes_are_valid(name):
-    config = SHAPES[name]
-    assert config.embedding_dim % config.n_heads == 0
-    if name == "tiny":
-        assert GPT(config).n_parameters < 100_000
+def test_tiny_shape_is_small():
+    assert GPT(SHAPES["tiny"]).n_parameters < 100_000
 
 
 def test_flops_per_token_match_formula():

@@ -709,8 +709,7 @@ def test_shared_prompts_are_processed_once(folder, monkeypatch):
     n_processed = lambda: sum(len(tokens) for call in next_logits.call_args_list for tokens in call.args[1])
     with run_server(folder) as server:
         body = {"prompt": [*range(5, 205)], "n": 4, "max_tokens": 3, "seed": 1, "logit_bias": ALWAYS_LONG}
-        _, response, _ = server.request("/v1/completions", body)
-        assert len({choice["text"] for choice in response["choices"]}) >= 1
+        server.request("/v1/completions", body)
         assert n_processed() == 200 + 3 + 3 * 2 + 2
         next_logits.reset_mock()
         other = {"prompt": [*range(5, 155), 7, 7], "max_tokens": 1}  # it shares 150 tokens
