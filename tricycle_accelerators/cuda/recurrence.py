@@ -28,17 +28,12 @@ def _decline_reason(weights: Array, *others: Array | None) -> str | None:
     return None if weights.dtype == f32 else f"weights in float32, got {weights.dtype}"
 
 
-def _forward_decline_reason(
-    gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, *_: Any, **__: Any
-) -> str | None:
-    """Return why the forward kernel cannot run (not float32, not contiguous, or empty arrays), or None."""
-    return _decline_reason(weights, gates, states, bias, active)
-
-
 def _forward(kernel: Kernel[..., None]) -> Callable[..., None]:
     """Return the CUDA version of a forward kernel (rnn, gru, lstm): per time step one product and one launch."""
 
-    @decline_when(_forward_decline_reason)
+    @decline_when(
+        lambda gates, states, weights, bias, active, *_: _decline_reason(weights, gates, states, bias, active)
+    )
     @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
     def version(
         gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, *options: bool
