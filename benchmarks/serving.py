@@ -165,21 +165,6 @@ class LoadGenerator:
         is_correct = texts == expected or (self.is_other and any(texts))
         return "" if is_correct else f"expected {expected}, got {texts}", n_tokens, first_time
 
-    def _open(self, body: bytes, receive_buffer: int = 2**16) -> socket.socket:
-        """Send a POST of `body` to /v1/completions; return the open socket, with the response unread."""
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        connection.settimeout(300)
-        connection.connect(("127.0.0.1", self.port))
-        lines = (
-            "POST /v1/completions HTTP/1.1",
-            "Host: localhost",
-            "Connection: close",
-            f"Content-Length: {len(body)}",
-        )
-        connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
-        return connection
-
     def _streaming_body(self, prompt: str, **fields: Any) -> bytes:
         """Return the JSON of a streamed greedy completion request as bytes, with further `fields`."""
         common = {"prompt": prompt, "max_tokens": self.expected.n_tokens, "temperature": 0, "repetition_penalty": 1}
@@ -190,18 +175,16 @@ class LoadGenerator:
         raw = b"HTTP/1.1 429"
         while raw.startswith(b"HTTP/1.1 429"):  # retry while the server is busy
             raw = b""
-            with self._open(self._streaming_body(prompt, logprobs=5), receive_buffer=2048) as connection:
+            with post(self.port, self._streaming_body(prompt, logprobs=5), receive_buffer=2048) as connection:
                 while received := connection.recv(1024):
                     raw += received
                     time.sleep(self.pause)
-        events = re.findall(rb"^data: (\{.*\})\r?$", raw, re.MULTILINE)
-        text = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
-        expected = self.expected.texts[prompt]
+        text, expected = stream_text(raw), self.expected.texts[prompt]
         return "" if text == expected else f"expected {expected!r}, got {text!r}"
 
     def _drop_connection(self, prompt: str) -> str:
         """Close the connection in the middle of a response, or before its start; return ""."""
-        with self._open(self._streaming_body(prompt)) as connection:
+        with post(self.port, self._streaming_body(prompt)) as connection:
             if len(prompt) % 2:
                 connection.recv(100)
         return ""
@@ -209,11 +192,28 @@ class LoadGenerator:
     def _send_malformed(self, prompt: str) -> str:
         """Send a malformed body; return "" if the answer is an error of status 4xx, else the answer."""
         body = MALFORMED_BODIES[self.expected.prompts.index(prompt) % len(MALFORMED_BODIES)]
-        with self._open(body) as connection:
+        with post(self.port, body) as connection:
             raw = b"".join(iter(lambda: connection.recv(4096), b""))
         head, _, content = raw.partition(b"\r\n\r\n")
         is_error = re.match(rb"HTTP/1\.1 4\d\d ", head) is not None and "message" in json.loads(content)["error"]
         return "" if is_error else raw.decode("utf-8", "replace")[:200] or "expected an answer, got none"
+
+
+def post(port: int, body: bytes, receive_buffer: int = 2**16) -> socket.socket:
+    """Send a POST of `body` to /v1/completions; return the open socket, with the response unread."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(300)
+    connection.connect(("127.0.0.1", port))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+def stream_text(raw: bytes) -> str:
+    """Return the text of all choices in a completely received stream of events."""
+    events = re.findall(rb"^data: (\{.*\})\r?$", raw, re.MULTILINE)
+    return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
 
 
 def _choice_text(choice: Any) -> str:

@@ -364,9 +364,6 @@ def test_penalties(client, reference):
 
 
 def test_errors_in_the_openai_client(client):
-    with pytest.raises(openai.BadRequestError, match="tools is not supported") as error:
-        chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert error.value.param == "tools"
     with pytest.raises(openai.BadRequestError, match=r"prompt.*at most 4095.*got 5001") as error:
         complete(client, [3] * 5001)
     assert error.value.code == "context_length_exceeded"
@@ -605,20 +602,8 @@ def test_chat_page_headers(server):
 # -------------------------------------------------------------------- concurrency, limits and timeouts
 def start_stream(server: RunningServer, **fields) -> socket.socket:
     """Send a streaming request; return the socket, from which nothing has been read."""
-    body = json.dumps({"prompt": "the quick", "temperature": 0, "logit_bias": ALWAYS_LONG, "stream": True, **fields})
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(60)
-    connection.connect(("127.0.0.1", server.port))
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-    return connection
-
-
-def parse_stream_text(raw: bytes) -> str:
-    """Return the text in a complete stream of events."""
-    events = re.findall(rb"^data: (\{.*\})\r?$", raw, re.MULTILINE)
-    return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+    body = {"prompt": "the quick", "temperature": 0, "logit_bias": ALWAYS_LONG, "stream": True, **fields}
+    return benchmark.post(server.port, json.dumps(body).encode(), receive_buffer=4096)
 
 
 def receive_all(connection: socket.socket) -> bytes:
@@ -638,7 +623,7 @@ def test_slow_reader_does_not_delay_others(folder, reference):
             raw = receive_all(connection)
             assert len(raw) > 500_000 and b"[DONE]" in raw
             ids = reference.tokeniser.encode("the quick")
-            assert parse_stream_text(raw) == reference.text(ids, 3000, logit_bias=((2, -100),))
+            assert benchmark.stream_text(raw) == reference.text(ids, 3000, logit_bias=((2, -100),))
 
 
 def slow_down_steps(monkeypatch, seconds: float) -> list[int]:
@@ -751,7 +736,7 @@ def test_full_queue(folder, reference):
         assert error.value.code == "queue_full"
         server.service.engine.start()
         expected = reference.text(reference.tokeniser.encode("the quick"), 5, logit_bias=((2, -100),))
-        assert [parse_stream_text(receive_all(connection)) for connection in waiting] == [expected, expected]
+        assert [benchmark.stream_text(receive_all(connection)) for connection in waiting] == [expected, expected]
 
 
 def test_timeout_in_the_queue(folder):
