@@ -69,8 +69,8 @@ class RequestResult:
 class ExpectedAnswers:
     """Prompts and the expected responses, computed with `generate`."""
 
-    def __init__(self, source: str, n_prompts: int, n_tokens: int, device: str = "cpu") -> None:
-        loaded = load_model(source, device=device)
+    def __init__(self, source: str, n_prompts: int, n_tokens: int) -> None:
+        loaded = load_model(source, device="cpu")
         self.tokeniser = loaded.tokeniser
         self.n_tokens = n_tokens
         words = "birds water foxes bread numbers trees rivers music".split()

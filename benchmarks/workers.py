@@ -261,11 +261,11 @@ SIDES: dict[str, Callable] = {
 SIDES |= {name: partial(tricycle_step, softmax=name) for name in SOFTMAXES if name != "softmax"}
 
 
-def matmul_rate(side: str, precision: str = "float32", repeats: int = 5) -> float:
-    """Return the GFLOP/s of the large matrix product with a side's library: the highest of several repeats."""
+def matmul_rate(side: str, precision: str) -> float:
+    """Return the GFLOP/s of the large matrix product with a side's library: the highest of five."""
     multiply = (torch_matmul_step if side.startswith("torch") else matmul_step)(None, precision)
     times = []
-    for _ in range(repeats):
+    for _ in range(5):
         start = time.perf_counter()
         multiply()
         times.append(time.perf_counter() - start)

@@ -29,7 +29,7 @@ OWN = {
     "no positions": {"positions": "none"},
     "rotary": ROTARY,
     "a part turned": ROTARY | {"rotary_fraction": 0.5},
-    "scaled": ROTARY | {"rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_original_window": 8},
+    "scaled": ROTARY | LLAMA3,
     "YaRN": ROTARY | YARN,
     "YaRN, any bounds": ROTARY | YARN | {"rotary_rounded": False, "rotary_high_frequency": 3.0},
     "scaled residuals and logits": {"residual_scale": 0.3, "logit_scale": 0.5},
@@ -202,7 +202,7 @@ def test_setting_pairs_match_the_full_pass(name):
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "rotary", "window", "blocks", "adaptive", "softmax1"])
-def test_bfloat16_cache(name):
+def test_float16_cache(name):
     model = new_model(CONFIGS[name])
     tokens = text_of(model, 20)
     expected = all_at_once(model, tokens)[8:]
@@ -256,7 +256,7 @@ def assert_last_token_as_all_at_once(model):
 
 # -------------------------------------------------------------------- weights
 @pytest.mark.parametrize("n_tokens", [1, 20])
-def test_bfloat16_weights(n_tokens):
+def test_float16_weights(n_tokens):
     model = new_model(replace(TINY, **ROTARY))
     for _, parameter in model.named_parameters():
         if parameter.ndim == 2:

@@ -14,7 +14,7 @@ pytest.importorskip("jsonschema")
 
 import jsonschema
 from json_schemas import DIGIT, an_object
-from serving import HELLO, client, folder, server, wait_until  # noqa: F401 (fixtures)
+from serving import HELLO, client, folder, server  # noqa: F401 (fixtures)
 
 SCHEMA = an_object(name={"type": "string", "maxLength": 5}, ok={"type": "boolean"}, x=DIGIT)
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
@@ -78,16 +78,6 @@ def test_stop_strings_and_stop_tokens_with_a_schema(client):
     assert re.fullmatch("[a-c]{3}", choice.text) and choice.finish_reason == "stop"
     (choice,) = complete(client, extra_body={"regex": "[a-c]{9}"}, logit_bias={"2": 100}).choices
     assert re.fullmatch("[a-c]{9}", choice.text)
-
-
-def test_disconnect_ends_a_guided_text(server):
-    connection = server.connection()
-    body = {"prompt": "x", "max_tokens": 1000, "stream": True, "regex": "[a-z]*!{1000}"}
-    connection.request("POST", "/v1/completions", json.dumps(body).encode())
-    connection.getresponse().read(10)
-    assert server.service.engine._decoding
-    connection.close()
-    wait_until(lambda: not server.service.engine._decoding)
 
 
 @pytest.mark.parametrize(
