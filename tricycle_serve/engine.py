@@ -398,9 +398,7 @@ class GenerationEngine(Engine):
         if not len(self._batch):
             return
         for batch_number, token in self._batch.step():
-            sequence = self._decoding.get(batch_number)
-            if sequence is None:  # it failed at an earlier token of this step
-                continue
+            sequence = self._decoding[batch_number]
             if self.metrics is not None:
                 now = time.monotonic()
                 self.metrics.count_token(now - sequence.last_time, is_first=sequence.output.n_tokens == 0)
