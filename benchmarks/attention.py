@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.interleave import Schedule, peak_memory_mb
+from benchmarks.interleave import Schedule, add_comparison_flags, peak_memory_mb
 from benchmarks.workers import SIDES, serve, time_cases
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
@@ -112,9 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a sequence")
     parser.add_argument("--train", type=int, metavar="T", help="measure training steps with a context of T tokens")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    Schedule.add_flags(parser)
+    add_comparison_flags(parser)
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="of matrix products")
     parser.add_argument("--serve", nargs=4, metavar=("SIDE", "TASK", "T", "PRECISION"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

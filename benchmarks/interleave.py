@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,13 @@ class Schedule:
     def __str__(self) -> str:
         """Return rounds, measured seconds and warm-up as words, such as "8 interleaved rounds of 1 s after ..."."""
         return f"{self.rounds} interleaved rounds of {self.seconds:g} s after a warm-up of {self.warmup:g} s"
+
+
+def add_comparison_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --peer and --threads of a comparison with PyTorch, and the flags of `Schedule`, to a parser."""
+    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
+    Schedule.add_flags(parser)
 
 
 def run_interleaved(sides: Sequence[Callable[[], T]], schedule: Schedule) -> list[list[T]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.interleave import Schedule
+from benchmarks.interleave import Schedule, add_comparison_flags
 from benchmarks.workers import serve, time_cases
 
 CELLS = ("LSTM", "GRU", "RNN")
@@ -82,9 +82,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch")
     parser.add_argument("--length", type=int, default=128, help="time steps of a sequence")
     parser.add_argument("--width", type=int, default=256, help="channels of the input and of the state")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    Schedule.add_flags(parser)
+    add_comparison_flags(parser)
     parser.add_argument("--serve", nargs=5, metavar=("SIDE", "CELL", "B", "T", "C"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
