@@ -221,11 +221,7 @@ def test_large_scores_do_not_overflow(softmax, offset):
     model = new_model(replace(TINY, softmax=softmax, n_key_heads=2))
     for block in model.blocks:
         block.attention.qkv.bias.array[:24] = offset  # of queries and keys
-    tokens = text_of(model, 9)
-    caches = model.new_caches()
-    next_logits(model, [tokens[:-1]], [caches])
-    logits = next_logits(model, [tokens[-1:]], [caches])[0]
-    np.testing.assert_allclose(logits, all_at_once(model, tokens)[-1], rtol=1e-3, atol=1e-3)
+    assert_last_token_as_all_at_once(model)
 
 
 @pytest.mark.parametrize(
