@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.heading import date_and_processor
-from benchmarks.interleave import Schedule
-from benchmarks.workers import SIDES, Worker, peak_memory_mb, serve, time_steps
+from benchmarks.interleave import Schedule, add_comparison_flags, peak_memory_mb
+from benchmarks.workers import SIDES, serve, time_cases
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
 
@@ -113,9 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a sequence")
     parser.add_argument("--train", type=int, metavar="T", help="measure training steps with a context of T tokens")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    Schedule.add_flags(parser)
+    add_comparison_flags(parser)
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="of matrix products")
     parser.add_argument("--serve", nargs=4, metavar=("SIDE", "TASK", "T", "PRECISION"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -125,25 +122,17 @@ def main() -> None:
         return
     names = ["tricycle"] + ["torch"] * (arguments.peer == "torch")
     task, lengths = ("training", [arguments.train]) if arguments.train else ("attention", arguments.lengths)
-    rows = []
-    for length in lengths:
-        flags = [("--serve", name, task, str(length), arguments.precision) for name in names]
-        workers = [Worker(name, arguments.threads, "benchmarks.attention", *flag) for name, flag in zip(names, flags)]
-        times = time_steps(workers, Schedule.from_arguments(arguments))
-        memory = [worker.request("memory") for worker in workers]
-        if length == lengths[-1]:
-            print(f"{date_and_processor()}, {arguments.threads} threads")
-            for worker in workers:
-                print(f"  {worker.side}: {worker.request('versions')}, matmul {worker.request('matmul'):,.0f} GFLOP/s")
-        for worker in workers:
-            worker.close()
-        rows.append((length, times, memory))
+    cases, schedule = (
+        [(task, str(length), arguments.precision) for length in lengths],
+        Schedule.from_arguments(arguments),
+    )
+    results = time_cases("benchmarks.attention", names, cases, arguments.threads, schedule)
     title = "forward, loss, backward, AdamW" if arguments.train else "causal self-attention, forward and backward"
-    print(f"{title}, {arguments.precision}: medians of {Schedule.from_arguments(arguments)}")
+    print(f"{title}, {arguments.precision}: medians of {schedule}")
     if arguments.train:
-        print_training(arguments.train, names, *rows[0][1:])
+        print_training(arguments.train, names, *results[0])
     else:
-        print_attention(rows)
+        print_attention([(length, *result) for length, result in zip(lengths, results)])
 
 
 def print_attention(rows: list[tuple[int, list[float], list[float]]]) -> None:

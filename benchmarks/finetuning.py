@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.generation import load_model
 from benchmarks.heading import date_and_processor
-from benchmarks.interleave import Schedule
+from benchmarks.interleave import Schedule, add_comparison_flags
 from benchmarks.workers import Worker, time_steps
 
 MODULE = "benchmarks.finetuning_workers"
@@ -105,13 +104,11 @@ def main() -> None:
         "--learn", nargs="+", choices=["lora", "all"], default=["lora", "all"], help="train LoRA or all"
     )
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="of both sides")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
     parser.add_argument("--recompute", action="store_true", help="use activation checkpointing on both sides")
     parser.add_argument("--weights", default="float32", help="dtype of Tricycle's frozen weights (bfloat16 LoRA)")
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a sequence")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    Schedule.add_flags(parser)
+    add_comparison_flags(parser)
     arguments = parser.parse_args()
     sides = installed_sides(arguments.peer)
     tables: dict[str, Any] = {}

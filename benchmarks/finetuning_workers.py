@@ -6,17 +6,15 @@ its own library, because its memory is measured.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.generation_workers import peak_memory_mb
+from benchmarks.interleave import answer_requests, peak_memory_mb
 
 RANK, ALPHA, LEARNING_RATE = 16, 32, 1e-4
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the output layer
@@ -121,17 +119,8 @@ def main() -> None:
     """Prepare a side; answer stdin lines "step" (seconds), "memory" (peak MB) and "losses" (of all steps) as JSON."""
     side, folder, method, precision, n_rows, n_tokens, weights, *flags = sys.argv[1:]
     arguments = Path(folder), method, precision, (int(n_rows), int(n_tokens)), "recompute" in flags
-    step = STEPS[side](*arguments, weights)
-    losses = []
-
-    def timed_step() -> float:
-        start = time.perf_counter()
-        losses.append(float(step()))
-        return time.perf_counter() - start
-
-    answers: dict[str, Callable[[], Any]] = {"step": timed_step, "memory": peak_memory_mb, "losses": lambda: losses}
-    for line in sys.stdin:
-        print(json.dumps(answers[line.strip()]()), flush=True)
+    step, losses = STEPS[side](*arguments, weights), list[float]()
+    answer_requests(lambda: losses.append(float(step())), {"memory": peak_memory_mb, "losses": lambda: losses})
 
 
 if __name__ == "__main__":

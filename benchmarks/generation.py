@@ -30,6 +30,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker
 from tricycle.configs.model import ModelConfig
 from tricycle.configs.presets import model_fields
+from tricycle.generate import common_prefix_length
 from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser
 
@@ -183,11 +184,6 @@ def measure_sides(
     return measured
 
 
-def n_common_prefix(left: list[int], right: list[int]) -> int:
-    """Return the index of the first difference of two equally long token lists, or len(left) if there is none."""
-    return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), len(left))
-
-
 def cache_bytes_per_token(model: GPT) -> int:
     """Return the bytes of the float32 keys and values of one token in all layers."""
     config = model.config
@@ -223,7 +219,7 @@ def print_table(
         kv_bytes = (options.prompts[0] + options.new / 2) * kv_bytes_per_token * cache_factor
         nearest = min(tricycle_sides, key=lambda side: abs(side.bits - bits))
         same_size = seconds / token_seconds[nearest.name]
-        n_equal = n_common_prefix(measured[f"{first} tokens"], measured[f"{name} tokens"])
+        n_equal = common_prefix_length(measured[f"{first} tokens"], measured[f"{name} tokens"])
         values = [f"{n / statistics.median(measured[f'{name} {n}']):,.0f}" for n in options.prompts]
         values += [f"{1 / seconds:.1f}", f"{seconds / token_seconds[first]:.2f}", f"{same_size:.2f}"]
         values += [f"{bandwidth / weight_bytes:.0f}", f"{weight_bytes / bandwidth / seconds:.0%}"]

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.interleave import peak_memory_mb
+
 NextTokenFn = Callable[[list[int]], int]  # appends tokens to the context, and returns the most probable next token
 ResetFn = Callable[[], None]
 
@@ -127,16 +129,6 @@ def memory_bandwidth(n_rows: int = 65_536, n_columns: int = 1024, repeats: int =
         threads.parallel_for(lambda block: np.matmul(matrix[block], vector, out=out[block]), blocks)
         times.append(time.perf_counter() - start)
     return matrix.nbytes / min(times)
-
-
-def peak_memory_mb() -> float:
-    """Return the peak memory of this process in MB, 0 if the system does not report it."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        return 0.0
-    (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(peak) * 1024 / 1e6
 
 
 def time_generation(next_token: NextTokenFn, reset: ResetFn, n_prompt: int, n_new: int, n_vocab: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from datetime import date
 from importlib.metadata import entry_points
@@ -46,7 +47,6 @@ CASES: dict[str, GPTConfig] = {
 }
 TINY = GPTConfig(vocab_size=256, context_window=32, embedding_dim=32, n_heads=2, n_layers=2, batch_size=2)
 QUICK_CASES: dict[str, GPTConfig] = {"gpt2": TINY, "shakespeare": replace(TINY, tied=False, dropout=0.2)}
-PARTS = ("environment", "compile", "tests", "products", "training", "timeline", "generation")
 BATCHES = (1, 32)
 # Lower bounds in milliseconds for a step of GPT-2 with batch 32 on an H200: matrix products at 790 TFLOP/s, attention
 # at 280 (forward) and 240 TFLOP/s (backward), all else at 4.3 TB/s with each array read and written once.
@@ -207,13 +207,11 @@ def measure_matmuls(arguments: argparse.Namespace, deadline: float) -> tuple[Any
             continue
         rates: dict[str, dict[str, float]] = {}
         for side in ("tricycle", "torch"):
-            worker = Worker(side, config, arguments.device, deadline)
-            try:
-                rates[side] = dict(worker.request("rates"))
-            except SideError as error:
-                texts.append(f"{name}: {error}")
-            finally:
-                worker.close()
+            with closing(Worker(side, config, arguments.device, deadline)) as worker:
+                try:
+                    rates[side] = dict(worker.request("rates"))
+                except SideError as error:
+                    texts.append(f"{name}: {error}")
         results[name] = rates
         kinds = list(next(iter(rates.values()), {}))
         rows = [[kind, *(rates[side].get(kind, "") for side in rates)] for kind in kinds]
@@ -281,12 +279,9 @@ def measure_timeline(arguments: argparse.Namespace, deadline: float) -> tuple[An
     """Return ({"step": ms, "rows": [[kernel, calls, ms]]}, Markdown) of one training step; raise SideError."""
     cases = selected_cases(arguments)
     name = next((name for name in cases if name.startswith("gpt2")), next(iter(cases)))
-    worker = Worker("tricycle", cases[name], arguments.device, deadline)
-    try:
+    with closing(Worker("tricycle", cases[name], arguments.device, deadline)) as worker:
         worker.request("burst", n=arguments.warmup)
         times = worker.request("timeline")
-    finally:
-        worker.close()
     bounds = LOWER_BOUNDS if cases[name] == GPT2 else {}
     rows = [[kernel, calls, ms, bounds.get(kernel, "")] for kernel, calls, ms in times["rows"]]
     rows.append(["step", "", times["step"], sum(bounds.values()) or ""])
@@ -299,16 +294,14 @@ def measure_generation(arguments: argparse.Namespace, deadline: float) -> tuple[
     results: dict[str, Any] = {}
     sides = ["tricycle", "transformers"] + ["transformers-compile"] * arguments.compile
     for side in sides:
-        worker = Worker(side, config, arguments.device, deadline)
         results[side] = {}
-        try:
-            for batch in BATCHES:
-                seconds = worker.request("generate", batch=batch, n_tokens=arguments.new_tokens)
-                results[side][str(batch)] = batch * arguments.new_tokens / seconds
-        except SideError as error:
-            results[side]["error"] = str(error)
-        finally:
-            worker.close()
+        with closing(Worker(side, config, arguments.device, deadline)) as worker:
+            try:
+                for batch in BATCHES:
+                    seconds = worker.request("generate", batch=batch, n_tokens=arguments.new_tokens)
+                    results[side][str(batch)] = batch * arguments.new_tokens / seconds
+            except SideError as error:
+                results[side]["error"] = str(error)
     rows = [[side, *(speeds.get(str(batch), "") for batch in BATCHES)] for side, speeds in results.items()]
     text = markdown_table(["tokens/s", *(f"batch {batch}" for batch in BATCHES)], rows)
     return results, "\n\n".join([text, *(speeds["error"] for speeds in results.values() if "error" in speeds)])
@@ -320,20 +313,15 @@ def selected_cases(arguments: argparse.Namespace) -> dict[str, GPTConfig]:
     return {name: config for name, config in cases.items() if not arguments.cases or name in arguments.cases}
 
 
-PART_FUNCTIONS: dict[str, Callable[[argparse.Namespace, float], tuple[Any, str]]] = dict(
-    zip(
-        PARTS,
-        (
-            report_environment,
-            compile_kernels,
-            run_gpu_tests,
-            measure_matmuls,
-            measure_training,
-            measure_timeline,
-            measure_generation,
-        ),
-    )
-)
+PARTS: dict[str, Callable[[argparse.Namespace, float], tuple[Any, str]]] = {
+    "environment": report_environment,
+    "compile": compile_kernels,
+    "tests": run_gpu_tests,
+    "products": measure_matmuls,
+    "training": measure_training,
+    "timeline": measure_timeline,
+    "generation": measure_generation,
+}
 
 
 def main() -> int:
@@ -371,7 +359,7 @@ def main() -> int:
             report.add(part, {"error": "no time left"}, "no time left")
             continue
         try:
-            result, text = PART_FUNCTIONS[part](arguments, time.monotonic() + min(left, 60 * arguments.part_minutes))
+            result, text = PARTS[part](arguments, time.monotonic() + min(left, 60 * arguments.part_minutes))
         except Exception as error:
             traceback.print_exc()
             failed.append(part)

@@ -13,12 +13,12 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import numpy as np
 
-from benchmarks.workers import peak_memory_mb
+from benchmarks.interleave import peak_memory_mb
+from benchmarks.workers import torch_gpt
 from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
 
@@ -162,42 +162,32 @@ class Tricycle(Side):
 
     def timeline(self) -> dict[str, Any]:
         """Make 3 updates; return "step" ms, "rows" (kernel or "elsewhere", calls, ms) of the last, slowest first."""
-        from tricycle import kernels
+        from tricycle.kernels.dispatch import Kernel
 
+        kernel_class: Any = Kernel
+        untimed, mark = kernel_class.__call__, self._mark
         events: list[tuple[str, Any, Any]] = []
-        active: list[str] = []
-        mark = self._mark
+        is_inside = False
 
-        def timed(name: str, kernel: Callable) -> Callable:
-            @wraps(kernel)  # copies its attributes, too, such as the reference kernel
-            def run(*args: Any, **options: Any) -> Any:
-                if active:
-                    return kernel(*args, **options)
-                active.append(name)
-                start = mark()
-                try:
-                    return kernel(*args, **options)
-                finally:
-                    events.append((name, start, mark()))
-                    active.pop()
+        def timed(kernel: Any, *args: Any, **options: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:
+                return untimed(kernel, *args, **options)
+            is_inside, start = True, mark()
+            try:
+                return untimed(kernel, *args, **options)
+            finally:
+                events.append((kernel.reference.__name__, start, mark()))
+                is_inside = False
 
-            return run
-
-        originals: dict[str, Any] = dict(kernels.KERNELS)
-        modules = {
-            name: kernels if hasattr(kernels, name) else sys.modules[kernel.__module__]
-            for name, kernel in originals.items()
-        }
         self.steps(2)
+        kernel_class.__call__ = timed
         try:
-            for name, kernel in originals.items():
-                setattr(modules[name], name, timed(name, kernel))
             start = mark()
             self.steps(1)
             end = mark()
         finally:
-            for name, kernel in originals.items():
-                setattr(modules[name], name, kernel)
+            kernel_class.__call__ = untimed
         self.wait()
         by_name: dict[str, list[float]] = defaultdict(list)
         for name, first, last in events:
@@ -370,58 +360,6 @@ class HuggingFace(Torch):
                 pad_token_id=0,
                 **options,
             )
-
-
-def torch_gpt(config: GPTConfig) -> Any:
-    """Return GPT-2 with random weights as a PyTorch module that maps token ids (B, T) to logits (B, T, V)."""
-    import torch
-    from torch import nn
-    from torch.nn import functional as F
-
-    width, n_heads, dropout = config.embedding_dim, config.n_heads, config.dropout
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms = nn.ModuleList(nn.LayerNorm(width, bias=config.bias) for _ in range(2))
-            hidden = round(width * config.expansion_ratio)
-            self.qkv, self.out = nn.Linear(width, 3 * width, config.bias), nn.Linear(width, width, config.bias)
-            self.up, self.down = nn.Linear(width, hidden, config.bias), nn.Linear(hidden, width, config.bias)
-            self.drop = nn.Dropout(dropout)
-
-        def forward(self, x):
-            """Return x (B, T, C) after causal attention and MLP, each with LayerNorm, dropout and residual."""
-            n_items, n_tokens, _ = x.shape
-            qkv = self.qkv(self.norms[0](x)).view(n_items, n_tokens, 3, n_heads, -1).permute(2, 0, 3, 1, 4)
-            y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True).transpose(1, 2).reshape(x.shape)
-            x = x + self.drop(self.out(y))
-            return x + self.drop(self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh")))
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(config.vocab_size, width)
-            self.places = nn.Embedding(config.context_window, width)
-            self.blocks = nn.ModuleList(Block() for _ in range(config.n_layers))
-            self.norm = nn.LayerNorm(width, bias=config.bias)
-            self.head = nn.Linear(width, config.vocab_size, bias=False)
-            self.drop = nn.Dropout(dropout)
-            for name, parameter in self.named_parameters():
-                if parameter.dim() >= 2:
-                    last = name.endswith(("out.weight", "down.weight"))
-                    nn.init.normal_(parameter, 0.0, 0.02 / (2 * config.n_layers) ** 0.5 if last else 0.02)
-            if config.tied:
-                self.head.weight = self.tokens.weight
-
-        def forward(self, ids):
-            """Return the logits (B, T, V) of token ids (B, T)."""
-            places = torch.arange(ids.shape[1], device=ids.device)
-            x = self.drop(self.tokens(ids) + self.places(places))
-            for block in self.blocks:
-                x = block(x)
-            return self.head(self.norm(x))
-
-    return Model()
 
 
 SIDES: dict[str, Callable[[GPTConfig, bool], Side]] = {

@@ -27,9 +27,9 @@ CONTEXT_WORDS, CONTEXT_LINES = 24, 4
 Item = dict[str, Any]
 
 
-def make_items(n: int, texts: list[str], code: list[str], seed: int = 0) -> dict[str, list[Item]]:
+def make_items(n: int, texts: list[str], code: list[str]) -> dict[str, list[Item]]:
     """Return `n` items of each task by its name: endings, code, numbers and counting (generation)."""
-    generator = random.Random(seed)
+    generator = random.Random(0)
     makers = {"endings": _endings(texts, generator), "code": _code(code, generator)}
     makers |= {"numbers": _numbers(generator), "counting": _counting(generator)}
     return {name: [next(items) for _ in range(n)] for name, items in makers.items()}

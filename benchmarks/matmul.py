@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.heading import date_and_processor
-from benchmarks.interleave import Schedule, run_interleaved
+from benchmarks.interleave import Schedule, add_comparison_flags, run_interleaved
 from benchmarks.workers import Worker
 from tricycle import kernels
 
@@ -34,10 +34,7 @@ def operands(product: Product) -> tuple[np.ndarray, np.ndarray]:
     """Return random float32 operands (a, b) of the product a @ b, with the memory layout of that pass."""
     (n_rows, n_inner, n_columns), pass_index = product
     rng = np.random.default_rng(0)
-
-    def draw(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, dtype=np.float32)
-
+    draw: Any = lambda *shape: rng.standard_normal(shape, dtype=np.float32)
     if pass_index == 0:
         return draw(n_rows, n_inner), draw(n_inner, n_columns)
     if pass_index == 1:
@@ -114,11 +111,9 @@ def main() -> None:
     parser.add_argument(
         "--precision", choices=["float32", "bfloat16"], default="float32", help="precision of the operands"
     )
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
     parser.add_argument("--layer", type=int, nargs=3, metavar=("N", "K", "M"), help="one layer, instead of five")
     parser.add_argument("--serve", choices=["tricycle", "torch"], help=argparse.SUPPRESS)
-    Schedule.add_flags(parser)
+    add_comparison_flags(parser)
     parser.set_defaults(rounds=5, seconds=0.5, warmup=0.2)
     arguments = parser.parse_args()
     if arguments.serve:

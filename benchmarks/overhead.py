@@ -16,12 +16,14 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import metadata, util
 from typing import Any
 
 import numpy as np
 
 from benchmarks.heading import date_and_processor
+from benchmarks.interleave import run_rounds
 
 VALUES = (1.0, 0.999, 0.001)  # x, b and c: these do not overflow for any number of steps
 
@@ -122,12 +124,11 @@ def main() -> None:
     sides = ["tricycle"] + [side for side in arguments.peers if side not in missing]
     spawn = multiprocessing.get_context("spawn")
     workers = {side: ProcessPoolExecutor(1, mp_context=spawn) for side in sides}
-    times: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
-    for round_index in range(arguments.repeats + 1):
-        for side, worker in workers.items():
-            *seconds, _ = worker.submit(time_chain, side, arguments.length, not arguments.no_collector).result()
-            if round_index:  # the first round is a warm-up
-                times[side].append((seconds[0], seconds[1]))
+
+    def run(side: str) -> tuple[float, float]:
+        return workers[side].submit(time_chain, side, arguments.length, not arguments.no_collector).result()[:2]
+
+    times = run_rounds({side: partial(run, side) for side in sides}, arguments.repeats)
     for worker in workers.values():
         worker.shutdown()
 

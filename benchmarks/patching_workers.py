@@ -6,10 +6,8 @@ and PyTorch the sample of cells.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -18,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.interleave import answer_requests
 from tricycle.pretrained import load
 from tricycle_lab.patching import Prompts, patch_activations
 
@@ -122,14 +121,7 @@ def main() -> None:
         del loaded
         compute = partial(torch_effects(folder, prompts, sizes[2]), sample)
 
-    def timed_step() -> float:
-        start = time.perf_counter()
-        latest["values"] = compute()
-        return time.perf_counter() - start
-
-    answers: dict[str, Callable[[], Any]] = {"step": timed_step, "values": lambda: latest["values"].tolist()}
-    for line in sys.stdin:
-        print(json.dumps(answers[line.strip()]()), flush=True)
+    answer_requests(lambda: latest.update(values=compute()), {"values": lambda: latest["values"].tolist()})
 
 
 if __name__ == "__main__":

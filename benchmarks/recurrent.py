@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from benchmarks.heading import date_and_processor
-from benchmarks.interleave import Schedule
-from benchmarks.workers import Worker, serve, time_steps
+from benchmarks.interleave import Schedule, add_comparison_flags
+from benchmarks.workers import serve, time_cases
 
 CELLS = ("LSTM", "GRU", "RNN")
 
@@ -84,9 +82,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch")
     parser.add_argument("--length", type=int, default=128, help="time steps of a sequence")
     parser.add_argument("--width", type=int, default=256, help="channels of the input and of the state")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    Schedule.add_flags(parser)
+    add_comparison_flags(parser)
     parser.add_argument("--serve", nargs=5, metavar=("SIDE", "CELL", "B", "T", "C"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -94,25 +90,12 @@ def main() -> None:
         serve(side, SIDES[side](cell, *map(int, sizes)))
         return
     names = ["tricycle"] + ["torch"] * (arguments.peer == "torch")
-    sizes = [str(size) for size in (arguments.batch, arguments.length, arguments.width)]
-    rows: list[tuple[str, Any]] = []
-    for cell in arguments.cells:
-        workers = [
-            Worker(name, arguments.threads, "benchmarks.recurrent", "--serve", name, cell, *sizes) for name in names
-        ]
-        rows.append((cell, time_steps(workers, Schedule.from_arguments(arguments))))
-        if cell == arguments.cells[-1]:
-            print(f"{date_and_processor()}, {arguments.threads} threads")
-            for worker in workers:
-                print(f"  {worker.side}: {worker.request('versions')}, matmul {worker.request('matmul'):,.0f} GFLOP/s")
-        for worker in workers:
-            worker.close()
-    print(
-        f"forward and backward, batch {sizes[0]} x {sizes[1]} steps, width {sizes[2]}: "
-        f"medians of {Schedule.from_arguments(arguments)}"
-    )
+    sizes, schedule = (arguments.batch, arguments.length, arguments.width), Schedule.from_arguments(arguments)
+    cases = [(cell, *map(str, sizes)) for cell in arguments.cells]
+    results = time_cases("benchmarks.recurrent", names, cases, arguments.threads, schedule)
+    print(f"forward and backward, batch {sizes[0]} x {sizes[1]} steps, width {sizes[2]}: medians of {schedule}")
     print(f"{'':<6}{'ms Tricycle':>13}" + f"{'ms PyTorch':>12}{'speed-up':>10}" * (len(names) == 2))
-    for cell, (seconds, *torch_seconds) in rows:
+    for cell, ((seconds, *torch_seconds), _) in zip(arguments.cells, results):
         columns = "".join(f"{other * 1e3:>12.1f}{other / seconds:>10.2f}" for other in torch_seconds)
         print(f"{cell:<6}{seconds * 1e3:>13.1f}{columns}")
 

@@ -59,10 +59,6 @@ def tree_cost(n: int, link: Link) -> ReduceCost:
     return ReduceCost(2 * depth * link.latency, 2 * depth / link.bandwidth)
 
 
-Collective = Callable[[int, Link], ReduceCost]
-COLLECTIVES: dict[str, Collective] = {"ring": ring_cost, "tree": tree_cost}
-
-
 @dataclass(frozen=True)
 class StepProfile:
     """A rank's step without communication.
@@ -101,11 +97,9 @@ def step_seconds(
     return (n_batches - 1) * profile.compute + max(profile.compute, reduced_at) + profile.update
 
 
-def reduce_costs(
-    n: int, link: Link, collectives: Sequence[Collective] = (ring_cost, tree_cost)
-) -> list[ReduceCost] | None:
+def reduce_costs(n: int, link: Link) -> list[ReduceCost] | None:
     """Return the cost of each all-reduce algorithm over n ranks, None for a single rank."""
-    return [collective(n, link) for collective in collectives] if n > 1 else None
+    return [ring_cost(n, link), tree_cost(n, link)] if n > 1 else None
 
 
 def weak_efficiency(profile: StepProfile, n: int, link: Link, overlap: bool = True) -> float:

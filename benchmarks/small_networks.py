@@ -16,12 +16,14 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import metadata, util
 from typing import Any
 
 import numpy as np
 
 from benchmarks.heading import date_and_processor
+from benchmarks.interleave import run_rounds
 
 N_FEATURES, N_CLASSES = 4, 3
 # name: rows of data, hidden size, task ("flowers" is classification with ReLU and cross-entropy, "numbers" regression
@@ -112,12 +114,8 @@ def compare_steps(sides: list[str], n_steps: int, repeats: int) -> None:
     print(f"milliseconds of {n_steps:,} steps, medians of {repeats} interleaved rounds")
     print(f"{'':<16}" + "".join(f"{side:>10}" for side in sides) + f"{'time / PyTorch':>16}" * (len(sides) > 1))
     for network in NETWORKS:
-        times: dict[str, list[float]] = {side: [] for side in sides}
-        for round_index in range(repeats + 1):
-            for side, worker in workers.items():
-                elapsed = worker.submit(time_steps, side, network, n_steps).result()
-                if round_index:  # the first round is a warm-up
-                    times[side].append(elapsed)
+        run = lambda side, network=network: workers[side].submit(time_steps, side, network, n_steps).result()
+        times = run_rounds({side: partial(run, side) for side in sides}, repeats)
         row = "".join(f"{1e3 * statistics.median(times[side]):>10.1f}" for side in sides)
         if len(sides) > 1:
             row += f"{statistics.median(a / b for a, b in zip(times['tricycle'], times['torch'])):>16.2f}"
@@ -136,12 +134,9 @@ def time_import(module: str) -> float:
 
 def compare_imports(modules: list[str], repeats: int) -> None:
     """Print the median milliseconds to import each module, minus "numpy" too, which `modules` must contain."""
-    times: dict[str, list[float]] = {module: [] for module in modules}
-    for round_index in range(repeats + 1):
-        for module in modules:
-            elapsed = time_import(module)
-            if round_index:  # the first round writes the bytecode files
-                times[module].append(elapsed)
+    times = run_rounds(
+        {module: partial(time_import, module) for module in modules}, repeats
+    )  # writes bytecode at first
     print(f"\nmilliseconds of a Python process that imports one module, medians of {repeats} interleaved rounds")
     for module in modules:
         difference = statistics.median(a - b for a, b in zip(times[module], times["numpy"]))

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.interleave import run_rounds
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import BLAS_PIN_VARIABLES, tricycle_step
 from tricycle.debug import use_reference
@@ -35,7 +36,6 @@ OTHER = "everything else"
 def kernel_times(shape: str, n_steps: int) -> dict[str, dict[str, float]]:
     """Return {"reference kernels" and "fast kernels": {group: ms per step}}, medians over `n_steps` steps."""
     step = tricycle_step(SHAPES[shape])
-    times: dict[str, list[dict[str, float]]] = {"reference kernels": [], "fast kernels": []}
 
     def timed_step() -> dict[str, float]:
         start = time.perf_counter()
@@ -45,15 +45,11 @@ def kernel_times(shape: str, n_steps: int) -> dict[str, dict[str, float]]:
         groups = {group: 1e3 * sum(seconds[name] for name in names) for group, names in KERNEL_GROUPS.items()}
         return groups | {OTHER: 1e3 * total - sum(groups.values())}
 
-    for round_index in range(n_steps + 1):
-        with use_reference():
-            timed_step()
-            reference = timed_step()
+    def second_step() -> dict[str, float]:
         timed_step()
-        fast = timed_step()
-        if round_index:  # the first round is a warm-up
-            times["reference kernels"].append(reference)
-            times["fast kernels"].append(fast)
+        return timed_step()
+
+    times = run_rounds({"reference kernels": use_reference()(second_step), "fast kernels": second_step}, n_steps)
     return {
         name: {group: statistics.median(step[group] for step in steps) for group in [*KERNEL_GROUPS, OTHER]}
         for name, steps in times.items()

@@ -8,12 +8,11 @@ whichever is faster. These products are interleaved with the training steps, bec
 from __future__ import annotations
 
 import argparse
-import os
 
 from benchmarks.heading import date_and_processor
-from benchmarks.interleave import Schedule
+from benchmarks.interleave import Schedule, add_comparison_flags
 from benchmarks.shapes import SHAPES
-from benchmarks.workers import MATMUL_SIZE, SIDES, Worker, time_steps
+from benchmarks.workers import MATMUL_SIZE, Worker, time_steps
 from tricycle.softmaxes import SOFTMAXES
 from tricycle_cli.speed import flops_per_token
 
@@ -22,7 +21,6 @@ def main() -> None:
     """Parse sys.argv, and print tokens/s, speed-up, fraction of peak and peak MB of each side."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S", help="model and batch")
-    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
     parser.add_argument(
         "--precision", choices=["float32", "bfloat16"], default="float32", help="precision of all sides"
     )
@@ -31,12 +29,10 @@ def main() -> None:
     parser.add_argument(
         "--softmax", nargs="*", choices=variants, default=[], help="softmax variants to add as further sides"
     )
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    Schedule.add_flags(parser)
+    add_comparison_flags(parser)
     arguments = parser.parse_args()
     names = ["tricycle"] + (["torch"] if arguments.peer == "torch" else []) + ["torch-compile"] * arguments.compile
     names += arguments.softmax
-    assert set(names) <= set(SIDES)
     config = SHAPES[arguments.shape]
     task = arguments.shape, arguments.precision
     matmuls = ["matmul", "torch-matmul"] if "torch" in names else ["matmul"]

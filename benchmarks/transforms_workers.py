@@ -227,14 +227,12 @@ def jax_step(task: str, config: GPTConfig, jitted: bool = False) -> Step:
     return step
 
 
-def jitted_step(task: str, config: GPTConfig) -> Step:
-    """Return `jax_step` of a task, compiled by jax.jit."""
-    return jax_step(task, config, jitted=True)
-
-
 SIDES: dict[str, Callable[[str, GPTConfig], Step]] = {
-    **{"tricycle": tricycle_step, "autograd": autograd_step, "torch": torch_step},
-    **{"jax": jax_step, "jax-jit": jitted_step},
+    "tricycle": tricycle_step,
+    "autograd": autograd_step,
+    "torch": torch_step,
+    "jax": jax_step,
+    "jax-jit": partial(jax_step, jitted=True),
 }
 
 

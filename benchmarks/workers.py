@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -20,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.interleave import Schedule, run_interleaved
+from benchmarks.heading import date_and_processor
+from benchmarks.interleave import Schedule, answer_requests, peak_memory_mb, run_interleaved
 from benchmarks.shapes import SHAPES
 from tricycle import kernels
 from tricycle.configs import GPTConfig
@@ -74,8 +76,9 @@ class Worker:
             RuntimeError: the process has ended.
         """
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # then there is no answer, either
+            self.process.stdin.write(command + "\n")
+            self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"the worker {self.side} ended with status {self.process.wait()}")
@@ -90,6 +93,28 @@ def time_steps(workers: Sequence[Worker], schedule: Schedule) -> list[float]:
     """Return the median seconds of a step of each worker, measured in interleaved rounds."""
     times = run_interleaved([partial(worker.request, "step") for worker in workers], schedule)
     return [statistics.median(seconds) for seconds in times]
+
+
+def time_cases(
+    module: str, sides: Sequence[str], cases: Sequence[tuple[str, ...]], threads: int, schedule: Schedule
+) -> list[tuple[list[float], list[float]]]:
+    """Return the seconds of a step and the MB of each side for each case; print date, versions and GFLOP/s at the end.
+
+    Args:
+        module: its workers have the arguments `--serve SIDE CASE`.
+    """
+    results = []
+    for case in cases:
+        workers = [Worker(side, threads, module, "--serve", side, *case) for side in sides]
+        times = time_steps(workers, schedule)
+        results.append((times, [worker.request("memory") for worker in workers]))
+        if case == cases[-1]:
+            print(f"{date_and_processor()}, {threads} threads")
+            for worker in workers:
+                print(f"  {worker.side}: {worker.request('versions')}, matmul {worker.request('matmul'):,.0f} GFLOP/s")
+        for worker in workers:
+            worker.close()
+    return results
 
 
 def random_batches(config: GPTConfig):
@@ -116,6 +141,58 @@ def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = 
     return step
 
 
+def torch_gpt(config: GPTConfig) -> Any:
+    """Return GPT-2 with random weights as a PyTorch module that maps token ids (B, T) to logits (B, T, V)."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    width, n_heads, dropout = config.embedding_dim, config.n_heads, config.dropout
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(width, bias=config.bias) for _ in range(2))
+            hidden = round(width * config.expansion_ratio)
+            self.qkv, self.out = nn.Linear(width, 3 * width, config.bias), nn.Linear(width, width, config.bias)
+            self.up, self.down = nn.Linear(width, hidden, config.bias), nn.Linear(hidden, width, config.bias)
+            self.drop = nn.Dropout(dropout)
+
+        def forward(self, x):
+            """Return x (B, T, C) after causal attention and MLP, each with LayerNorm, dropout and residual."""
+            n_items, n_tokens, _ = x.shape
+            qkv = self.qkv(self.norms[0](x)).view(n_items, n_tokens, 3, n_heads, -1).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True).transpose(1, 2).reshape(x.shape)
+            x = x + self.drop(self.out(y))
+            return x + self.drop(self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh")))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(config.vocab_size, width)
+            self.places = nn.Embedding(config.context_window, width)
+            self.blocks = nn.ModuleList(Block() for _ in range(config.n_layers))
+            self.norm = nn.LayerNorm(width, bias=config.bias)
+            self.head = nn.Linear(width, config.vocab_size, bias=False)
+            self.drop = nn.Dropout(dropout)
+            for name, parameter in self.named_parameters():
+                if parameter.dim() >= 2:
+                    last = name.endswith(("out.weight", "down.weight"))
+                    nn.init.normal_(parameter, 0.0, 0.02 / (2 * config.n_layers) ** 0.5 if last else 0.02)
+            if config.tied:
+                self.head.weight = self.tokens.weight
+
+        def forward(self, ids):
+            """Return the logits (B, T, V) of token ids (B, T)."""
+            places = torch.arange(ids.shape[1], device=ids.device)
+            x = self.drop(self.tokens(ids) + self.places(places))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    return Model()
+
+
 def torch_step(
     config: GPTConfig, precision: str = "float32", compiled: bool = False, wrap: Callable = lambda model: model
 ):
@@ -126,40 +203,17 @@ def torch_step(
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
-    width, n_heads = config.embedding_dim, config.n_heads
 
-    class Block(nn.Module):
+    class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)  # q, k and v: one product
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x):
-            n_items, n_tokens, _ = x.shape
-            qkv = self.qkv(self.norms[0](x)).view(n_items, n_tokens, 3, n_heads, -1).permute(2, 0, 3, 1, 4)
-            y = F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).reshape(x.shape)
-            x = x + self.out(y)
-            return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens = nn.Embedding(config.vocab_size, width)
-            self.places = nn.Embedding(config.context_window, width)
-            self.blocks = nn.Sequential(*(Block() for _ in range(config.n_layers)))
-            self.norm = nn.LayerNorm(width)
-            self.head = nn.Linear(width, config.vocab_size, bias=False)
-            if config.tied:
-                self.head.weight = self.tokens.weight
+            self.gpt = torch_gpt(config)
 
         def forward(self, ids, labels):
             """Return the mean cross-entropy, a scalar, of labels (B, T) for token ids (B, T)."""
-            x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
-            logits = self.head(self.norm(self.blocks(x)))
-            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return F.cross_entropy(self.gpt(ids).flatten(0, 1), labels.flatten())
 
-    model: Any = Model()
+    model: Any = Loss()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     if compiled:
         model = torch.compile(model)
@@ -207,25 +261,15 @@ SIDES: dict[str, Callable] = {
 SIDES |= {name: partial(tricycle_step, softmax=name) for name in SOFTMAXES if name != "softmax"}
 
 
-def matmul_rate(side: str, precision: str = "float32", repeats: int = 5) -> float:
-    """Return the GFLOP/s of the large matrix product with a side's library: the highest of several repeats."""
+def matmul_rate(side: str, precision: str) -> float:
+    """Return the GFLOP/s of the large matrix product with a side's library: the highest of five."""
     multiply = (torch_matmul_step if side.startswith("torch") else matmul_step)(None, precision)
     times = []
-    for _ in range(repeats):
+    for _ in range(5):
         start = time.perf_counter()
         multiply()
         times.append(time.perf_counter() - start)
     return 2 * MATMUL_SIZE**3 / min(times) / 1e9
-
-
-def peak_memory_mb() -> float:
-    """Return the peak memory of this process in MB, 0 if the system does not report it."""
-    if sys.platform == "win32":
-        return 0.0
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
 def library_versions(side: str) -> str:
@@ -267,21 +311,12 @@ def serve(
         memory_before: MB to subtract from the peak memory.
         answers: functions that answer further lines.
     """
-
-    def timed_step() -> float:
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-
-    all_answers: dict[str, Callable[[], Any]] = {
-        **answers,
-        "step": timed_step,
+    usual: dict[str, Callable[[], Any]] = {
         "memory": lambda: peak_memory_mb() - memory_before,
         "matmul": lambda: matmul_rate(side, precision),
         "versions": lambda: library_versions(side),
     }
-    for line in sys.stdin:
-        print(json.dumps(all_answers[line.strip()]()), flush=True)
+    answer_requests(step, {**answers, **usual})
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""Test helpers: a server in a thread with a tiny model, HTTP requests to it, and expected texts."""
+"""Test helpers: a server in a thread with a tiny model, requests to it, expected texts, and fixtures of all these.
+
+A test module imports the fixtures that it needs; its TEMPLATE is the model's chat template, by default ChatML.
+"""
 
 import contextlib
 import http.client
@@ -18,6 +21,9 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from chat_templates import CHATML
+from tiny_models import write_folder
+
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.pretrained import load
@@ -27,6 +33,7 @@ from tricycle_serve.app import create_app
 from tricycle_serve.server import Server, listen
 
 STOP_TOKEN = 2  # the tiny model's end of an answer
+HELLO = [{"role": "user", "content": "the quick brown fox"}]
 
 
 @dataclass
@@ -95,6 +102,11 @@ def run_server(source: Path, *, start: bool = True, service: Any = None, **setti
     assert not thread.is_alive()
 
 
+def openai_client(server: RunningServer, key: str = "none") -> Any:
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
 def wait_until(condition: Any, timeout_seconds: float = 20) -> None:
     """Wait until a condition is true."""
     deadline = time.monotonic() + timeout_seconds
@@ -125,6 +137,28 @@ class ReferenceGenerator:
 
     def logprobs(self, ids: list[int]) -> np.ndarray:
         """Return the log-probabilities (V,) of the token after a text."""
-        logits = self.loaded.model(np.array(ids)).array[-1 if len(ids) else 0]
-        logits = logits.reshape(-1, logits.shape[-1])[-1][: self.tokeniser.n_vocab].astype(np.float64)
-        return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        logits = self.loaded.model(np.array(ids)).array[-1, : self.tokeniser.n_vocab].astype(np.float64)
+        return logits - np.logaddexp.reduce(logits)
+
+
+@pytest.fixture(scope="module")
+def folder(request, tmp_path_factory) -> Path:
+    template = getattr(request.module, "TEMPLATE", CHATML)
+    return write_folder(tmp_path_factory.mktemp("models") / "tiny", template)
+
+
+@pytest.fixture(scope="module")
+def reference(folder) -> ReferenceGenerator:
+    return ReferenceGenerator(folder)
+
+
+@pytest.fixture(scope="module")
+def server(folder) -> Iterator[RunningServer]:
+    with run_server(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator[Any]:
+    with openai_client(server) as client:
+        yield client

@@ -67,8 +67,8 @@ def test_failure_of_a_part_does_not_stop_the_others(tmp_path, monkeypatch, capsy
     def fail(arguments, deadline):
         raise ZeroDivisionError("out of luck")
 
-    monkeypatch.setitem(gpu.PART_FUNCTIONS, "compile", fail)
-    monkeypatch.setitem(gpu.PART_FUNCTIONS, "tests", lambda arguments, deadline: ({"n": 1}, "good"))
+    monkeypatch.setitem(gpu.PARTS, "compile", fail)
+    monkeypatch.setitem(gpu.PARTS, "tests", lambda arguments, deadline: ({"n": 1}, "good"))
     words = ["gpu", "--device", "cpu", "--quick", "--output", str(tmp_path), "--parts", "compile", "tests"]
     monkeypatch.setattr(sys, "argv", words)
     assert gpu.main() == 1

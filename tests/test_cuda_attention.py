@@ -1,13 +1,12 @@
 """cuDNN's attention without a GPU: which shapes it is given, its graphs, and results through a stand-in for cuDNN."""
 
 import contextlib
-import ctypes
 import sys
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from test_cuda_gemm import dtype_of, fake_cupy, on_device  # noqa: F401 (fake_cupy is a fixture)
+from test_cuda_gemm import array_at, dtype_of, fake_cupy, on_device  # noqa: F401 (fake_cupy is a fixture)
 
 from tricycle import kernels
 from tricycle.kernels import ScoreOptions
@@ -81,7 +80,7 @@ def test_graphs_are_valid(dtype, causal):
         pytest.skip(cudnn.unavailable_reason())
     forward = AttentionShape(32, 1024, 12, 64, causal, 0.125, dtype, ((1024 * 2304, 64, 2304, 1),) * 3)
     plain = cudnn.contiguous_strides(forward)
-    backward = forward._replace(steps=(*forward.steps, plain, plain, *forward.steps))
+    backward = forward._replace(strides=(*forward.strides, plain, plain, *forward.strides))
     for make, shape, n_arrays in ((cudnn.build_forward_graph, forward, 5), (cudnn.build_backward_graph, backward, 9)):
         made = make(shape, sm_version=90, sm_count=132)
         made.graph.validate()
@@ -163,12 +162,7 @@ class FakeGraph:
             kernels.attention_backward.reference(grad, q, k, v, out, totals[..., 0], self.score_options, *places)
 
     def _array(self, tensor, address):
-        dtype = self.dtypes[tensor.data_type]
-        length = sum((n - 1) * step for n, step in zip(tensor.dim, tensor.stride)) + 1
-        memory = (ctypes.c_uint8 * (length * dtype.itemsize)).from_address(address)
-        strides = tuple(step * dtype.itemsize for step in tensor.stride)
-        flat = np.ctypeslib.as_array(memory).view(dtype)
-        return np.lib.stride_tricks.as_strided(flat, tensor.dim, strides)
+        return array_at(address, self.dtypes[tensor.data_type], tensor.dim, tensor.stride)
 
 
 class NotSupported(Exception):

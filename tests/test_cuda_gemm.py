@@ -93,6 +93,14 @@ def pointed(pointer, kind=ctypes.c_void_p):
     return ctypes.cast(pointer, ctypes.POINTER(kind)).contents.value
 
 
+def array_at(address: int, dtype: np.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """Return the array at an address, with strides in elements."""
+    length = sum((n - 1) * step for n, step in zip(shape, strides)) + 1
+    memory = (ctypes.c_uint8 * (length * dtype.itemsize)).from_address(address)
+    flat = np.ctypeslib.as_array(memory).view(dtype)
+    return np.lib.stride_tricks.as_strided(flat, shape, [step * dtype.itemsize for step in strides])
+
+
 class Library:
     """What cuBLASLt does, as its reference says: column-major, D = op(A) op(B) + bias, one bias a row of D."""
 
@@ -144,11 +152,7 @@ class Library:
 
     def _matrix(self, address, layout):
         about = self.held[layout.value]
-        dtype = self.dtypes[about["kind"]]
-        length = (about["columns"] - 1) * about["step"] + about["rows"]
-        memory = np.ctypeslib.as_array((ctypes.c_uint8 * (length * dtype.itemsize)).from_address(address)).view(dtype)
-        strides = dtype.itemsize, about["step"] * dtype.itemsize
-        return np.lib.stride_tricks.as_strided(memory, (about["rows"], about["columns"]), strides)
+        return array_at(address, self.dtypes[about["kind"]], (about["rows"], about["columns"]), (1, about["step"]))
 
     def cublasLtMatmul(
         self, handle, description, alpha, a, at_a, b, at_b, beta, c, at_c, d, at_d, algorithm, space, size, stream
@@ -161,9 +165,8 @@ class Library:
         second = second.T if attributes[gemm.DESCRIPTION_TRANSPOSE_B] else second
         product = first.astype(np.float64) @ second.astype(np.float64)
         if attributes.get(gemm.DESCRIPTION_EPILOGUE) == gemm.EPILOGUE_BIAS:
-            address = attributes[gemm.DESCRIPTION_BIAS]
-            memory = (ctypes.c_uint8 * (len(out) * out.dtype.itemsize)).from_address(address)
-            product += np.ctypeslib.as_array(memory).view(out.dtype).astype(np.float64)[:, None]
+            bias = array_at(attributes[gemm.DESCRIPTION_BIAS], out.dtype, (len(out), 1), (1, 1))
+            product += bias.astype(np.float64)
         out[...] = product
         self.products += 1
         return 0

@@ -169,6 +169,18 @@ def test_parameters_without_gradients_get_none():
         np.testing.assert_array_equal(grad, np.ones((2, 2)))
 
 
+def test_gradients_of_an_earlier_batch_alone_are_summed():
+    def act(processes):
+        layer = Dense(2, 2, generator=0)
+        layer.other = Dense(2, 2, generator=1)
+        used = lambda x, factor: squares(layer.other if x.any() else layer)(x, factor)
+        compute_gradients(layer, used, [np.ones((1, 2)), np.zeros((1, 2))], [1, 1], processes.reducer)
+        return layer.other.weights.grad.array.copy()
+
+    for grad in play(2, act):
+        np.testing.assert_allclose(grad, act(SINGLE_PROCESS), rtol=1e-6)
+
+
 def test_nonfinite_gradients_are_reported_on_all_ranks():
     def act(processes):
         layer = Dense(2, 2, generator=0)

@@ -1,4 +1,5 @@
 """Tests of `tricycle serve` with OpenAI's client, and with invalid, slow and interrupted requests."""
+# ruff: noqa: F811 (tests have imported fixtures as arguments)
 
 import base64
 import contextlib
@@ -21,7 +22,18 @@ pytest.importorskip("openai")
 
 import openai
 from programs import environment, run_here
-from serving import ReferenceGenerator, RunningServer, run_server, wait_until
+from serving import (  # noqa: F401 (fixtures)
+    HELLO,
+    ReferenceGenerator,
+    RunningServer,
+    client,
+    folder,
+    openai_client,
+    reference,
+    run_server,
+    server,
+    wait_until,
+)
 from tiny_models import lively_model, tiny_tokeniser, write_folder
 
 from benchmarks import serving as benchmark
@@ -57,34 +69,7 @@ from tricycle_serve.request_fields import RequestFields
 from tricycle_serve.responses import merge_deltas
 
 ROOT = Path(__file__).resolve().parents[1]
-HELLO = [{"role": "user", "content": "the quick brown fox"}]
 ALWAYS_LONG = {"2": -100}  # the logit bias that prevents the end of an answer
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def reference(folder) -> ReferenceGenerator:
-    return ReferenceGenerator(folder)
-
-
-@pytest.fixture(scope="module")
-def server(folder):
-    with run_server(folder) as server:
-        yield server
-
-
-def openai_client(server: RunningServer, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai_client(server) as client:
-        yield client
 
 
 def chat(client: openai.OpenAI, messages=HELLO, **fields):
@@ -379,9 +364,6 @@ def test_penalties(client, reference):
 
 
 def test_errors_in_the_openai_client(client):
-    with pytest.raises(openai.BadRequestError, match="tools is not supported") as error:
-        chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert error.value.param == "tools"
     with pytest.raises(openai.BadRequestError, match=r"prompt.*at most 4095.*got 5001") as error:
         complete(client, [3] * 5001)
     assert error.value.code == "context_length_exceeded"
@@ -620,20 +602,8 @@ def test_chat_page_headers(server):
 # -------------------------------------------------------------------- concurrency, limits and timeouts
 def start_stream(server: RunningServer, **fields) -> socket.socket:
     """Send a streaming request; return the socket, from which nothing has been read."""
-    body = json.dumps({"prompt": "the quick", "temperature": 0, "logit_bias": ALWAYS_LONG, "stream": True, **fields})
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(60)
-    connection.connect(("127.0.0.1", server.port))
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-    return connection
-
-
-def parse_stream_text(raw: bytes) -> str:
-    """Return the text in a complete stream of events."""
-    events = re.findall(rb"^data: (\{.*\})\r?$", raw, re.MULTILINE)
-    return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+    body = {"prompt": "the quick", "temperature": 0, "logit_bias": ALWAYS_LONG, "stream": True, **fields}
+    return benchmark.post(server.port, json.dumps(body).encode(), receive_buffer=4096)
 
 
 def receive_all(connection: socket.socket) -> bytes:
@@ -653,7 +623,7 @@ def test_slow_reader_does_not_delay_others(folder, reference):
             raw = receive_all(connection)
             assert len(raw) > 500_000 and b"[DONE]" in raw
             ids = reference.tokeniser.encode("the quick")
-            assert parse_stream_text(raw) == reference.text(ids, 3000, logit_bias=((2, -100),))
+            assert benchmark.stream_text(raw) == reference.text(ids, 3000, logit_bias=((2, -100),))
 
 
 def slow_down_steps(monkeypatch, seconds: float) -> list[int]:
@@ -687,7 +657,7 @@ def test_open_request_limit(folder, monkeypatch):
     monkeypatch.setattr("tricycle_serve.app.MAX_OPEN_REQUESTS", 2)
     with run_server(folder, start=False) as server:
         waiting = [start_stream(server, max_tokens=5) for _ in range(2)]
-        wait_until(lambda: server.service.engine._n_waiting() == 2)
+        wait_until(lambda: len(server.service.engine._queue) == 2)
         status, response, headers = server.request("/v1/completions", {"prompt": "x"})
         assert (status, response["error"]["code"], headers["retry-after"]) == (503, "overloaded", "5")
         server.service.engine.start()
@@ -724,8 +694,7 @@ def test_shared_prompts_are_processed_once(folder, monkeypatch):
     n_processed = lambda: sum(len(tokens) for call in next_logits.call_args_list for tokens in call.args[1])
     with run_server(folder) as server:
         body = {"prompt": [*range(5, 205)], "n": 4, "max_tokens": 3, "seed": 1, "logit_bias": ALWAYS_LONG}
-        _, response, _ = server.request("/v1/completions", body)
-        assert len({choice["text"] for choice in response["choices"]}) >= 1
+        server.request("/v1/completions", body)
         assert n_processed() == 200 + 3 + 3 * 2 + 2
         next_logits.reset_mock()
         other = {"prompt": [*range(5, 155), 7, 7], "max_tokens": 1}  # it shares 150 tokens
@@ -750,7 +719,7 @@ def test_waiting_prompts_share_prefixes_and_start_in_order(folder, monkeypatch):
         for last in (7, 8, 9):
             body = {"prompt": [*shared, last], "max_tokens": 4, "logit_bias": ALWAYS_LONG}
             futures.append(pool.submit(server.request, "/v1/completions", body))
-            wait_until(lambda: server.service.engine._n_waiting() == len(futures))
+            wait_until(lambda: len(server.service.engine._queue) == len(futures))
         server.service.engine.start()
         usages = [future.result()[1]["usage"] for future in futures]
     assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 150, 150]
@@ -760,20 +729,20 @@ def test_waiting_prompts_share_prefixes_and_start_in_order(folder, monkeypatch):
 def test_full_queue(folder, reference):
     with run_server(folder, start=False, max_queue=2) as server, openai_client(server) as client:
         waiting = [start_stream(server, max_tokens=5) for _ in range(2)]
-        wait_until(lambda: server.service.engine._n_waiting() == 2)
+        wait_until(lambda: len(server.service.engine._queue) == 2)
         with pytest.raises(openai.RateLimitError, match="2 texts are waiting") as error:
             chat(client)
         assert 1 <= int(error.value.response.headers["retry-after"]) <= 30
         assert error.value.code == "queue_full"
         server.service.engine.start()
         expected = reference.text(reference.tokeniser.encode("the quick"), 5, logit_bias=((2, -100),))
-        assert [parse_stream_text(receive_all(connection)) for connection in waiting] == [expected, expected]
+        assert [benchmark.stream_text(receive_all(connection)) for connection in waiting] == [expected, expected]
 
 
 def test_timeout_in_the_queue(folder):
     with run_server(folder, start=False, timeout_seconds=0.05) as server:
         connection = start_stream(server, max_tokens=5, stream=False)
-        wait_until(lambda: server.service.engine._n_waiting() == 1)
+        wait_until(lambda: len(server.service.engine._queue) == 1)
         time.sleep(0.06)
         server.service.engine.start()
         raw = receive_all(connection)
@@ -1061,7 +1030,7 @@ def test_mixed_requests(folder, n):
         results = benchmark.send_requests(generator, benchmark.request_kinds(n, expected.has_chat), 16)
         assert server.request("/health")[0] == 200
         wait_until(lambda: not server.service.engine._has_work())
-    assert [result.error for result in results if not result.correct] == []
+    assert {result.error for result in results} == {""}
     assert len(results) == n
     assert {result.kind for result in results} == {*benchmark.VALID_KINDS, *benchmark.ADVERSE_FRACTIONS}
     assert f"| all | {n} | {n} |" in benchmark.result_table(results, 1.0)
@@ -1078,7 +1047,7 @@ def test_load_of_64_clients(folder):
             kinds = benchmark.request_kinds(256, expected.has_chat, seed)
             rounds.append((benchmark.send_requests(generator, kinds, 64), benchmark.resident_megabytes(pid, "RssAnon")))
     results = [result for of_round, _ in rounds[1:] for result in of_round]
-    assert [result.error for result in results if not result.correct] == []
+    assert {result.error for result in results} == {""}
     assert len(results) == 768
     median, late = benchmark.first_text_times(results)
     assert 0 < late <= 10 * median  # one that starves waits for all others: 64 times as long

@@ -1,4 +1,5 @@
 """Tests of requests for JSON, regular expressions and grammars to `tricycle serve`."""
+# ruff: noqa: F811 (tests have imported fixtures as arguments)
 
 import json
 import re
@@ -12,26 +13,11 @@ pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 
 import jsonschema
-import openai
 from json_schemas import DIGIT, an_object
-from serving import run_server, wait_until
-from tiny_models import write_folder
+from serving import HELLO, client, folder, server  # noqa: F401 (fixtures)
 
-HELLO = [{"role": "user", "content": "the quick brown fox"}]
 SCHEMA = an_object(name={"type": "string", "maxLength": 5}, ok={"type": "boolean"}, x=DIGIT)
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with run_server(write_folder(tmp_path_factory.mktemp("models") / "tiny")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def chat(client, **fields):
@@ -92,16 +78,6 @@ def test_stop_strings_and_stop_tokens_with_a_schema(client):
     assert re.fullmatch("[a-c]{3}", choice.text) and choice.finish_reason == "stop"
     (choice,) = complete(client, extra_body={"regex": "[a-c]{9}"}, logit_bias={"2": 100}).choices
     assert re.fullmatch("[a-c]{9}", choice.text)
-
-
-def test_disconnect_ends_a_guided_text(server):
-    connection = server.connection()
-    body = {"prompt": "x", "max_tokens": 1000, "stream": True, "regex": "[a-z]*!{1000}"}
-    connection.request("POST", "/v1/completions", json.dumps(body).encode())
-    connection.getresponse().read(10)
-    assert server.service.engine._decoding
-    connection.close()
-    wait_until(lambda: not server.service.engine._decoding)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 """Tests of /metrics of `tricycle serve`, and of the counters behind it."""
+# ruff: noqa: F811 (tests have imported fixtures as arguments)
 
 import sys
 
@@ -7,10 +8,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
-from serving import run_server
-from tiny_models import write_folder
-
-HELLO = [{"role": "user", "content": "the quick brown fox"}]
+from serving import HELLO, folder, run_server  # noqa: F401 (a fixture)
 
 
 def read(server) -> dict:
@@ -22,8 +20,8 @@ def read(server) -> dict:
     return {(sample.name.removeprefix("tricycle_"), *sample.labels.values()): sample.value for sample in samples}
 
 
-def test_counters_equal_the_usage_of_responses(tmp_path):
-    with run_server(write_folder(tmp_path / "tiny")) as server:
+def test_counters_equal_the_usage_of_responses(folder):
+    with run_server(folder) as server:
         assert read(server)["generated_tokens_total",] == 0
         body = {"messages": HELLO, "max_tokens": 20, "temperature": 0, "logit_bias": {"2": -100}}
         usages = [server.request("/v1/chat/completions", body)[1]["usage"] for _ in range(2)]
@@ -46,16 +44,15 @@ def test_counters_equal_the_usage_of_responses(tmp_path):
         assert 0 < found["kv_cache_tokens",] < found["kv_cache_capacity_tokens",]
 
 
-def test_waiting_texts(tmp_path):
-    with run_server(write_folder(tmp_path / "tiny"), start=False) as server:
+def test_waiting_texts(folder):
+    with run_server(folder, start=False) as server:
         engine = server.service.engine
         engine._queue += [1, 2, 3]
         assert read(server)["waiting_texts",] == 3
         engine._queue.clear()
 
 
-def test_metrics_need_the_key_and_the_package(tmp_path, monkeypatch):
-    folder = write_folder(tmp_path / "tiny")
+def test_metrics_need_the_key_and_the_package(folder, monkeypatch):
     with run_server(folder, key="secret", start=False) as server:
         assert server.request("/metrics")[0] == 401
         assert server.request("/metrics", Authorization="Bearer secret")[0] == 200

@@ -1,4 +1,5 @@
 """Tests of /v1/responses with OpenAI's client: texts, events, formats, tools and invalid requests."""
+# ruff: noqa: F811 (tests have imported fixtures as arguments)
 
 import json
 import re
@@ -11,38 +12,14 @@ pytest.importorskip("jsonschema")
 
 import jsonschema
 import openai
-from serving import ReferenceGenerator, run_server
+from serving import HELLO, client, folder, reference, server  # noqa: F401 (fixtures)
 from test_serve_guides import SCHEMA
-from test_serve_tools import PARAMETERS, TEMPLATE
+from test_serve_tools import PARAMETERS, TEMPLATE  # noqa: F401 (of the model that `folder` writes)
 from test_serve_tools import TOOLS as CHAT_TOOLS
-from tiny_models import write_folder
 
-HELLO = [{"role": "user", "content": "the quick brown fox"}]
 TOOLS = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]
 FORMAT = {"format": {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}}
 LONG = {"logit_bias": {"2": -100}}  # prevents the end of an answer
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_folder(tmp_path_factory.mktemp("models") / "tiny", TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def reference(folder):
-    return ReferenceGenerator(folder)
-
-
-@pytest.fixture(scope="module")
-def server(folder):
-    with run_server(folder) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def respond(client, given="the quick brown fox", **fields):

@@ -1,4 +1,5 @@
 """Tests of tools in chat requests to `tricycle serve`: the prompt, forced calls, parsing and invalid requests."""
+# ruff: noqa: F811 (tests have imported fixtures as arguments)
 
 import json
 import re
@@ -11,10 +12,9 @@ pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 
 import jsonschema
-import openai
 from chat_templates import CHATML
 from json_schemas import DIGIT, an_object
-from serving import ReferenceGenerator, run_server
+from serving import HELLO, ReferenceGenerator, client, folder, run_server, server  # noqa: F401 (fixtures)
 from tiny_models import write_folder
 
 from tricycle_serve.tools import ToolCallParser
@@ -28,7 +28,6 @@ TEMPLATE = (
     " call.function.arguments} | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-HELLO = [{"role": "user", "content": "the quick brown fox"}]
 PARAMETERS = an_object(x=DIGIT, sure={"type": "boolean"})
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}},
@@ -37,23 +36,6 @@ TOOLS = [
 # Levels of objects that are too many for the chat template, or for the JSON decoder of Python 3.12 and later.
 DEPTH = 500 if sys.version_info < (3, 12) else 50_000
 NESTED = {"name": "f", "arguments": '{"a":' * DEPTH + "1" + "}" * DEPTH}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_folder(tmp_path_factory.mktemp("models") / "tiny", TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def server(folder):
-    with run_server(folder) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def chat(client, messages=HELLO, **fields):

@@ -25,7 +25,6 @@ from tricycle_serve.request_fields import RequestFields, parse_json_object
 from tricycle_serve.responses import CompletionResponse
 from tricycle_serve.services import ModelService, model_not_found
 
-MAX_REQUEST_BYTES = 2**22
 BODY_TIMEOUT_SECONDS = 30.0  # maximum time until the whole body of a request has arrived
 MAX_OPEN_REQUESTS = 256  # includes requests whose responses are still being sent
 PAGES = {
@@ -43,10 +42,10 @@ ModelResponse = CompletionResponse | EmbeddingsResponse
 def create_app(
     service: ModelService,
     *,
-    allowed_hosts: Iterable[str] = (),
-    allowed_origins: Iterable[str] = (),
-    api_key: str | None = None,
-    max_request_bytes: int = MAX_REQUEST_BYTES,
+    allowed_hosts: Iterable[str],
+    allowed_origins: Iterable[str],
+    api_key: str | None,
+    max_request_bytes: int,
 ) -> AccessMiddleware:
     """Return the ASGI app of OpenAI's endpoints, /health, /metrics and web pages; set `service.engine.metrics`.
 

@@ -65,10 +65,7 @@ class EmbeddingEngine(Engine):
         """
         n_batches = len(range(0, len(texts), BATCH_SIZE))
         engine_request = EngineRequest(n_batches, timeout_seconds)
-        with self._condition:
-            self._check_capacity(1)
-            self._queue.append((engine_request, texts))
-            self._condition.notify()
+        self._enqueue([(engine_request, texts)])
         return engine_request
 
     def _step(self) -> None:

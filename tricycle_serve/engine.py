@@ -9,6 +9,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,19 +63,22 @@ class Engine(ABC):
         if self._thread.is_alive():
             self._thread.join(timeout_seconds)
 
-    def _check_capacity(self, n: int) -> None:
-        """Raise ApiError if closing, or if `n` more items exceed a non-empty queue; the caller holds the condition.
+    def _enqueue(self, items: Sequence[Any]) -> None:
+        """Append items to the queue, and wake the engine thread; ApiError if closing or over a non-empty queue's limit.
 
         Raises:
             ApiError: the queue is full, or the server is shutting down.
         """
-        if self._closing:
-            raise ApiError("the server is shutting down", status=503, code="shutting_down")
-        n_waiting = self._n_waiting()
-        if n_waiting + n > self._max_queue and n_waiting:
-            message = f"too many requests: {n_waiting} texts are waiting; try again later"
-            retry_after_seconds = min(MAX_RETRY_AFTER_SECONDS, 1 + n_waiting // 4)
-            raise ApiError(message, 429, code="queue_full", retry_after_seconds=retry_after_seconds)
+        with self._condition:
+            if self._closing:
+                raise ApiError("the server is shutting down", status=503, code="shutting_down")
+            n_waiting = len(self._queue)
+            if n_waiting + len(items) > self._max_queue and n_waiting:
+                message = f"too many requests: {n_waiting} texts are waiting; try again later"
+                retry_after_seconds = min(MAX_RETRY_AFTER_SECONDS, 1 + n_waiting // 4)
+                raise ApiError(message, 429, code="queue_full", retry_after_seconds=retry_after_seconds)
+            self._queue += items
+            self._condition.notify()
 
     @property
     def is_alive(self) -> bool:
@@ -83,7 +87,7 @@ class Engine(ABC):
 
     def gauges(self) -> dict[str, tuple[str, float]]:
         """Return {"waiting_texts": (description, number)}; subclasses add more. May be called in any thread."""
-        return {"waiting_texts": ("Texts or embedding requests in the queue.", self._n_waiting())}
+        return {"waiting_texts": ("Texts or embedding requests in the queue.", len(self._queue))}
 
     def _run(self) -> None:
         """Do steps until the engine closes; fail all requests if a step raises, and at the end."""
@@ -108,10 +112,6 @@ class Engine(ABC):
     def _print_traceback(self, error: BaseException) -> None:
         """Print an error's traceback to stderr for the server's operator; clients receive a general message."""
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
-
-    def _n_waiting(self) -> int:
-        """Return the number of items in the queue."""
-        return len(self._queue)
 
     def _has_work(self) -> bool:
         """Return whether the next step has anything to do."""
@@ -237,10 +237,7 @@ class GenerationEngine(Engine):
             output = OutputProcessor(request, self.tokeniser, i)
             n_reserved = min(self._limits.max_cache_tokens, max(max_length, LEAST_RESERVED))
             sequences.append(_Sequence(engine_request, output, n_reserved, is_first, state))
-        with self._condition:
-            self._check_capacity(len(sequences))
-            self._queue += sequences
-            self._condition.notify()
+        self._enqueue(sequences)
         return engine_request
 
     def gauges(self) -> dict[str, tuple[str, float]]:
@@ -401,9 +398,7 @@ class GenerationEngine(Engine):
         if not len(self._batch):
             return
         for batch_number, token in self._batch.step():
-            sequence = self._decoding.get(batch_number)
-            if sequence is None:  # it failed at an earlier token of this step
-                continue
+            sequence = self._decoding[batch_number]
             if self.metrics is not None:
                 now = time.monotonic()
                 self.metrics.count_token(now - sequence.last_time, is_first=sequence.output.n_tokens == 0)

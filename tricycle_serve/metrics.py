@@ -26,6 +26,7 @@ class Metrics:
         import prometheus_client
 
         self._paths = frozenset(paths)
+        self._gauges = gauges
         self._client: Any = prometheus_client
         self._registry = prometheus_client.CollectorRegistry()  # one per server
         counter = lambda name, text, labels=(): prometheus_client.Counter(name, text, labels, registry=self._registry)
@@ -40,7 +41,7 @@ class Metrics:
         self._first_token_seconds = histogram(*first, FIRST_TOKEN_BUCKETS)
         further = ("tricycle_time_per_token_seconds", "Time between two tokens of a text.")
         self._token_seconds = histogram(*further, TOKEN_BUCKETS)
-        self._registry.register(_GaugeCollector(gauges))
+        self._registry.register(self)
 
     def count_response(self, path: str, status: int) -> None:
         """Count a response by its endpoint and status."""
@@ -56,23 +57,16 @@ class Metrics:
         self._generated_tokens.inc()
         (self._first_token_seconds if is_first else self._token_seconds).observe(seconds)
 
-    def report(self) -> tuple[bytes, str]:
-        """Return all metrics in Prometheus's text format, and its media type."""
-        return self._client.generate_latest(self._registry), self._client.CONTENT_TYPE_LATEST
-
-
-class _GaugeCollector:
-    """Reads the gauges when Prometheus asks for a report."""
-
-    def __init__(self, gauges: Gauges) -> None:
-        self._gauges = gauges
-
     def collect(self) -> Iterator[Any]:
         """Yield a gauge metric "tricycle_NAME" for each item of `gauges()`; prometheus_client calls it."""
         from prometheus_client.core import GaugeMetricFamily
 
         for name, (description, value) in self._gauges().items():
             yield GaugeMetricFamily(f"tricycle_{name}", description, value)
+
+    def report(self) -> tuple[bytes, str]:
+        """Return all metrics in Prometheus's text format, and its media type."""
+        return self._client.generate_latest(self._registry), self._client.CONTENT_TYPE_LATEST
 
 
 def create_metrics(paths: Iterable[str], gauges: Gauges) -> Metrics | None:

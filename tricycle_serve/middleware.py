@@ -44,16 +44,16 @@ class AccessMiddleware:
         allowed_hosts: host names of this server, in addition to "localhost".
         allowed_origins: origins of other pages that may send requests (CORS), such as "http://localhost:3000".
         api_key: the key that requests must contain; None if no key is required.
-        metrics: counts all responses.
+        metrics: counts all responses, if it is not None.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        allowed_hosts: Iterable[str] = (),
-        allowed_origins: Iterable[str] = (),
-        api_key: str | None = None,
-        metrics: Metrics | None = None,
+        allowed_hosts: Iterable[str],
+        allowed_origins: Iterable[str],
+        api_key: str | None,
+        metrics: Metrics | None,
     ) -> None:
         self._app = app
         self._metrics = metrics

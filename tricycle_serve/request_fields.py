@@ -67,16 +67,15 @@ class RequestFields:
         """Raise ApiError of status 400: expected `name` to be `expected`, got its value."""
         raise ApiError(f"expected {name} to be {expected}, got {format_value(self._values.get(name))}", param=name)
 
-    def get_int(self, name: str, default: Any, minimum: int, maximum: int | None = None) -> Any:
+    def get_int(self, name: str, default: Any, minimum: int, maximum: int) -> Any:
         """Return an integer field in a range (2.0 counts as 2), or `default` if absent; raise ApiError if invalid."""
         value = self.get(name)
         if value is None:
             return default
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if type(value) is not int or value < minimum or (maximum is not None and value > maximum):
-            bounds = f"from {minimum} to {maximum}" if maximum is not None else f"of {minimum} or more"
-            self.reject(name, f"an integer {bounds}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            self.reject(name, f"an integer from {minimum} to {maximum}")
         return value
 
     def get_float(self, name: str, default: Any, minimum: float, maximum: float) -> Any:

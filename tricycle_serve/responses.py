@@ -48,8 +48,8 @@ class CompletionResponse:
     object_type = ""
     chunk_object_type = ""
 
-    def content(self, index: int, text: str) -> dict[str, Any]:
-        """Return the fields of a complete sequence in "choices"; NotImplementedError unless a subclass defines it."""
+    def complete_choice(self, whole: TextDelta) -> dict[str, Any]:
+        """Return the choice of a sequence from a delta with its whole text; in this class NotImplementedError."""
         raise NotImplementedError
 
     def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class CompletionResponse:
             own = [delta for delta in deltas if delta.sequence_index == index]
             text = "".join(delta.text for delta in own)
             logprobs = [entry for delta in own for entry in delta.logprobs]
-            choices.append(self.choice(index, self.content(index, text), logprobs, own[-1].finish_reason))
+            choices.append(self.complete_choice(own[-1]._replace(text=text, logprobs=logprobs)))
         n_completion_tokens = sum(delta.n_tokens for delta in deltas)
         return {**self.common_fields(self.object_type), "choices": choices, "usage": self.usage(n_completion_tokens)}
 
@@ -164,26 +164,20 @@ class ChatCompletionResponse(CompletionResponse):
     object_type = "chat.completion"
     chunk_object_type = "chat.completion.chunk"
 
-    def content(self, index: int, text: str) -> dict[str, Any]:
-        """Return {"message"}: role, content (None or without the calls' text if there are), refusal, any tool_calls."""
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    def complete_choice(self, whole: TextDelta) -> dict[str, Any]:
+        """Return a choice with the message: role, content (None or what precedes calls), refusal, any tool calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+        finish_reason = whole.finish_reason
         if self.request.tools is not None:
             parser = ToolCallParser(self.request.tools.names)
-            before = parser.push(text)
+            before = parser.push(whole.text)
             rest, calls = parser.finish()
             if calls:
                 message |= {"content": before.strip() or None, "tool_calls": calls}
+                finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
             else:
                 message["content"] = before + rest
-        return {"message": message}
-
-    def choice(
-        self, index: int, content: dict[str, Any], logprobs: list[TokenLogprob] | None, finish_reason: str | None
-    ) -> dict[str, Any]:
-        """Return a "choices" element; the finish reason "stop" of a message with tool calls becomes "tool_calls"."""
-        if "tool_calls" in content.get("message", {}) and finish_reason == "stop":
-            finish_reason = "tool_calls"
-        return super().choice(index, content, logprobs, finish_reason)
+        return self.choice(whole.sequence_index, {"message": message}, whole.logprobs, finish_reason)
 
     def initial_choices(self) -> list[dict[str, Any]]:
         """Return one choice per sequence, with the role and no text."""
@@ -232,9 +226,10 @@ class TextCompletionResponse(CompletionResponse):
     object_type = "text_completion"
     chunk_object_type = "text_completion"
 
-    def content(self, index: int, text: str) -> dict[str, Any]:
-        """Return the text, after its prompt if `echo` is set."""
-        return {"text": self._echoed_prompt(index) + text}
+    def complete_choice(self, whole: TextDelta) -> dict[str, Any]:
+        """Return a choice with the text, after its prompt if `echo` is set."""
+        (choice,) = self.delta_choices(whole._replace(text=self._echoed_prompt(whole.sequence_index) + whole.text))
+        return choice
 
     def initial_choices(self) -> list[dict[str, Any]]:
         """Return a choice with the prompt for each sequence if `echo` is set and it is not empty; else []."""

@@ -122,7 +122,12 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokeniser: Tokeniser) -> None:
-        self._llguidance = _import_llguidance()
+        try:
+            import llguidance
+        except ImportError:
+            advice = 'need llguidance: pip install "tricycle-gpt[guided]"'
+            raise ImportError(f"JSON schemas, regular expressions and grammars {advice}") from None
+        self._llguidance: Any = llguidance
         self._tokenizer = _to_llguidance(self._llguidance, tokeniser)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Constraint] = OrderedDict()
@@ -202,17 +207,6 @@ def _check_size(text: str) -> None:
 def _one_line(text: str) -> str:
     """Return a message of llguidance on one line, at most 500 characters."""
     return " ".join(text.replace("<non-verbose/>", "").split())[:500]
-
-
-def _import_llguidance() -> Any:
-    """Import and return llguidance; ImportError with advice if it is not installed."""
-    try:
-        import llguidance
-    except ImportError:
-        raise ImportError(
-            'JSON schemas, regular expressions and grammars need llguidance: pip install "tricycle-gpt[guided]"'
-        ) from None
-    return llguidance
 
 
 def _to_llguidance(llguidance: Any, tokeniser: Tokeniser) -> Any:

@@ -49,7 +49,7 @@ def empty_like(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = N
 def vector_width(n: int, kind: str, *arrays: Array) -> int:
     """Return how many elements of rows of n a thread loads at once: 16 bytes (4 or 8) if divisible and aligned, else 1.
 
-    Arrays that are not contiguous count as the copies that `dense` makes of them.
+    Arrays that are not contiguous count as the copies that `contiguous` makes of them.
     """
     width = 4 if kind == "float" else 8
     aligned = all(not array.flags.c_contiguous or launch.device_address(array) % 16 == 0 for array in arrays)

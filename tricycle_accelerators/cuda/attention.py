@@ -55,8 +55,7 @@ def _mask(mask: Array | None) -> tuple[np.ndarray, Array | None]:
 def _select_kernels(q: Array) -> SimpleNamespace:
     """Return kernels' names, tiles, launch settings: tensor cores for 16 bits if size and GPU allow, else float32."""
     kind, size = arrays.cuda_type(q.dtype), q.shape[-1]
-    if kind != "float" and size in launch.HEAD_SIZES and launch.has_tensor_cores():
-        tile = launch.tensor_core_tile(size)
+    if kind != "float" and size in launch.TENSOR_CORE_TILES and launch.has_tensor_cores():
         return SimpleNamespace(
             name="attention_mma",
             dtype=q.dtype,
@@ -64,12 +63,12 @@ def _select_kernels(q: Array) -> SimpleNamespace:
             threads=128,
             rows=64,
             backward_rows=64,
-            forward=(kind, str(size), str(tile)),
-            backward=(kind, str(size), str(launch.tensor_core_backward_tile(size))),
+            forward=(kind, str(size), str(launch.TENSOR_CORE_TILES[size])),
+            backward=(kind, str(size), str(launch.TENSOR_CORE_BACKWARD_TILES[size])),
             shared=launch.tensor_core_shared_memory(size),
         )
     padded = next(each for each in launch.PADDED_SIZES if each >= size)
-    forward, backward = launch.float32_forward_tile(padded), launch.float32_backward_tile(padded)
+    forward, backward = launch.FLOAT32_TILES[padded], launch.FLOAT32_BACKWARD_TILES[padded]
     return SimpleNamespace(
         name="attention",
         dtype=np.dtype(f32),

@@ -150,6 +150,6 @@ def format_table(usages: list[KernelUsage]) -> str:
     return "\n".join(lines)
 
 
-def compile_all(architectures: tuple[str, ...] = ARCHITECTURES) -> list[KernelUsage]:
+def compile_all() -> list[KernelUsage]:
     """Compile every kernel for every architecture without a GPU; return each one's KernelUsage (registers, memory)."""
-    return [usage for file in KERNELS for where in architectures for usage in compile_file(file, where)]
+    return [usage for file in KERNELS for where in ARCHITECTURES for usage in compile_file(file, where)]

@@ -129,15 +129,6 @@ def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
     strides = [i64(stride // x.dtype.itemsize) for stride in x.strides[:3]]
     numbers = i64(x.size // 2), i32(n_tokens), i32(n_heads), i32(size // 2), *strides
     plan = launch.plan_elementwise(x.size // 2, 1)
-    launch.launch(
-        "elementwise",
-        "rotate",
-        (kind,),
-        plan,
-        x,
-        arrays.contiguous_float32(cos),
-        arrays.contiguous_float32(sin),
-        out,
-        *numbers,
-    )
+    operands = x, arrays.contiguous_float32(cos), arrays.contiguous_float32(sin), out
+    launch.launch("elementwise", "rotate", (kind,), plan, *operands, *numbers)
     return out

@@ -229,25 +229,10 @@ class MatmulPlan:
         """Start the planned product (plus bias) on a stream; a, b, bias, out and workspace are device addresses."""
         if self.product.with_bias:
             self._describe(DESCRIPTION_BIAS, ctypes.c_void_p(bias))
-        _call(
-            "cublasLtMatmul",
-            handle,
-            self.description,
-            ctypes.byref(_ONE),
-            b,
-            self.first,
-            a,
-            self.second,
-            ctypes.byref(_ZERO),
-            out,
-            self.result,
-            out,
-            self.result,
-            ctypes.byref(self.algorithm),
-            workspace,
-            WORKSPACE,
-            stream,
-        )
+        one, zero, algorithm = map(ctypes.byref, (_ONE, _ZERO, self.algorithm))
+        first, second, result = (b, self.first), (a, self.second), (out, self.result)
+        scaled = one, *first, *second, zero, *result, *result
+        _call("cublasLtMatmul", handle, self.description, *scaled, algorithm, workspace, WORKSPACE, stream)
 
     def close(self) -> None:
         """Free the descriptors of this plan."""

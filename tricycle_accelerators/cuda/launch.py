@@ -6,7 +6,7 @@ of them first runs, one for each file and choice of template arguments, and kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -23,38 +23,19 @@ CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")  # which CuP
 # The element types that kernels know, and how CUDA C++ names them.
 TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 SMALL = ("__half", "__nv_bfloat16")
-_ALL = tuple((name,) for name in TYPES.values())
+_ALL, _SMALL = tuple((name,) for name in TYPES.values()), tuple((name,) for name in SMALL)
 _CASTS = tuple(pair for small in SMALL for pair in (("float", small), (small, "float")))
-HEAD_SIZES = (32, 64, 128)  # that tensor cores take
-PADDED_SIZES = (32, 64, 128)  # to which the float32 attention rounds up
+# Rows of a tile of the attention kernels for each head size; that of float32 is rounded up to one of these sizes.
+TENSOR_CORE_TILES, TENSOR_CORE_BACKWARD_TILES = {32: 64, 64: 64, 128: 32}, {32: 64, 64: 32, 128: 32}
+FLOAT32_TILES, FLOAT32_BACKWARD_TILES = {32: 64, 64: 64, 128: 32}, {32: 32, 64: 32, 128: 16}
+PADDED_SIZES = tuple(FLOAT32_TILES)
 
 
-def tensor_core_tile(size: int) -> int:
-    """Return the rows per tile of the tensor-core attention forward kernel for a head size."""
-    return 64 if size <= 64 else 32
-
-
-def tensor_core_backward_tile(size: int) -> int:
-    """Return the rows per tile of the tensor-core attention backward kernels for a head size."""
-    return 64 if size <= 32 else 32
-
-
-def float32_forward_tile(size: int) -> int:
-    """Return the side of the score tile of the float32 attention forward kernel for a head size."""
-    return 64 if size <= 64 else 32
-
-
-def float32_backward_tile(size: int) -> int:
-    """Return the side of the score tile of the float32 attention backward kernels for a head size."""
-    return 32 if size <= 64 else 16
-
-
-def _tensor_core_templates(tile: Callable[[int], int]) -> tuple[tuple[str, ...], ...]:
-    """Return (dtype, head size, tile(head size)), as text, for all 16-bit dtypes and head sizes."""
-    return tuple((small, str(size), str(tile(size))) for small in SMALL for size in HEAD_SIZES)
-
-
-_BACKWARD = tuple((str(size), str(float32_backward_tile(size))) for size in PADDED_SIZES)
+def _attention_templates(
+    tiles: dict[int, int], types: tuple[tuple[str, ...], ...] = ((),)
+) -> tuple[tuple[str, ...], ...]:
+    """Return (*type, head size, tile), as text, for all types, each a tuple of a name or none, and head sizes."""
+    return tuple((*kind, str(size), str(tile)) for kind in types for size, tile in tiles.items())
 
 
 def _width(name: str) -> str:
@@ -95,15 +76,15 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "dropout": {"random_mask": _ALL},
     "recurrent": dict.fromkeys(("rnn", "gru", "lstm", "rnn_backward", "gru_backward", "lstm_backward"), ((),)),
     "attention": {
-        "attention": tuple((str(size), str(float32_forward_tile(size))) for size in PADDED_SIZES),
+        "attention": _attention_templates(FLOAT32_TILES),
         "attention_inner": _ALL,
-        "attention_backward_keys": _BACKWARD,
-        "attention_backward_queries": _BACKWARD,
+        "attention_backward_keys": _attention_templates(FLOAT32_BACKWARD_TILES),
+        "attention_backward_queries": _attention_templates(FLOAT32_BACKWARD_TILES),
     },
     "attention_mma": {
-        "attention_mma": _tensor_core_templates(tensor_core_tile),
-        "attention_mma_backward_keys": _tensor_core_templates(tensor_core_backward_tile),
-        "attention_mma_backward_queries": _tensor_core_templates(tensor_core_backward_tile),
+        "attention_mma": _attention_templates(TENSOR_CORE_TILES, _SMALL),
+        "attention_mma_backward_keys": _attention_templates(TENSOR_CORE_BACKWARD_TILES, _SMALL),
+        "attention_mma_backward_queries": _attention_templates(TENSOR_CORE_BACKWARD_TILES, _SMALL),
     },
 }
 
@@ -257,14 +238,14 @@ class AttentionSharedMemory(NamedTuple):
 
 def tensor_core_shared_memory(size: int) -> AttentionSharedMemory:
     """Return bytes of shared memory per block of tensor-core attention (forward, keys, queries) for a head size."""
-    row, forward, backward = 2 * (size + 8), tensor_core_tile(size), tensor_core_backward_tile(size)
+    row, forward, backward = 2 * (size + 8), TENSOR_CORE_TILES[size], TENSOR_CORE_BACKWARD_TILES[size]
     queries = (2 * 64 + 4 * backward) * row
     return AttentionSharedMemory((64 + 4 * forward) * row, queries + 4 * 4 * backward, queries)
 
 
 def float32_shared_memory(size: int) -> AttentionSharedMemory:
     """Return bytes of shared memory per block of float32 attention (forward, keys, queries) for a padded head size."""
-    forward, backward = float32_forward_tile(size), float32_backward_tile(size)
+    forward, backward = FLOAT32_TILES[size], FLOAT32_BACKWARD_TILES[size]
     rows, square = backward * (size + 1), backward * (backward + 1)
     whole = 2 * forward * (size + 1) + forward * (forward + 1)
     return AttentionSharedMemory(4 * whole, 4 * (4 * rows + 2 * square), 4 * (4 * rows + square))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 from tricycle.devices import Array
 from tricycle.kernels import recurrent
@@ -28,17 +27,12 @@ def _decline_reason(weights: Array, *others: Array | None) -> str | None:
     return None if weights.dtype == f32 else f"weights in float32, got {weights.dtype}"
 
 
-def _forward_decline_reason(
-    gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, *_: Any, **__: Any
-) -> str | None:
-    """Return why the forward kernel cannot run (not float32, not contiguous, or empty arrays), or None."""
-    return _decline_reason(weights, gates, states, bias, active)
-
-
 def _forward(kernel: Kernel[..., None]) -> Callable[..., None]:
     """Return the CUDA version of a forward kernel (rnn, gru, lstm): per time step one product and one launch."""
 
-    @decline_when(_forward_decline_reason)
+    @decline_when(
+        lambda gates, states, weights, bias, active, *_: _decline_reason(weights, gates, states, bias, active)
+    )
     @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
     def version(
         gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, *options: bool
@@ -58,25 +52,14 @@ def _forward(kernel: Kernel[..., None]) -> Callable[..., None]:
     return version
 
 
-def _backward_decline_reason(
-    grad: Array,
-    gates: Array,
-    states: Array,
-    weights: Array,
-    active: Array | None,
-    d_gates: Array,
-    d_states: Array,
-    *_: Any,
-    **__: Any,
-) -> str | None:
-    """Return why the backward kernel cannot run (not float32, not contiguous, or empty arrays), or None."""
-    return _decline_reason(weights, grad, gates, states, active, d_gates, d_states)
-
-
 def _backward(kernel: Kernel[..., None]) -> Callable[..., None]:
     """Return the CUDA version of a backward kernel, last time step first: per step one launch and one product."""
 
-    @decline_when(_backward_decline_reason)
+    @decline_when(
+        lambda grad, gates, states, weights, active, d_gates, d_states, *_: _decline_reason(
+            weights, grad, gates, states, active, d_gates, d_states
+        )
+    )
     @wraps(kernel.reference, assigned=("__name__", "__qualname__"))
     def version(
         grad: Array,
