@@ -9,7 +9,6 @@ from typing import Any
 from tricycle.configs.encoder_decoder import EncoderDecoderConfig
 from tricycle.pretrained.config_fields import ConfigFields, activation_name, field_error
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.families.t5 import uninitialized_encoder_decoder
 
 BLOCK_NAMES: TensorNames = {
     "attention.qkv": [f"self_attn.{part}_proj" for part in "qkv"],
@@ -132,7 +131,7 @@ BART = Family(
     NAMES,
     ("model.", ""),
     ignored=COPIES,
-    new_model=uninitialized_encoder_decoder,
+    config_class=EncoderDecoderConfig,
     fallbacks={"final_logits_bias": "", "model.shared.weight": "model.encoder.embed_tokens.weight"},
     models="BART",
 )

@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 
 from tricycle.latent_attention import LatentConfig
-from tricycle.layers import Layer
-from tricycle.models import GPT
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.families.llama import PREFIXES, check_heads_divide_width, common_config, common_fields
+from tricycle.pretrained.families.llama import (
+    PREFIXES,
+    attention_biases,
+    check_heads_divide_width,
+    common_config,
+    common_fields,
+)
 from tricycle.pretrained.families.mixtures import NAMES as MIXTURE_NAMES
 from tricycle.pretrained.stored_model import StoredTensor
 
@@ -84,7 +88,6 @@ def common_latent(fields: ConfigFields) -> dict[str, Any]:
         raise field_error("first_k_dense_replace", "a whole number of 0 or more", n_dense)
     section = fields.section("rope_scaling") or fields.section("rope_parameters")
     mscale = ConfigFields({"mscale_all_dim": section.get("mscale_all_dim") or None})
-    bias = fields.boolean("attention_bias", False)
     return {
         **common,
         **{ours: fields.positive_int(name) for ours, name in (ATTENTION_SIZES | EXPERT_SIZES).items()},
@@ -93,8 +96,7 @@ def common_latent(fields: ConfigFields) -> dict[str, Any]:
         "n_dense_layers": min(n_dense, common["n_layers"]),
         "normalize_experts": fields.boolean("norm_topk_prob", False),
         "expert_scale": fields.positive_float("routed_scaling_factor"),
-        "qkv_bias": bias,
-        "output_bias": bias,
+        **attention_biases(fields),
     }
 
 
@@ -202,11 +204,6 @@ def join_expansion(to_keys: StoredTensor, to_values: StoredTensor) -> StoredTens
     return StoredTensor(shape, to_keys.dtype_name, read)
 
 
-def uninitialized_latent(config: LatentConfig) -> Layer:
-    """Return a `GPT` with latent attention and all matrices at 0, for weights that are loaded afterwards."""
-    return GPT(config, draw_weights=False)
-
-
 LAYOUTS = {"q_proj": pairs_of_queries, "q_b_proj": pairs_of_queries, "kv_a_proj_with_mqa": pairs_of_keys}
 DEEPSEEK_V2 = Family(
     ("deepseek_v2",),
@@ -216,7 +213,7 @@ DEEPSEEK_V2 = Family(
     NAMES,
     PREFIXES,
     layouts=LAYOUTS,
-    new_model=uninitialized_latent,
+    config_class=LatentConfig,
     models="DeepSeek-V2",
 )
 DEEPSEEK_V3 = Family(
@@ -228,6 +225,6 @@ DEEPSEEK_V3 = Family(
     PREFIXES,
     ignored=r"model\.layers\.61\.",  # predicts a further token in training
     layouts=LAYOUTS,
-    new_model=uninitialized_latent,
+    config_class=LatentConfig,
     models="V3 (`tricycle/latent_attention.py:LatentAttention`)",
 )

@@ -11,6 +11,7 @@ from tricycle.pretrained.families.family import Family, TensorNames, gate_first
 from tricycle.pretrained.families.llama import (
     LLAMA_NAMES,
     PREFIXES,
+    attention_biases,
     common_config,
     common_fields,
 )
@@ -31,15 +32,13 @@ STACKS = {
 
 def common_granite(fields: ConfigFields) -> dict[str, Any]:
     """Convert the fields that both families share to `ModelConfig` keyword arguments, missing ones by default."""
-    bias = fields.boolean("attention_bias", False)
     return {
         **common_config(fields),
         "embedding_scale": fields.positive_float("embedding_multiplier", 1.0),
         "residual_scale": fields.positive_float("residual_multiplier", 1.0),
         "score_scale": fields.positive_float("attention_multiplier", 1.0),
         "logit_scale": 1 / fields.positive_float("logits_scaling", 1.0),
-        "qkv_bias": bias,
-        "output_bias": bias,
+        **attention_biases(fields),
     }
 
 
