@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recurrent_models import check_batches, check_learning
+from model_checks import cached_logits, check_batches, check_learning, randomize
 from test_look import TEXT, TOKENISER, assert_close_traces
-from transformers_families import difference, hf_llama_fields
+from transformers_families import check_refused, difference, hf_llama_fields
 
 from tricycle.configs.mamba import MambaConfig
 from tricycle.configs.presets import HybridConfig
@@ -24,9 +24,6 @@ from tricycle.pretrained import load
 from tricycle.pretrained.adapters import new_adapter, save_adapter
 from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.families import build_model
-from tricycle.pretrained.stored_model import StoredModel, StoredTensor
-from tricycle.tensor import no_grad
 from tricycle.weights import set_memory_order
 from tricycle_lab.look.inspectable import InspectableStack
 from tricycle_lab.look.interventions import Interventions
@@ -40,15 +37,7 @@ PROMPT = [3, 1, 4, 15, 9, 2, 6]
 
 
 def small(**fields: Any) -> GPT:
-    """Return a model with random weights, large enough that each part affects the logits."""
-    model, generator = GPT(MambaConfig(**{**SMALL, **fields})), np.random.default_rng(4)
-    for name, parameter in model.named_parameters():
-        noise = generator.standard_normal(parameter.shape)
-        if parameter.ndim == 1:
-            parameter.array[...] += 0.2 * noise
-        elif "embedding" not in name:
-            parameter.array[...] = noise * (parameter.shape[0] if parameter.ndim == 2 else 4) ** -0.5
-    return model
+    return randomize(GPT(MambaConfig(**{**SMALL, **fields})))
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -65,27 +54,21 @@ each_model = pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 @each_model
 def test_states_give_the_logits_of_whole_texts(fields: dict[str, Any]) -> None:
     model = small(**fields)
-    with no_grad():
-        whole = model(TOKENS).array
-        caches = model.new_caches()
-        parts = [model(TOKENS[:, a:b], caches).array for a, b in ((0, 2), (2, 14), (14, 15), (15, 25))]
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-3, atol=1e-4)
+    logits, caches = cached_logits(model, TOKENS)
+    np.testing.assert_allclose(logits, model(TOKENS).array, rtol=1e-3, atol=1e-4)
     sizes = {name: array.shape for name, array in caches[0].last.items()}
     assert sizes == {"conv": (2, 3, 88), "state": (2, 4, 10, 12)}  # not longer than for one token
 
 
 @each_model
 def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
-    model = small(**fields)
-    prompts = [PROMPT, [4], [5, 6, 7, 8]]
-    check_batches(model, prompts)
+    check_batches(small(**fields), [PROMPT, [4], [5, 6, 7, 8]])
 
 
 @pytest.mark.nightly_except(9)
 @each_model
 def test_it_learns(fields: dict[str, Any]) -> None:
-    model = GPT(MambaConfig(**{**SMALL, **fields}))
-    check_learning(model)
+    check_learning(GPT(MambaConfig(**{**SMALL, **fields})))
 
 
 def test_residual_scale_multiplies_the_outputs_of_mixers() -> None:
@@ -241,11 +224,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("model_type", "fields", "name"), REFUSED.values(), ids=REFUSED)
 def test_unsupported_fields_are_refused(model_type: str, fields: dict[str, Any], name: str) -> None:
-    tensors = {str(i): StoredTensor((4, 4), "F32", lambda: np.zeros((4, 4))) for i in range(9)}
     common = HF if model_type == "mamba2" else GRANITE_SIZES
-    source = StoredModel(Path("m"), {"model_type": model_type, **common, **fields}, tensors)
-    with pytest.raises(ValueError, match=name):
-        build_model(source)
+    check_refused({"model_type": model_type, **common, **fields}, name, n_tensors=9)
 
 
 def test_hybrids_of_other_blocks_have_no_family(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tricycle.configs import ModelConfig
 from tricycle.latent_attention import LatentConfig
@@ -373,14 +374,16 @@ SMOLLM2 |= {"num_hidden_layers": 30, "max_position_embeddings": 2048}
 
 
 # -------------------------------------------------------------------- models, weights and differences
-def new_hf_model(model_type: str, hf_fields: dict[str, Any], lively: bool = True) -> Any:
-    """Return a transformers model with random weights; if `lively`, large enough that each part affects the logits."""
-    import torch
-    import transformers
+def new_hf_model(model_type: str, hf_fields: dict[str, Any], lively: bool = True, **options: Any) -> Any:
+    """Return a transformers model with random weights; if `lively`, large enough that each part affects the logits.
 
+    Args:
+        options: of `from_config`, besides eager attention.
+    """
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(model_type, **hf_fields)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options).float().eval()
     randomize_weights(model, lively)
     return model
 
@@ -433,6 +436,13 @@ def mixtral_name(name: str) -> str:
     for part, theirs in parts.items():
         name = name.replace(part, theirs)
     return name
+
+
+def check_refused(hf_fields: dict[str, Any], message: str, n_tensors: int = 90) -> None:
+    """Check that a model of these fields, with any tensors, is refused with a message that matches the pattern."""
+    tensors = {str(i): StoredTensor((4, 4), "F32", lambda: np.zeros((4, 4))) for i in range(n_tensors)}
+    with pytest.raises(ValueError, match=message):
+        build_model(StoredModel(Path("memory"), hf_fields, tensors))
 
 
 def hf_logits(hf_model: Any, tokens: np.ndarray) -> np.ndarray:

@@ -1,6 +1,9 @@
-"""Checks of models whose layers have a state in place of a cache."""
+"""Checks of small models with other blocks than GPT-2's: caches, batches, learning."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -8,9 +11,35 @@ import pytest
 from tricycle.decoding.batch import generate_batch
 from tricycle.decoding.beam_search import generate_beam_search
 from tricycle.generate import generate
+from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.sampling import SamplingParams
+from tricycle.tensor import no_grad
+
+L = TypeVar("L", bound=Layer)
+
+
+def randomize(layer: L) -> L:
+    """Draw weights of a layer or model, large enough that each part affects the result, and return it."""
+    generator = np.random.default_rng(4)
+    for name, parameter in layer.named_parameters():
+        noise = generator.standard_normal(parameter.shape)
+        if parameter.ndim == 1:
+            parameter.array[...] += 0.2 * noise
+        elif "embedding" not in name:
+            parameter.array[...] = noise * parameter.shape[0 if parameter.ndim == 2 else -1] ** -0.5
+    return layer
+
+
+def cached_logits(
+    model: GPT, tokens: np.ndarray, starts: Sequence[int] = (2, 14, 15), dtype: Any = None
+) -> tuple[np.ndarray, list[Any]]:
+    """Return the logits of tokens (B, T), computed from caches in parts, and the caches; later parts have `starts`."""
+    caches = model.new_caches(dtype)
+    with no_grad():
+        parts = [model(part, caches).array for part in np.split(tokens, starts, axis=1)]
+    return np.concatenate(parts, axis=1), caches
 
 
 def check_learning(model: GPT) -> None:
