@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers_families
-from hf_checks import check_adapter, check_tokens_and_export, compute_in_float64, differences_in_float64, to_float64
+from hf_checks import check_adapter, check_in_float64, check_tokens_and_export
 from transformers_families import check_refused, difference, hf_logits
 
 from tricycle.configs.size import min_n_weights
@@ -55,15 +55,7 @@ def new_hf_model(name: str) -> Any:
 @pytest.mark.usefixtures("one_torch_thread")
 @each_case
 def test_logits_and_gradients_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64: in float32, rounding changes the logits of each library by up to 7e-6, and gradients by 8e-5."""
-    modeling = pytest.importorskip("transformers.models.gemma3n.modeling_gemma3n")
-    weights = new_hf_model(name)
-    weights.save_pretrained(tmp_path / "model")
-    compute_in_float64(monkeypatch, modeling)
-    hf_model = to_float64(weights)
-    by_logits, worst = differences_in_float64(tmp_path, hf_model, TOKENS)
-    assert by_logits < (2e-8 if "rope_parameters" in CASES[name] else 1e-12)  # scaled RoPE has 32 bits there
-    assert max(worst.values()) < 1e-7, worst
+    check_in_float64(new_hf_model(name), TOKENS, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow

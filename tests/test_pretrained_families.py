@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hf_checks import compute_in_float64, differences_in_float64, to_float64
+from hf_checks import check_in_float64
 from model_checks import cached_logits
 from transformers_families import FAMILIES as SMALL
 from transformers_families import (
@@ -236,12 +235,7 @@ def test_logits_gradients_and_tokens_agree(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_gradients_agree_in_float64(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = new_case(name)
-    weights.save_pretrained(tmp_path / "model")
-    compute_in_float64(monkeypatch, sys.modules[type(weights).__module__], transformers.modeling_rope_utils)
-    by_logits, worst = differences_in_float64(tmp_path, to_float64(weights), TOKENS)
-    assert by_logits < 1e-12
-    assert max(worst.values()) < 1e-7, worst
+    check_in_float64(new_case(name), TOKENS, tmp_path, monkeypatch)
 
 
 @each_family
