@@ -75,21 +75,25 @@ def a_batch(encoder: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return tokens, mask, types
 
 
-@each_case
-def test_hidden_states_and_gradients_agree(kind: str, fields: dict[str, Any]) -> None:
-    encoder = a_model(kind, fields)
-    model = read(encoder)
-    tokens, mask, types = a_batch(encoder)
-    hidden = model(tokens, mask, types)
-    expected = encoder(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(types)).last_hidden_state
-    assert difference(hidden.array[mask], expected.detach().numpy()[mask]) < AGREED
+def check_gradients(encoder: Any, agreed: float, *inputs: np.ndarray) -> None:
+    """Check hidden states, and gradients of a loss of those without padding; inputs: tokens, mask and any types."""
+    model, mask = read(encoder), inputs[1]
+    hidden = model(*inputs)
+    expected = encoder(*map(torch.from_numpy, inputs)).last_hidden_state
+    assert difference(hidden.array[mask], expected.detach().numpy()[mask]) < agreed
     weights = np.random.default_rng(2).standard_normal(hidden.shape).astype(np.float32) * mask[..., None]
     (hidden * weights).sum().backward()
     (expected * torch.from_numpy(weights)).sum().backward()
     grads = read(encoder, "grad").state_dict()
     # beside those of queries and values, for of keys' biases it is 0: they add the same to all scores of a query
     differences = {name: difference(p.grad.array, grads[name]) for name, p in model.named_parameters()}
-    assert max(differences.values()) < AGREED, differences
+    assert max(differences.values()) < agreed, differences
+
+
+@each_case
+def test_hidden_states_and_gradients_agree(kind: str, fields: dict[str, Any]) -> None:
+    encoder = a_model(kind, fields)
+    check_gradients(encoder, AGREED, *a_batch(encoder))
 
 
 @each_case
