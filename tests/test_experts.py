@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_layers import check_layer_gradients
 from test_quantized_blocks import block_rows
-from transformers_families import check_refused, difference
+from transformers_families import check_refused, difference, hf_llama_fields
 
 from tricycle import Tensor, experts, no_grad, to_tensor
 from tricycle.activation import ACTIVATIONS
@@ -421,14 +421,7 @@ def test_adapters_of_experts_have_the_names_of_peft(tmp_path):
 
 def test_config_of_more_experts_than_tensors_is_refused():
     """Before an object is made for each of them."""
-    sizes = {
-        "vocab_size": 4,
-        "hidden_size": 2,
-        "intermediate_size": 1,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
-    fields = {"model_type": "mixtral", **sizes, "num_key_value_heads": 1, "num_local_experts": 10**6}
+    fields = {"model_type": "mixtral", **hf_llama_fields(num_local_experts=10**6)}
     check_refused(fields, r"experts .*30.*got 1000000", n_tensors=30)
 
 
