@@ -10,7 +10,6 @@ from tricycle.pretrained.config_fields import ConfigFields, read_rotary_fields
 from tricycle.pretrained.families.family import Family, adjacent_pairs
 from tricycle.pretrained.families.llama import (
     LLAMA_NAMES,
-    PREFIXES,
     attention_biases,
     check_heads_divide_width,
     layer_norm_fields,
@@ -53,5 +52,5 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
 
 LAYOUTS = {"q_proj": adjacent_pairs, "k_proj": adjacent_pairs}
 COHERE = Family(
-    ("cohere",), "CohereForCausalLM", to_config, to_fields, LLAMA_NAMES, PREFIXES, layouts=LAYOUTS, models="Command R"
+    ("cohere",), "CohereForCausalLM", to_config, to_fields, LLAMA_NAMES, layouts=LAYOUTS, models="Command R"
 )

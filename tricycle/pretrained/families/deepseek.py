@@ -15,13 +15,7 @@ from tricycle.latent_attention import LatentConfig
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.families.llama import (
-    PREFIXES,
-    attention_biases,
-    check_heads_divide_width,
-    common_config,
-    common_fields,
-)
+from tricycle.pretrained.families.llama import attention_biases, check_heads_divide_width, common_config, common_fields
 from tricycle.pretrained.families.mixtures import NAMES as MIXTURE_NAMES
 from tricycle.pretrained.stored_model import StoredTensor
 
@@ -128,8 +122,8 @@ def expert_groups(fields: ConfigFields) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- to config.json
-def common_latent_fields(config: LatentConfig) -> dict[str, Any]:
-    """Return the config.json fields that both families share, for a `LatentConfig`."""
+def to_v3(config: LatentConfig) -> dict[str, Any]:
+    """Convert a `LatentConfig` to the fields of a DeepSeek-V3 config.json, which V2 shares, without model_type."""
     fields = {
         **common_fields(config),
         **{name: getattr(config, ours) for ours, name in (ATTENTION_SIZES | EXPERT_SIZES).items()},
@@ -151,12 +145,7 @@ def to_v2(config: LatentConfig) -> dict[str, Any]:
     """Convert a `LatentConfig` to DeepSeek-V2's config.json, no model_type; ValueError if heads do not divide width."""
     check_heads_divide_width(config)
     method = "greedy" if config.n_groups == config.n_active_groups == 1 else "group_limited_greedy"
-    return {**common_latent_fields(config), "topk_method": method}
-
-
-def to_v3(config: LatentConfig) -> dict[str, Any]:
-    """Convert a `LatentConfig` to the fields of a DeepSeek-V3 config.json, without model_type."""
-    return common_latent_fields(config)
+    return {**to_v3(config), "topk_method": method}
 
 
 # -------------------------------------------------------------------- tensors
@@ -211,7 +200,6 @@ DEEPSEEK_V2 = Family(
     from_v2,
     to_v2,
     NAMES,
-    PREFIXES,
     layouts=LAYOUTS,
     config_class=LatentConfig,
     models="DeepSeek-V2",
@@ -222,7 +210,6 @@ DEEPSEEK_V3 = Family(
     from_v3,
     to_v3,
     NAMES,
-    PREFIXES,
     ignored=r"model\.layers\.61\.",  # predicts a further token in training
     layouts=LAYOUTS,
     config_class=LatentConfig,

@@ -92,7 +92,7 @@ class Family:
     to_config: Callable[[ConfigFields], Any]
     to_fields: Callable[[Any], dict[str, Any]]
     names: TensorNames
-    prefixes: tuple[str, ...] = ("",)
+    prefixes: tuple[str, ...] = ("model.", "")
     legacy_names: dict[str, str] = field(default_factory=dict)
     ignored: str = "(?!)"
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -153,10 +153,6 @@ class TensorMapping:
         """Return whether a parameter (in, out) is stored as (out, in) in the checkpoint, by its role and family."""
         role = declared_role(self.parameters[name])
         return role in ("head", "router") or (role == "matrix" and not self.family.fan_in_fan_out)
-
-    def has_layout(self, hf_name: str) -> bool:
-        """Return whether the checkpoint orders the outputs of a tensor's layer in another way, by `family.layouts`."""
-        return layer_kind(hf_name) in self.family.layouts
 
     def matching_views(
         self, name: str, hf_tensor: HFTensor, ours: np.ndarray, theirs: np.ndarray
@@ -315,7 +311,7 @@ def _storage_format(mapping: TensorMapping, name: str, theirs: list[StoredTensor
     if weights == "float32" or declared_role(mapping.parameters[name]) not in QUANTIZED_ROLES:
         return "float32"
     kinds = {tensor.dtype_name for tensor in theirs}
-    reordered = any(mapping.has_layout(hf_tensor.name) for hf_tensor in mapping.hf_tensors(name))
+    reordered = any(layer_kind(hf_tensor.name) in mapping.family.layouts for hf_tensor in mapping.hf_tensors(name))
     have_blocks = all(tensor.read_blocks for tensor in theirs) and not reordered
     if have_blocks and keeps_blocks(weights, kinds):
         return "blocks"

@@ -161,7 +161,7 @@ def rope_fields(config: ModelConfig) -> dict[str, Any]:
     return {"rope_local_base_freq": local_base, "rope_scaling": rotary_scaling_fields(config) or None}
 
 
-GEMMA2 = Family(("gemma2",), "Gemma2ForCausalLM", from_gemma2, to_gemma2, NAMES, ("model.", ""), models="Gemma 2")
+GEMMA2 = Family(("gemma2",), "Gemma2ForCausalLM", from_gemma2, to_gemma2, NAMES, models="Gemma 2")
 GEMMA3 = Family(
     ("gemma3_text", "gemma3"),
     "Gemma3ForCausalLM",

@@ -10,7 +10,6 @@ from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ORIGINAL_WINDOW, ConfigFields
 from tricycle.pretrained.families.family import Family, TensorNames, gate_interleaved
 from tricycle.pretrained.families.llama import (
-    PREFIXES,
     attention_biases,
     common_config,
     common_fields,
@@ -83,7 +82,6 @@ GPT_OSS = Family(
     to_config,
     to_fields,
     GPT_OSS_NAMES,
-    PREFIXES,
     layouts={"gate_up_proj": gate_interleaved},
     stacks=STACKS,
     models="gpt-oss",

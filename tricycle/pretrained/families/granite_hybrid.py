@@ -11,7 +11,6 @@ from tricycle.configs.mamba import MambaConfig
 from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.family import Family, TensorNames, gate_first
 from tricycle.pretrained.families.granite import MIXTURE_NAMES, STACKS, common_granite, common_granite_fields
-from tricycle.pretrained.families.llama import PREFIXES
 from tricycle.pretrained.families.mamba2 import CHUNK_SIZE, MIXER_NAMES, check_time_steps
 from tricycle.pretrained.families.mixtures import expert_config, expert_fields
 
@@ -107,7 +106,6 @@ GRANITE_HYBRID = Family(
     to_config,
     to_fields,
     NAMES,
-    PREFIXES,
     layouts={"input_linear": gate_first},
     stacks=STACKS,
     config_class=MambaConfig,

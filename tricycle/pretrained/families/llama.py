@@ -34,7 +34,6 @@ LLAMA_NAMES: TensorNames = {
     "norm": ["model.norm"],
     "head": ["lm_head"],
 }
-PREFIXES = ("model.", "")
 OLMO2_NAMES: TensorNames = {  # norms of the outputs of attention and MLP
     **LLAMA_NAMES,
     "blocks.N.attention_norm": ["model.layers.N.post_attention_layernorm"],
@@ -224,12 +223,9 @@ LLAMA = Family(
     from_llama,
     to_llama,
     LLAMA_NAMES,
-    PREFIXES,
     models="Llama 2 and 3, SmolLM2, TinyLlama",
 )
-MISTRAL = Family(
-    ("mistral",), "MistralForCausalLM", from_mistral, to_mistral, LLAMA_NAMES, PREFIXES, models="Mistral 7B"
-)
-QWEN2 = Family(("qwen2",), "Qwen2ForCausalLM", from_qwen2, to_qwen2, LLAMA_NAMES, PREFIXES, models="Qwen 2 and 2.5")
-QWEN3 = Family(("qwen3",), "Qwen3ForCausalLM", from_qwen3, to_qwen3, LLAMA_NAMES, PREFIXES, models="Qwen 3")
-OLMO2 = Family(("olmo2",), "Olmo2ForCausalLM", from_olmo2, to_olmo2, OLMO2_NAMES, PREFIXES, models="OLMo 2")
+MISTRAL = Family(("mistral",), "MistralForCausalLM", from_mistral, to_mistral, LLAMA_NAMES, models="Mistral 7B")
+QWEN2 = Family(("qwen2",), "Qwen2ForCausalLM", from_qwen2, to_qwen2, LLAMA_NAMES, models="Qwen 2 and 2.5")
+QWEN3 = Family(("qwen3",), "Qwen3ForCausalLM", from_qwen3, to_qwen3, LLAMA_NAMES, models="Qwen 3")
+OLMO2 = Family(("olmo2",), "Olmo2ForCausalLM", from_olmo2, to_olmo2, OLMO2_NAMES, models="OLMo 2")

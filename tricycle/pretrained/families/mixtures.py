@@ -14,7 +14,6 @@ from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.llama import (
     LLAMA_NAMES,
-    PREFIXES,
     attention_biases,
     check_heads_divide_width,
     common_config,
@@ -164,10 +163,7 @@ MIXTRAL = Family(
     from_mixtral,
     to_mixtral,
     MIXTRAL_NAMES,
-    PREFIXES,
     models="mixtures of experts: Mixtral",
 )
-QWEN3_MOE = Family(
-    ("qwen3_moe",), "Qwen3MoeForCausalLM", from_qwen3_moe, to_qwen3_moe, NAMES, PREFIXES, models="Qwen3-MoE"
-)
-OLMOE = Family(("olmoe",), "OlmoeForCausalLM", from_olmoe, to_olmoe, NAMES, PREFIXES, models="OLMoE")
+QWEN3_MOE = Family(("qwen3_moe",), "Qwen3MoeForCausalLM", from_qwen3_moe, to_qwen3_moe, NAMES, models="Qwen3-MoE")
+OLMOE = Family(("olmoe",), "OlmoeForCausalLM", from_olmoe, to_olmoe, NAMES, models="OLMoE")

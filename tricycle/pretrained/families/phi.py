@@ -48,4 +48,4 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-PHI = Family(("phi",), "PhiForCausalLM", to_config, to_fields, NAMES, ("model.", ""), models="Phi 1, 1.5 and 2")
+PHI = Family(("phi",), "PhiForCausalLM", to_config, to_fields, NAMES, models="Phi 1, 1.5 and 2")

@@ -10,7 +10,7 @@ import numpy as np
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ConfigFields, field_error, read_rotary_fields
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.families.llama import PREFIXES, attention_biases, common_config, common_fields, qk_norms
+from tricycle.pretrained.families.llama import attention_biases, common_config, common_fields, qk_norms
 from tricycle.pretrained.families.mixtures import NAMES, expert_config, expert_fields
 from tricycle.state_spaces.delta_net import DeltaNetConfig
 
@@ -133,7 +133,6 @@ QWEN3_NEXT = Family(
     to_config,
     to_fields,
     QWEN3_NEXT_NAMES,
-    PREFIXES,
     ignored=r"mtp\.",  # layers that predict more tokens
     layouts={"in_proj_qkvz": queries_keys_values_gates, "in_proj_ba": strengths_steps, "q_proj": queries_gates},
     config_class=DeltaNetConfig,

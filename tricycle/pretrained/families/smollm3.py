@@ -10,7 +10,6 @@ from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.families.llama import (
     LLAMA_NAMES,
-    PREFIXES,
     attention_biases,
     check_heads_divide_width,
     common_config,
@@ -78,4 +77,4 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-SMOLLM3 = Family(("smollm3",), "SmolLM3ForCausalLM", to_config, to_fields, LLAMA_NAMES, PREFIXES, models="SmolLM3")
+SMOLLM3 = Family(("smollm3",), "SmolLM3ForCausalLM", to_config, to_fields, LLAMA_NAMES, models="SmolLM3")

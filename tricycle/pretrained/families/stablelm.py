@@ -8,7 +8,7 @@ from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ConfigFields, read_rotary_fields
 from tricycle.pretrained.families.family import Family
-from tricycle.pretrained.families.llama import LLAMA_NAMES, PREFIXES, check_heads_divide_width, layer_norm_fields
+from tricycle.pretrained.families.llama import LLAMA_NAMES, check_heads_divide_width, layer_norm_fields
 
 
 def to_config(fields: ConfigFields) -> ModelConfig:
@@ -46,4 +46,4 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-STABLELM = Family(("stablelm",), "StableLmForCausalLM", to_config, to_fields, LLAMA_NAMES, PREFIXES, models="StableLM")
+STABLELM = Family(("stablelm",), "StableLmForCausalLM", to_config, to_fields, LLAMA_NAMES, models="StableLM")

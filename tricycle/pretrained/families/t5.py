@@ -121,6 +121,7 @@ T5 = Family(
     to_config,
     to_fields,
     NAMES,
+    prefixes=("",),
     legacy_names={r"DenseReluDense\.wi_1\.": "DenseReluDense.wi."},  # as in GGUF files, with or without gates
     ignored=COPIES,
     config_class=EncoderDecoderConfig,
