@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from model_checks import cached_logits, randomize
-from transformers_families import difference
+from transformers_families import change_config, difference
 
 from tricycle.decoding.batch import generate_batch
 from tricycle.decoding.beam_search import generate_beam_search
@@ -147,8 +146,7 @@ def test_a_model_with_few_layers_of_experts_loads(tmp_path: Path) -> None:
     model = small(n_layers=7, n_dense_layers=6, n_experts=40)
     assert export_folder(model, None, tmp_path / "model") == "deepseek_v2"
     assert difference(load(tmp_path / "model").model(TOKENS).array, model(TOKENS).array) < 3e-6
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_routed_experts": 10**6}))
+    change_config(tmp_path / "model", n_routed_experts=10**6)
     with pytest.raises(ValueError, match="number of experts to be at most"):
         load(tmp_path / "model")
 

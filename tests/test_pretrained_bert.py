@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers_families import difference, read
+from transformers_families import change_config, difference, read
 
 from tricycle.configs import EncoderConfig
 from tricycle.pretrained import load
@@ -143,8 +142,7 @@ def test_norms_by_their_old_names(tmp_path: Path) -> None:
 )
 def test_unsupported_fields_are_rejected(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     a_model("Bert", {}).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    change_config(tmp_path, **fields)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
 

@@ -21,6 +21,7 @@ from transformers_families import (
     SMOLLM2,
     VOCABULARY,
     Family,
+    change_config,
     default_rope,
     difference,
     hf_gemma_fields,
@@ -321,13 +322,6 @@ def test_bfloat16_logits_are_close_to_float32(family: Family) -> None:
 
 
 # -------------------------------------------------------------------- other spellings of the same
-def respell(folder: Path, **changes: Any) -> None:
-    """Change fields of a config.json; what is None goes."""
-    path = folder / "config.json"
-    hf_fields = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({name: value for name, value in hf_fields.items() if value is not None}))
-
-
 GEMMA3_BASES = {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
 LINEAR_4 = {"type": "linear", "factor": 4.0}
 OLD = {"rope_parameters": None, "dtype": None, "torch_dtype": "float32"}
@@ -348,7 +342,7 @@ def test_config_fields_of_transformers_4(spelling: str, tmp_path: Path) -> None:
     name, hf_fields = SPELLINGS[spelling]
     hf_model = new_case(name)
     hf_model.save_pretrained(tmp_path)
-    respell(tmp_path, **OLD, **hf_fields)
+    change_config(tmp_path, **OLD, **hf_fields)
     assert_equal_logits(tmp_path, hf_model)
 
 

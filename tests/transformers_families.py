@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from copy import deepcopy
 from dataclasses import dataclass
@@ -417,6 +418,13 @@ def checkpoint_arrays(hf_model: Any) -> dict[str, np.ndarray]:
 def corrections(hf_model: Any) -> list[tuple[str, Any]]:
     """Return the names and values of the corrections of routers, which are no parameters in transformers."""
     return [(name, buffer) for name, buffer in hf_model.named_buffers() if name.endswith("correction_bias")]
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Change fields of a folder's config.json, and remove those that are None."""
+    path = folder / "config.json"
+    hf_fields = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in hf_fields.items() if value is not None}))
 
 
 def check_refused(hf_fields: dict[str, Any], message: str, n_tensors: int = 90) -> None:
