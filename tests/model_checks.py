@@ -15,7 +15,6 @@ from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.sampling import SamplingParams
-from tricycle.tensor import no_grad
 
 L = TypeVar("L", bound=Layer)
 
@@ -37,7 +36,7 @@ def cached_logits(
 ) -> tuple[np.ndarray, list[Any]]:
     """Return the logits of tokens (B, T), computed from caches in parts, and the caches; later parts have `starts`."""
     caches = model.new_caches(dtype)
-    with no_grad():
+    with model.evaluating():
         parts = [model(part, caches).array for part in np.split(tokens, starts, axis=1)]
     return np.concatenate(parts, axis=1), caches
 

@@ -9,19 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_checks import cached_logits, randomize
+from model_checks import cached_logits, check_batches, randomize
 from transformers_families import change_config, difference
 
-from tricycle.decoding.batch import generate_batch
-from tricycle.decoding.beam_search import generate_beam_search
-from tricycle.generate import generate
 from tricycle.latent_attention import LatentAttention, LatentConfig
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.pretrained import load
 from tricycle.pretrained.adapters import new_adapter
 from tricycle.pretrained.export import export_folder
-from tricycle.sampling import SamplingParams
 from tricycle.tensor import no_grad
 from tricycle.weights import quantize
 from tricycle_lab.look.inspectable import InspectableStack
@@ -103,11 +99,7 @@ def test_layers_without_a_plain_matrix_expand(change: str, monkeypatch: pytest.M
 @each_model
 @pytest.mark.nightly_except(3)
 def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
-    model = small(**fields)
-    prompts = [[3, 1, 4, 15, 9, 2, 6], [4], [5, 6, 7, 8]]
-    greedy = [list(generate(model, prompt, 20, temperature=0)) for prompt in prompts]
-    assert generate_batch(model, prompts, 20, [SamplingParams(0)] * 3) == greedy
-    assert generate_beam_search(model, prompts, 20, 1) == greedy
+    check_batches(small(**fields), [[3, 1, 4, 15, 9, 2, 6], [4], [5, 6, 7, 8]])
 
 
 # -------------------------------------------------------------------- training and inspection

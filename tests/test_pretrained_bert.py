@@ -116,13 +116,8 @@ def test_norms_by_their_old_names(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = safetensors.load_file(path)
     assert any("LayerNorm.weight" in name for name in tensors)
-    words = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    old = {}
-    for name, tensor in tensors.items():
-        for new, word in words.items():
-            name = name.replace(new, word)
-        old[name] = tensor
-    safetensors.save_file(old, path, {"format": "pt"})
+    rename = lambda name: name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
+    safetensors.save_file({rename(name): tensor for name, tensor in tensors.items()}, path, {"format": "pt"})
     compare(tmp_path, model.bert)
 
 
