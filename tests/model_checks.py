@@ -1,4 +1,4 @@
-"""Checks of small models with other blocks than GPT-2's: caches, batches, learning."""
+"""Checks of small models with other blocks than GPT-2's: caches, generation, learning."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from tricycle.decoding.batch import generate_batch
 from tricycle.decoding.beam_search import generate_beam_search
+from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.generate import generate
 from tricycle.layers import Layer
 from tricycle.models import GPT
@@ -54,9 +55,12 @@ def check_learning(model: GPT) -> None:
     assert losses[0] == pytest.approx(np.log(61), rel=0.05) and losses[-1] < 0.5 * losses[0]
 
 
-def check_batches(model: GPT, prompts: list[list[int]]) -> None:
-    """Check that three prompts in a batch get the greedy and beam-search texts that each gets alone."""
+def check_generation(model: GPT, prompts: list[list[int]]) -> None:
+    """Check that three prompts in a batch, beam searches, and drafts from the prompt give the text of each alone."""
     greedy = [list(generate(model, prompt, 9, temperature=0)) for prompt in prompts]
     assert generate_batch(model, prompts, 9, [SamplingParams(0)] * 3) == greedy
     assert generate_beam_search(model, prompts, 9, 1) == greedy
     assert generate_beam_search(model, prompts, 9, 3) == [generate_beam_search(model, [p], 9, 3)[0] for p in prompts]
+    repetitive = 3 * prompts[0]
+    drafted = list(generate_prompt_lookup(model, repetitive, 20, SamplingParams(0)))
+    assert drafted == list(generate(model, repetitive, 20, temperature=0))

@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 import transformers_families
 from hf_checks import PROMPT, check_adapter, check_in_float64, check_tokens_and_export
-from model_checks import cached_logits, check_batches, check_learning, randomize
+from model_checks import cached_logits, check_generation, check_learning, randomize
 from transformers_families import check_refused
 
 from tricycle.activation_checkpointing import checkpoint_activations
-from tricycle.decoding.prompt_lookup import generate_prompt_lookup
-from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.gguf_writer import export_gguf
-from tricycle.sampling import SamplingParams
 from tricycle.state_spaces.delta_net import DeltaNetConfig
 from tricycle.tokeniser import BPETokeniser
 from tricycle_lab.attribution import attribute_logit
@@ -54,21 +51,14 @@ def test_states_give_the_logits_of_whole_texts(fields: dict[str, Any]) -> None:
 
 @pytest.mark.nightly_except(2)
 @each_model
-def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
-    check_batches(small(**fields), [PROMPT, [4], [5, 6, 7, 8]])
+def test_batches_beams_drafts_and_single_texts_agree(fields: dict[str, Any]) -> None:
+    check_generation(small(**fields), [PROMPT, [4], [5, 6, 7, 8]])
 
 
 @pytest.mark.nightly_except(2)
 @each_model
 def test_it_learns(fields: dict[str, Any]) -> None:
     check_learning(GPT(DeltaNetConfig(**{**SMALL, **fields})))
-
-
-def test_generation_with_drafts_of_the_prompt_is_the_same() -> None:
-    model, prompt = small(), PROMPT * 3
-    assert list(generate_prompt_lookup(model, prompt, 20, SamplingParams(0))) == list(
-        generate(model, prompt, 20, temperature=0)
-    )
 
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_checks import cached_logits, check_batches, randomize
+from model_checks import cached_logits, check_generation, randomize
 from transformers_families import change_config, difference
 
 from tricycle.latent_attention import LatentAttention, LatentConfig
@@ -98,8 +98,8 @@ def test_layers_without_a_plain_matrix_expand(change: str, monkeypatch: pytest.M
 
 @each_model
 @pytest.mark.nightly_except(3)
-def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
-    check_batches(small(**fields), [[3, 1, 4, 15, 9, 2, 6], [4], [5, 6, 7, 8]])
+def test_batches_beams_drafts_and_single_texts_agree(fields: dict[str, Any]) -> None:
+    check_generation(small(**fields), [[3, 1, 4, 15, 9, 2, 6], [4], [5, 6, 7, 8]])
 
 
 # -------------------------------------------------------------------- training and inspection

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import transformers_families
 from hf_checks import PROMPT, check_adapter, check_in_float64, check_tokens_and_export
-from model_checks import cached_logits, check_batches, check_learning, randomize
+from model_checks import cached_logits, check_generation, check_learning, randomize
 from test_look import TEXT, TOKENISER, assert_close_traces
 from transformers_families import check_refused, difference, hf_llama_fields
 
@@ -57,8 +57,8 @@ def test_states_give_the_logits_of_whole_texts(fields: dict[str, Any]) -> None:
 
 
 @each_model
-def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
-    check_batches(small(**fields), [PROMPT, [4], [5, 6, 7, 8]])
+def test_batches_beams_drafts_and_single_texts_agree(fields: dict[str, Any]) -> None:
+    check_generation(small(**fields), [PROMPT, [4], [5, 6, 7, 8]])
 
 
 @pytest.mark.nightly_except(9)

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_checks import cached_logits, check_batches, check_learning, randomize
+from model_checks import cached_logits, check_generation, check_learning, randomize
 from transformers_families import difference
 
 from tricycle.activation import GeLU
 from tricycle.activation_checkpointing import checkpoint_activations
-from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.finetuning.lora import LoRAConfig
-from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.multi_stream.altup import AltUp, StreamProjections, match_magnitude
@@ -28,7 +26,6 @@ from tricycle.multi_stream.sparsity import GaussianTopK
 from tricycle.pretrained import load
 from tricycle.pretrained.adapters import new_adapter
 from tricycle.pretrained.export import export_folder
-from tricycle.sampling import SamplingParams
 from tricycle.state.activations import free_activations
 from tricycle.tensor import Tensor, no_grad
 from tricycle.weights import quantize
@@ -166,14 +163,8 @@ def test_long_prompts_beyond_the_windows_are_the_same() -> None:
 
 @pytest.mark.nightly_except(3)
 @each_model
-def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
-    check_batches(small(**fields), [PROMPT, [4], [5, 6, 7, 8]])
-
-
-def test_generation_with_drafts_of_the_prompt_is_the_same() -> None:
-    model, prompt = small(), PROMPT * 3
-    drafted = list(generate_prompt_lookup(model, prompt, 20, SamplingParams(0)))
-    assert drafted == list(generate(model, prompt, 20, temperature=0))
+def test_batches_beams_drafts_and_single_texts_agree(fields: dict[str, Any]) -> None:
+    check_generation(small(**fields), [PROMPT, [4], [5, 6, 7, 8]])
 
 
 @pytest.mark.nightly_except(3)
