@@ -1,13 +1,14 @@
-"""Checks of small models with other blocks than GPT-2's: caches, generation, learning."""
+"""Checks of small models with other blocks than GPT-2's: caches, gradients, generation, learning."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
+from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.decoding.batch import generate_batch
 from tricycle.decoding.beam_search import generate_beam_search
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
@@ -16,6 +17,7 @@ from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.sampling import SamplingParams
+from tricycle.state.activations import free_activations
 
 L = TypeVar("L", bound=Layer)
 
@@ -53,6 +55,23 @@ def check_learning(model: GPT) -> None:
         loss.backward()
         model.update(optimiser)
     assert losses[0] == pytest.approx(np.log(61), rel=0.05) and losses[-1] < 0.5 * losses[0]
+
+
+def check_gradients(new_model: Callable[[], GPT], tokens: np.ndarray) -> None:
+    """Check that activation checkpointing and freed activations change no bit of any gradient, and that none is 0."""
+
+    def gradients(model: GPT) -> dict[str, np.ndarray]:
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        return {name: parameter.grad.array for name, parameter in model.named_parameters()}
+
+    expected, model = gradients(new_model()), new_model()
+    assert all(grad.any() for grad in expected.values())
+    model.recompute = checkpoint_activations
+    recomputed = gradients(model)
+    with free_activations():
+        freed = gradients(new_model())
+    for grads in (recomputed, freed):
+        assert [name for name, grad in expected.items() if not np.array_equal(grad, grads[name])] == []
 
 
 def check_generation(model: GPT, prompts: list[list[int]]) -> None:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import transformers_families
 from hf_checks import PROMPT, check_adapter, check_in_float64, check_tokens_and_export
-from model_checks import cached_logits, check_generation, check_learning, randomize
+from model_checks import cached_logits, check_generation, check_gradients, check_learning, randomize
 from transformers_families import check_refused
 
-from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.models import GPT
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.gguf_writer import export_gguf
@@ -62,14 +61,8 @@ def test_it_learns(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
-def test_activation_checkpointing_changes_no_bit(precision: str) -> None:
-    results = []
-    for recompute in (None, checkpoint_activations):
-        model = small(**MODELS["mixture"], precision=precision)
-        model.recompute = recompute
-        model.loss(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
-        results.append({name: parameter.grad.array for name, parameter in model.named_parameters()})
-    assert all(np.array_equal(grad, results[1][name]) for name, grad in results[0].items())
+def test_activation_checkpointing_and_freeing_change_no_bit(precision: str) -> None:
+    check_gradients(lambda: small(**MODELS["mixture"], precision=precision), TOKENS)
 
 
 def test_the_model_viewer_shows_attention_and_states() -> None:
