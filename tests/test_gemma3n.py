@@ -46,9 +46,7 @@ TOKENS = np.random.default_rng(5).integers(0, 61, (2, 25))
 
 
 def new_hf_model(name: str) -> Any:
-    model = transformers_families.new_hf_model("gemma3n_text", CASES[name])
-    model.generation_config.eos_token_id = None
-    return model
+    return transformers_families.new_hf_model("gemma3n_text", CASES[name])
 
 
 @pytest.mark.nightly_except(3)

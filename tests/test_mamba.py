@@ -113,9 +113,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def new_hf_model(name: str) -> Any:
     """Return a transformers model with random weights, large enough that each part affects the logits."""
     eager = {"experts_implementation": "eager"}  # works in float64
-    model = transformers_families.new_hf_model(*CASES[name], **eager)
-    model.generation_config.eos_token_id = None
-    return model
+    return transformers_families.new_hf_model(*CASES[name], **eager)
 
 
 @pytest.mark.nightly_except(3)

@@ -188,12 +188,10 @@ each_family = pytest.mark.parametrize("family", SMALL.values(), ids=SMALL)
 
 
 def new_case(name: str, **changes: Any) -> Any:
-    """Return a model of transformers with room for 71 tokens, which never ends a text."""
+    """Return a model of transformers with room for 71 tokens."""
     model_type, hf_fields = CASES[name]
     window = {"n_positions" if model_type == "gpt2" else "max_position_embeddings": 128}
-    model = new_hf_model(model_type, {**hf_fields, **window, **changes})
-    model.generation_config.eos_token_id = None
-    return model
+    return new_hf_model(model_type, {**hf_fields, **window, **changes})
 
 
 def some_tokens(n_batches: int = 1, vocab_size: int = VOCABULARY, batch: int = 3) -> np.ndarray:

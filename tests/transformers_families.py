@@ -381,9 +381,10 @@ SMOLLM2 |= {"num_hidden_layers": 30, "max_position_embeddings": 2048}
 
 # -------------------------------------------------------------------- models, weights and differences
 def new_hf_model(model_type: str, hf_fields: dict[str, Any], lively: bool = True, **options: Any) -> Any:
-    """Return a transformers model with random weights; if `lively`, large enough that each part affects the logits.
+    """Return a transformers model with random weights, which never ends a text.
 
     Args:
+        lively: whether weights are large enough that each part affects the logits.
         options: of `from_config`, besides eager attention.
     """
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -391,6 +392,7 @@ def new_hf_model(model_type: str, hf_fields: dict[str, Any], lively: bool = True
     config = transformers.AutoConfig.for_model(model_type, **hf_fields)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options).float().eval()
     randomize_weights(model, lively)
+    model.generation_config.eos_token_id = None
     return model
 
 
