@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from tables import bad_input
+from test_layers import check_layer_gradients
 
-from tricycle.gradcheck import gradcheck
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
 from tricycle.sequences.classifiers import AttentionPooling, Classifier, ConvolutionalEncoder, MaxPooling
@@ -74,10 +74,8 @@ def test_all_parameters_learn(make, batch):
 @pytest.mark.nightly_except(4)
 @each_model
 def test_gradients_match_finite_differences(make, batch):
-    model, (tokens, lengths) = make().eval(), batch
-    for p in model.parameters():
-        p.array = p.array.astype(np.float64)
-    gradcheck(lambda *_: model(tokens, lengths), *model.parameters())
+    tokens, lengths = batch
+    check_layer_gradients(make().eval(), tokens=tokens, lengths=lengths)
 
 
 def test_pooling_matches_values_computed_by_hand():

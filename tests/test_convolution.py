@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from tables import bad_input
+from test_layers import check_layer_gradients
 
-from tricycle.gradcheck import gradcheck
 from tricycle.sequences.convolution import Conv1d, Conv2d, ConvTranspose2d, fold, unfold
 from tricycle.tensor import to_tensor
 
@@ -67,10 +67,7 @@ def test_convolutions_match_values_computed_by_hand():
 @pytest.mark.parametrize("kind", [Conv1d, Conv2d, ConvTranspose2d])
 def test_gradients_match_finite_differences(kind, rng):
     layer = kind(2, 3, 3, stride=2, padding=1, generator=0)
-    for p in layer.parameters():
-        p.array = p.array.astype(np.float64)
-    x = to_tensor(rng.standard_normal((2, 5, 2) if kind is Conv1d else (2, 5, 4, 2)), dtype=np.float64)
-    gradcheck(lambda x, *_: layer(x), x, *layer.parameters())
+    check_layer_gradients(layer, rng.standard_normal((2, 5, 2) if kind is Conv1d else (2, 5, 4, 2)))
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 8])

@@ -7,21 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hf_checks import PROMPT, check_adapter, check_tokens_and_export, compute_in_float64, differences_in_float64
-from recurrent_models import check_batches, check_learning
-from transformers_families import randomize_weights
+import transformers_families
+from hf_checks import PROMPT, check_adapter, check_in_float64, check_tokens_and_export
+from model_checks import cached_logits, check_generation, check_gradients, check_learning, randomize
+from transformers_families import check_refused
 
-from tricycle.activation_checkpointing import checkpoint_activations
-from tricycle.decoding.prompt_lookup import generate_prompt_lookup
-from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.families import build_model
 from tricycle.pretrained.gguf_writer import export_gguf
-from tricycle.pretrained.stored_model import StoredModel, StoredTensor
-from tricycle.sampling import SamplingParams
 from tricycle.state_spaces.delta_net import DeltaNetConfig
-from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
 from tricycle_lab.attribution import attribute_logit
 from tricycle_lab.look.inspectable import InspectableStack
@@ -42,60 +36,33 @@ each_model = pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 
 
 def small(**fields: Any) -> GPT:
-    """Return a model with random weights, large enough that each part affects the logits."""
-    model, generator = GPT(DeltaNetConfig(**{**SMALL, **fields})), np.random.default_rng(4)
-    for name, parameter in model.named_parameters():
-        noise = generator.standard_normal(parameter.shape)
-        if parameter.ndim == 1:
-            parameter.array[...] += 0.2 * noise
-        elif "embedding" not in name:
-            parameter.array[...] = noise * (parameter.shape[0] if parameter.ndim == 2 else 4) ** -0.5
-    return model
+    return randomize(GPT(DeltaNetConfig(**{**SMALL, **fields})))
 
 
 @each_model
 def test_states_give_the_logits_of_whole_texts(fields: dict[str, Any]) -> None:
     model = small(**fields)
-    with no_grad():
-        whole = model(TOKENS).array
-        caches = model.new_caches()
-        parts = [model(TOKENS[:, a:b], caches).array for a, b in ((0, 2), (2, 14), (14, 15), (15, 25))]
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-3, atol=1e-4)
+    logits, caches = cached_logits(model, TOKENS)
+    np.testing.assert_allclose(logits, model(TOKENS).array, rtol=1e-3, atol=1e-4)
     sizes = {name: array.shape for name, array in caches[0].last.items()}
     assert sizes == {"conv": (2, 3, 44), "state": (2, 4, 5, 6)}  # not longer than for one token
 
 
 @pytest.mark.nightly_except(2)
 @each_model
-def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
-    model = small(**fields)
-    prompts = [PROMPT, [4], [5, 6, 7, 8]]
-    check_batches(model, prompts)
+def test_batches_beams_drafts_and_single_texts_agree(fields: dict[str, Any]) -> None:
+    check_generation(small(**fields), [PROMPT, [4], [5, 6, 7, 8]])
 
 
 @pytest.mark.nightly_except(2)
 @each_model
 def test_it_learns(fields: dict[str, Any]) -> None:
-    model = GPT(DeltaNetConfig(**{**SMALL, **fields}))
-    check_learning(model)
-
-
-def test_generation_with_drafts_of_the_prompt_is_the_same() -> None:
-    model, prompt = small(), PROMPT * 3
-    assert list(generate_prompt_lookup(model, prompt, 20, SamplingParams(0))) == list(
-        generate(model, prompt, 20, temperature=0)
-    )
+    check_learning(GPT(DeltaNetConfig(**{**SMALL, **fields})))
 
 
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
-def test_activation_checkpointing_changes_no_bit(precision: str) -> None:
-    results = []
-    for recompute in (None, checkpoint_activations):
-        model = small(**MODELS["mixture"], precision=precision)
-        model.recompute = recompute
-        model.loss(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
-        results.append({name: parameter.grad.array for name, parameter in model.named_parameters()})
-    assert all(np.array_equal(grad, results[1][name]) for name, grad in results[0].items())
+def test_activation_checkpointing_and_freeing_change_no_bit(precision: str) -> None:
+    check_gradients(lambda: small(**MODELS["mixture"], precision=precision), TOKENS)
 
 
 def test_the_model_viewer_shows_attention_and_states() -> None:
@@ -150,29 +117,15 @@ CASES = {
 
 
 def new_hf_model(name: str) -> Any:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model("qwen3_next", **CASES[name])
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # works in float64
-    model = transformers.AutoModelForCausalLM.from_config(config, **eager).float().eval()
-    randomize_weights(model)
-    model.generation_config.eos_token_id = None
-    return model
+    eager = {"experts_implementation": "eager"}  # works in float64
+    return transformers_families.new_hf_model("qwen3_next", CASES[name], **eager)
 
 
 @pytest.mark.nightly_except(2)
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_gradients_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, as rounding to float32 changes the logits of each library by up to 9e-6, gradients by 2e-4."""
-    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    compute_in_float64(monkeypatch, modeling)
-    hf_model = new_hf_model(name)
-    hf_model.save_pretrained(tmp_path / "model")
-    by_logits, worst = differences_in_float64(tmp_path, hf_model.double(), TOKENS)
-    assert by_logits < 1e-12
-    assert max(worst.values()) < 1e-7, worst
+    check_in_float64(new_hf_model(name), TOKENS, tmp_path, monkeypatch)
 
 
 @pytest.mark.nightly_except(1)
@@ -208,10 +161,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("fields", "name"), REFUSED.values(), ids=REFUSED)
 def test_unsupported_fields_are_refused(fields: dict[str, Any], name: str) -> None:
-    tensors = {str(i): StoredTensor((4, 4), "F32", lambda: np.zeros((4, 4))) for i in range(90)}
-    source = StoredModel(Path("m"), {"model_type": "qwen3_next", **HF, **fields}, tensors)
-    with pytest.raises(ValueError, match=name):
-        build_model(source)
+    check_refused({"model_type": "qwen3_next", **HF, **fields}, name)
 
 
 def test_a_model_without_experts_has_no_family(tmp_path: Path) -> None:

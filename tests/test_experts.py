@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from model_checks import cached_logits
+from test_layers import check_layer_gradients
 from test_quantized_blocks import block_rows
+from transformers_families import check_refused, difference, hf_llama_fields
 
 from tricycle import Tensor, experts, no_grad, to_tensor
 from tricycle.activation import ACTIVATIONS
@@ -19,6 +21,7 @@ from tricycle.configs.size import min_n_weights
 from tricycle.experts import MixtureOfExperts, RouterStatistics, Routing, add_router_loss, select_experts
 from tricycle.finetuning.lora import AdaptedDense, LoRAConfig
 from tricycle.generate import generate
+from tricycle.gradcheck import gradcheck
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle.loss import CrossEntropy
@@ -27,10 +30,8 @@ from tricycle.optimisers import AdamW
 from tricycle.pretrained import Pretrained, load
 from tricycle.pretrained.adapters import TargetModules, load_adapter, new_adapter, save_adapter
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.families import build_model
 from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.safetensors_weights import read_tensors
-from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.training import compute_gradients, supervised_loss, train_on_batch
 from tricycle.training_state import new_state, train_step
 from tricycle.weights import quantize, set_memory_order
@@ -77,10 +78,6 @@ def gradients(model) -> dict[str, np.ndarray]:
     return {name: parameter.grad.array for name, parameter in model.named_parameters()}
 
 
-def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.abs(actual - expected).max() / np.abs(expected).max())
-
-
 # -------------------------------------------------------------------- the layer
 def loop_over_tokens(layer: MixtureOfExperts, x: np.ndarray) -> np.ndarray:
     """Return the mixture's result for rows x, without shared experts, one token and one expert at a time."""
@@ -119,7 +116,7 @@ def test_result_is_that_of_a_loop_over_tokens(n_active, normalized):
     layer = new_mixture(n_active_experts=n_active, normalize_experts=normalized)
     x = RNG.standard_normal((3, 7, 6)).astype(np.float32)
     expected = loop_over_tokens(layer, x.reshape(-1, 6)).reshape(x.shape)
-    assert relative_error(layer(x).array, expected) < 1e-6
+    assert difference(layer(x).array, expected) < 1e-6
     with no_grad():
         assert np.array_equal(layer(x).array, layer(to_tensor(x)).array)
 
@@ -149,9 +146,9 @@ def test_experts_are_selected_from_the_best_groups(sigmoid):
         layer.correction.array[...] = RNG.normal(0, 0.3, 8)
     layer.router.weights.array[...] *= 3
     x = RNG.standard_normal((40, 6)).astype(np.float32)
-    assert relative_error(layer(x).array, loop_over_tokens(layer, x)) < 1e-6
+    assert difference(layer(x).array, loop_over_tokens(layer, x)) < 1e-6
     layer.routing = layer.routing._replace(n_active_groups=4)  # without this limit, other experts are selected
-    assert relative_error(layer(x).array, loop_over_tokens(layer, x)) < 1e-6
+    assert difference(layer(x).array, loop_over_tokens(layer, x)) < 1e-6
     scores = 1 / (1 + np.exp(-layer.router(x).array))
     limited = layer.routing._replace(n_active_groups=2).select(scores)
     assert (limited != layer.routing.select(scores)).any()
@@ -162,7 +159,7 @@ def test_shared_experts_process_every_token():
     layer = new_mixture(shared_size=7)
     x = RNG.standard_normal((9, 6)).astype(np.float32)
     assert layer.shared.projection.weights.shape == (7, 6)
-    assert relative_error(layer(x).array, loop_over_tokens(layer, x) + layer.shared(x).array) < 1e-6
+    assert difference(layer(x).array, loop_over_tokens(layer, x) + layer.shared(x).array) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -175,21 +172,7 @@ def test_shared_experts_process_every_token():
     ],
 )
 def test_gradients_are_those_of_finite_differences(options):
-    layer = new_mixture(np.float64, **options)
-    x = to_tensor(RNG.standard_normal((9, 6)), dtype=np.float64)
-    factors = RNG.standard_normal((9, 6))
-    loss = lambda: (layer(x) * factors).sum()
-    loss().backward()
-    for tensor in (x, *layer.parameters()):
-        grad, array = tensor.grad.array, tensor.array
-        for _ in range(6):
-            place = tuple(RNG.integers(0, n) for n in array.shape)
-            before, values = array[place], []
-            for step in (1e-6, -1e-6):
-                array[place] = before + step
-                values.append(loss().item())
-            array[place] = before
-            assert grad[place] == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-5, abs=1e-8)
+    check_layer_gradients(new_mixture(**options), RNG.standard_normal((9, 6)))
 
 
 def test_idle_experts_have_zero_gradients():
@@ -206,7 +189,7 @@ def test_result_of_a_token_does_not_depend_on_the_others():
     x = np.repeat(RNG.standard_normal((1, 6)), 64, axis=0)
     x[0] = 1
     with no_grad():
-        assert relative_error(layer(x).array[:1], layer(x[:1]).array) < 1e-6
+        assert difference(layer(x).array[:1], layer(x[:1]).array) < 1e-6
 
 
 def test_equal_calls_give_equal_bits():
@@ -286,25 +269,18 @@ def test_router_loss_is_that_of_transformers():
     model = new_model()
     logits = [torch.tensor(array) for array in router_logits(model)]
     expected = mixtral.load_balancing_loss_func(tuple(logits), 5, 2).item()
-    difference = model.loss(*BATCH).item() - CrossEntropy()(BATCH[1], model(BATCH[0])).item()
-    assert difference == pytest.approx(0.5 * expected, rel=1e-5)
+    added = model.loss(*BATCH).item() - CrossEntropy()(BATCH[1], model(BATCH[0])).item()
+    assert added == pytest.approx(0.5 * expected, rel=1e-5)
 
 
 def test_gradient_of_router_loss_is_that_of_finite_differences():
     layer = new_mixture(np.float64)
-    x = to_tensor(RNG.standard_normal((9, 6)), dtype=np.float64)
-    loss = lambda: 3 * add_router_loss(lambda: layer(x).sum() * 0.0, 0.7)
-    value = loss()
-    value.backward()
-    for tensor in (x, layer.router.weights):
-        for _ in range(8):
-            place = tuple(RNG.integers(0, n) for n in tensor.shape)
-            before, values = tensor.array[place], []
-            for step in (1e-6, -1e-6):
-                tensor.array[place] = before + step
-                values.append(loss().item())
-            tensor.array[place] = before
-            assert tensor.grad.array[place] == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-5, abs=1e-9)
+
+    def loss(x, weights):
+        layer.router.weights = weights
+        return 3 * add_router_loss(lambda: layer(x).sum() * 0.0, 0.7)
+
+    gradcheck(loss, RNG.standard_normal((9, 6)), layer.router.weights)
 
 
 def test_uniform_routing_has_the_smallest_loss():
@@ -372,11 +348,7 @@ def test_model_learns_and_the_experts_stay_balanced():
 
 def test_caches_give_the_logits_of_the_whole_text():
     model = new_model().eval()
-    caches = model.new_caches()
-    with model.evaluating():
-        expected = model(BATCH[0][:1]).array[0]
-        parts = [model(BATCH[0][:1, start:stop], caches).array[0] for start, stop in ((0, 5), (5, 6), (6, 16))]
-    assert relative_error(np.concatenate(parts), expected) < 3e-6
+    assert difference(cached_logits(model, BATCH[0][:1], (5, 6))[0], model(BATCH[0][:1]).array) < 3e-6
     assert len(list(generate(model, [1, 2, 3], 8, temperature=0))) == 8
 
 
@@ -441,22 +413,13 @@ def test_adapters_of_experts_have_the_names_of_peft(tmp_path):
     adapter.detach()
     assert not np.array_equal(loaded.model(BATCH[0]).array, expected)
     load_adapter(loaded, tmp_path).merge()
-    assert relative_error(loaded.model(BATCH[0]).array, expected) < 1e-5
+    assert difference(loaded.model(BATCH[0]).array, expected) < 1e-5
 
 
 def test_config_of_more_experts_than_tensors_is_refused():
     """Before an object is made for each of them."""
-    sizes = {
-        "vocab_size": 4,
-        "hidden_size": 2,
-        "intermediate_size": 1,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
-    fields = {"model_type": "mixtral", **sizes, "num_key_value_heads": 1, "num_local_experts": 10**6}
-    tensors = {str(i): StoredTensor((2, 2), "F32", lambda: np.zeros((2, 2))) for i in range(30)}
-    with pytest.raises(ValueError, match=r"experts .*30.*got 1000000"):
-        build_model(StoredModel(Path("memory"), fields, tensors))
+    fields = {"model_type": "mixtral", **hf_llama_fields(num_local_experts=10**6)}
+    check_refused(fields, r"experts .*30.*got 1000000", n_tensors=30)
 
 
 def test_mixture_preset_trains_and_exports(tmp_path):
@@ -470,7 +433,7 @@ def test_mixture_preset_trains_and_exports(tmp_path):
     assert export_folder(state.model, None, tmp_path / "model") == "mixtral"
     back = load(tmp_path / "model").model
     assert back.config.router_loss == config.router_loss
-    assert relative_error(back(BATCH[0]).array, state.model.eval()(BATCH[0]).array) < 1e-6
+    assert difference(back(BATCH[0]).array, state.model.eval()(BATCH[0]).array) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -574,7 +537,7 @@ def test_one_token_of_quantized_experts_equals_its_row_in_a_batch(dtype_name):
     x = RNG.normal(size=(4, 256)).astype(np.float32)
     with no_grad():
         rows = np.concatenate([layer(row[None]).array for row in x])
-        assert relative_error(rows, layer(x).array) < 1e-3
+        assert difference(rows, layer(x).array) < 1e-3
 
 
 def test_gradients_share_no_memory():

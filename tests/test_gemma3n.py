@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hf_checks import check_adapter, check_tokens_and_export, compute_in_float64, differences_in_float64, to_float64
-from transformers_families import difference, hf_logits, randomize_weights
+import transformers_families
+from hf_checks import check_adapter, check_in_float64, check_tokens_and_export
+from transformers_families import check_refused, difference, hf_logits
 
 from tricycle.configs.size import min_n_weights
 from tricycle.models import GPT
@@ -18,9 +19,8 @@ from tricycle.pretrained import load
 from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.families import FAMILIES, build_model
+from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.gguf_writer import export_gguf
-from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 
 HF: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 6}
 HF |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
@@ -46,29 +46,14 @@ TOKENS = np.random.default_rng(5).integers(0, 61, (2, 25))
 
 
 def new_hf_model(name: str) -> Any:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model("gemma3n_text", **CASES[name])
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    randomize_weights(model)
-    model.generation_config.eos_token_id = None
-    return model
+    return transformers_families.new_hf_model("gemma3n_text", CASES[name])
 
 
 @pytest.mark.nightly_except(3)
 @pytest.mark.usefixtures("one_torch_thread")
 @each_case
 def test_logits_and_gradients_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64: in float32, rounding changes the logits of each library by up to 7e-6, and gradients by 8e-5."""
-    modeling = pytest.importorskip("transformers.models.gemma3n.modeling_gemma3n")
-    weights = new_hf_model(name)
-    weights.save_pretrained(tmp_path / "model")
-    compute_in_float64(monkeypatch, modeling)
-    hf_model = to_float64(weights)
-    by_logits, worst = differences_in_float64(tmp_path, hf_model, TOKENS)
-    assert by_logits < (2e-8 if "rope_parameters" in CASES[name] else 1e-12)  # scaled RoPE has 32 bits there
-    assert max(worst.values()) < 1e-7, worst
+    check_in_float64(new_hf_model(name), TOKENS, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
@@ -158,10 +143,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("fields", "name"), REFUSED.values(), ids=REFUSED)
 def test_unsupported_fields_are_refused(fields: dict[str, Any], name: str) -> None:
-    tensors = {str(i): StoredTensor((4, 4), "F32", lambda: np.zeros((4, 4))) for i in range(90)}
-    source = StoredModel(Path("m"), {"model_type": "gemma3n_text", **HF, **fields}, tensors)
-    with pytest.raises(ValueError, match=name):
-        build_model(source)
+    check_refused({"model_type": "gemma3n_text", **HF, **fields}, name)
 
 
 def test_what_no_file_represents_is_not_exported(tmp_path: Path) -> None:

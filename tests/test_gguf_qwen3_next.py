@@ -47,7 +47,7 @@ def hf_model() -> Any:
 def converted(hf_model: Any) -> dict[str, np.ndarray]:
     """Return the tensors of a model as llama.cpp's converter writes them, with the names of its package."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3NEXT, HF["num_hidden_layers"])
-    arrays, tensors = checkpoint_arrays(hf_model, hf_model.state_dict()), {}
+    arrays, tensors = checkpoint_arrays(hf_model), {}
     for key in [key for key in arrays if ".experts.0." in key]:
         experts = [arrays.pop(key.replace(".experts.0.", f".experts.{i}.")) for i in range(HF["num_experts"])]
         arrays[key.replace(".experts.0.", ".experts.")] = np.stack(experts)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers_families import FAMILIES
+from transformers_families import FAMILIES, change_config
 
 from tricycle.models import GPT
 from tricycle.pretrained import load
@@ -40,8 +39,7 @@ def quantize_folder(folder: Path) -> dict[str, np.ndarray]:
         write_header(file, kinds, {"format": "pt"})
         for array in arrays.values():
             file.write(np.ascontiguousarray(array).tobytes())
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
+    change_config(folder, quantization_config={"quant_method": "mxfp4"})
     return values
 
 
@@ -59,12 +57,10 @@ def test_experts_in_mxfp4_are_dequantized(tmp_path: Path) -> None:
 
 def test_other_quantization_is_refused(tmp_path: Path) -> None:
     export_folder(GPT(CONFIG), None, tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps({**fields, "quantization_config": {"quant_method": "gptq"}}))
+    change_config(tmp_path / "model", quantization_config={"quant_method": "gptq"})
     with pytest.raises(ValueError, match=r"16 or 32 bits, got quantization_config"):
         load(tmp_path / "model")
-    path.write_text(json.dumps({**fields, "swiglu_limit": 5.0}))
+    change_config(tmp_path / "model", quantization_config=None, swiglu_limit=5.0)
     with pytest.raises(ValueError, match=r"expected swiglu_limit to be 7\.0"):
         load(tmp_path / "model")
 

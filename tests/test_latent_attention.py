@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,17 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_checks import cached_logits, check_generation, randomize
+from transformers_families import change_config, difference
 
-from tricycle.decoding.batch import generate_batch
-from tricycle.decoding.beam_search import generate_beam_search
-from tricycle.generate import generate
 from tricycle.latent_attention import LatentAttention, LatentConfig
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.pretrained import load
 from tricycle.pretrained.adapters import new_adapter
 from tricycle.pretrained.export import export_folder
-from tricycle.sampling import SamplingParams
 from tricycle.tensor import no_grad
 from tricycle.weights import quantize
 from tricycle_lab.look.inspectable import InspectableStack
@@ -30,7 +27,7 @@ SMALL: dict[str, Any] = {"vocab_size": 61, "context_window": 128, "embedding_dim
 SMALL |= {"head_size": 8, "rotary_size": 6, "value_size": 10, "latent_size": 14, "hidden_size": 40, "n_experts": 4}
 SMALL |= {"n_active_experts": 2, "expert_size": 12, "n_shared_experts": 1}
 TOKENS = np.random.default_rng(5).integers(0, 61, (2, 40))
-PARTS = (0, 2), (2, 3), (3, 30), (30, 31), (31, 40)  # up to 9 new tokens absorb, more expand
+STARTS = 2, 3, 30, 31  # of parts: up to 9 new tokens absorb, more expand
 MODELS: dict[str, dict[str, Any]] = {
     "softmax router": {},
     "sigmoid router": {"sigmoid_router": True, "query_rank": 9, "n_groups": 2, "qkv_bias": True, "value_size": 11},
@@ -40,26 +37,7 @@ each_model = pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 
 
 def small(**fields: Any) -> GPT:
-    """Return a model with random weights, large enough that each part affects the logits."""
-    model, generator = GPT(LatentConfig(**{**SMALL, **fields})), np.random.default_rng(4)
-    for name, parameter in model.named_parameters():
-        noise = generator.standard_normal(parameter.shape)
-        if parameter.ndim == 1:
-            parameter.array[...] += 0.2 * noise
-        elif "embedding" not in name:
-            parameter.array[...] = noise * parameter.shape[0] ** -0.5
-    return model
-
-
-def difference(actual: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.abs(actual - expected).max() / np.abs(expected).max())
-
-
-def cached_logits(model: GPT, dtype: Any = None) -> np.ndarray:
-    """Return the logits of TOKENS, computed from caches in the PARTS."""
-    caches = model.new_caches(dtype)
-    with no_grad():
-        return np.concatenate([model(TOKENS[:, a:b], caches).array for a, b in PARTS], axis=1)
+    return randomize(GPT(LatentConfig(**{**SMALL, **fields})))
 
 
 # -------------------------------------------------------------------- the cache
@@ -78,7 +56,7 @@ def test_cached_logits_are_those_of_whole_texts(fields: dict[str, Any], monkeypa
 
     for way in ("absorbed", "expanded"):
         monkeypatch.setattr(LatentAttention, f"_attend_{way}", spy(way))
-    assert difference(cached_logits(model), model(TOKENS).array) < 3e-6
+    assert difference(cached_logits(model, TOKENS, STARTS)[0], model(TOKENS).array) < 3e-6
     assert ways[::3] == ["absorbed", "absorbed", "expanded", "absorbed", "absorbed"]
 
 
@@ -94,8 +72,8 @@ def test_cache_stores_latents_and_rotated_keys_alone() -> None:
 def test_caches_in_16_and_8_bits() -> None:
     model = small(n_experts=0)  # a rounding would select other experts for some tokens
     expected = model(TOKENS).array
-    assert difference(cached_logits(model, np.float16), expected) < 3e-3
-    assert difference(cached_logits(model, np.int8), expected) < 0.1
+    assert difference(cached_logits(model, TOKENS, STARTS, np.float16)[0], expected) < 3e-3
+    assert difference(cached_logits(model, TOKENS, STARTS, np.int8)[0], expected) < 0.1
 
 
 @pytest.mark.parametrize("change", ["quantized", "adapted"])
@@ -115,17 +93,13 @@ def test_layers_without_a_plain_matrix_expand(change: str, monkeypatch: pytest.M
     with no_grad():
         expected = model(TOKENS).array
     assert difference(expected, before) > 1e-3
-    assert difference(cached_logits(model), expected) < (2e-2 if change == "quantized" else 3e-6)
+    assert difference(cached_logits(model, TOKENS, STARTS)[0], expected) < (2e-2 if change == "quantized" else 3e-6)
 
 
 @each_model
 @pytest.mark.nightly_except(3)
-def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
-    model = small(**fields)
-    prompts = [[3, 1, 4, 15, 9, 2, 6], [4], [5, 6, 7, 8]]
-    greedy = [list(generate(model, prompt, 20, temperature=0)) for prompt in prompts]
-    assert generate_batch(model, prompts, 20, [SamplingParams(0)] * 3) == greedy
-    assert generate_beam_search(model, prompts, 20, 1) == greedy
+def test_batches_beams_drafts_and_single_texts_agree(fields: dict[str, Any]) -> None:
+    check_generation(small(**fields), [[3, 1, 4, 15, 9, 2, 6], [4], [5, 6, 7, 8]])
 
 
 # -------------------------------------------------------------------- training and inspection
@@ -164,8 +138,7 @@ def test_a_model_with_few_layers_of_experts_loads(tmp_path: Path) -> None:
     model = small(n_layers=7, n_dense_layers=6, n_experts=40)
     assert export_folder(model, None, tmp_path / "model") == "deepseek_v2"
     assert difference(load(tmp_path / "model").model(TOKENS).array, model(TOKENS).array) < 3e-6
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_routed_experts": 10**6}))
+    change_config(tmp_path / "model", n_routed_experts=10**6)
     with pytest.raises(ValueError, match="number of experts to be at most"):
         load(tmp_path / "model")
 

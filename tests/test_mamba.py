@@ -9,24 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recurrent_models import check_batches, check_learning
+import transformers_families
+from hf_checks import PROMPT, check_adapter, check_in_float64, check_tokens_and_export
+from model_checks import cached_logits, check_generation, check_learning, randomize
 from test_look import TEXT, TOKENISER, assert_close_traces
-from transformers_families import difference, hf_llama_fields
+from transformers_families import check_refused, difference, hf_llama_fields
 
 from tricycle.configs.mamba import MambaConfig
 from tricycle.configs.presets import HybridConfig
-from tricycle.decoding.penalties import PenalizedSamplingParams
-from tricycle.finetuning.lora import LoRAConfig
-from tricycle.generate import generate
-from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.pretrained import load
-from tricycle.pretrained.adapters import new_adapter, save_adapter
 from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.families import build_model
-from tricycle.pretrained.stored_model import StoredModel, StoredTensor
-from tricycle.tensor import no_grad
+from tricycle.weights import set_memory_order
 from tricycle_lab.look.inspectable import InspectableStack
 from tricycle_lab.look.interventions import Interventions
 from tricycle_lab.look.page import collect_static_data
@@ -35,19 +30,10 @@ from tricycle_lab.look.trace import Trace
 SMALL: dict[str, Any] = {"vocab_size": 61, "embedding_dim": 24, "n_heads": 4, "head_size": 12, "n_layers": 2}
 SMALL |= {"state_size": 10, "n_groups": 2, "chunk_size": 8, "context_window": 128}
 TOKENS = np.random.default_rng(5).integers(0, 61, (2, 25))
-PROMPT = [3, 1, 4, 15, 9, 2, 6]
 
 
 def small(**fields: Any) -> GPT:
-    """Return a model with random weights, large enough that each part affects the logits."""
-    model, generator = GPT(MambaConfig(**{**SMALL, **fields})), np.random.default_rng(4)
-    for name, parameter in model.named_parameters():
-        noise = generator.standard_normal(parameter.shape)
-        if parameter.ndim == 1:
-            parameter.array[...] += 0.2 * noise
-        elif "embedding" not in name:
-            parameter.array[...] = noise * (parameter.shape[0] if parameter.ndim == 2 else 4) ** -0.5
-    return model
+    return randomize(GPT(MambaConfig(**{**SMALL, **fields})))
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -64,27 +50,21 @@ each_model = pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
 @each_model
 def test_states_give_the_logits_of_whole_texts(fields: dict[str, Any]) -> None:
     model = small(**fields)
-    with no_grad():
-        whole = model(TOKENS).array
-        caches = model.new_caches()
-        parts = [model(TOKENS[:, a:b], caches).array for a, b in ((0, 2), (2, 14), (14, 15), (15, 25))]
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-3, atol=1e-4)
+    logits, caches = cached_logits(model, TOKENS)
+    np.testing.assert_allclose(logits, model(TOKENS).array, rtol=1e-3, atol=1e-4)
     sizes = {name: array.shape for name, array in caches[0].last.items()}
     assert sizes == {"conv": (2, 3, 88), "state": (2, 4, 10, 12)}  # not longer than for one token
 
 
 @each_model
-def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
-    model = small(**fields)
-    prompts = [PROMPT, [4], [5, 6, 7, 8]]
-    check_batches(model, prompts)
+def test_batches_beams_drafts_and_single_texts_agree(fields: dict[str, Any]) -> None:
+    check_generation(small(**fields), [PROMPT, [4], [5, 6, 7, 8]])
 
 
 @pytest.mark.nightly_except(9)
 @each_model
 def test_it_learns(fields: dict[str, Any]) -> None:
-    model = GPT(MambaConfig(**{**SMALL, **fields}))
-    check_learning(model)
+    check_learning(GPT(MambaConfig(**{**SMALL, **fields})))
 
 
 def test_residual_scale_multiplies_the_outputs_of_mixers() -> None:
@@ -132,58 +112,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def new_hf_model(name: str) -> Any:
     """Return a transformers model with random weights, large enough that each part affects the logits."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    model_type, fields = CASES[name]
-    config = transformers.AutoConfig.for_model(model_type, **fields)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape)
-            if key.endswith("mamba.dt_bias"):  # steps of 0.1: those of 1 of a new Granite amplify rounding errors
-                parameter.copy_(0.2 * noise - 2)
-            elif parameter.ndim == 1:
-                parameter += 0.2 * noise
-            elif "embed_tokens" in key:
-                parameter *= 10
-            elif "embed" not in key and "lm_head" not in key:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-    model.generation_config.eos_token_id = None
-    return model
+    eager = {"experts_implementation": "eager"}  # works in float64
+    return transformers_families.new_hf_model(*CASES[name], **eager)
 
 
 @pytest.mark.nightly_except(3)
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("name", CASES)
-def test_logits_gradients_tokens_and_exports_agree(name: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    hf_model = new_hf_model(name)
-    hf_model.save_pretrained(tmp_path / "model")
-    model = load(tmp_path / "model").model
-    inputs = torch.from_numpy(TOKENS[:, :-1].copy())
-    assert difference(model(TOKENS[:, :-1]).array, hf_model(inputs).logits.detach().numpy()) < 3e-6
-    prompt = torch.tensor([PROMPT])
-    for options in ({}, {"no_repeat_ngram_size": 2}):
-        expected = hf_model.generate(prompt, max_new_tokens=64, do_sample=False, **options)[0, len(PROMPT) :].tolist()
-        assert list(generate(model, PROMPT, 64, PenalizedSamplingParams(0, **options))) == expected
+def test_logits_and_gradients_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_in_float64(new_hf_model(name), TOKENS, tmp_path, monkeypatch)
 
-    assert export_folder(model, None, tmp_path / "exported") == CASES[name][0]
-    again = load(tmp_path / "exported").model
-    np.testing.assert_array_equal(again(TOKENS).array, model(TOKENS).array)
-    theirs = type(hf_model).from_pretrained(tmp_path / "exported").eval()
-    assert difference(theirs(inputs).logits.detach().numpy(), hf_model(inputs).logits.detach().numpy()) < 3e-6
 
-    CrossEntropy()(TOKENS[:, 1:], model(TOKENS[:, :-1])).backward()
-    labels = torch.from_numpy(TOKENS[:, 1:].copy()).flatten()
-    torch.nn.functional.cross_entropy(hf_model(inputs).logits.flatten(0, 1), labels).backward()
-    with torch.no_grad():
-        for parameter in hf_model.parameters():
-            parameter.copy_(parameter.grad)
-    hf_model.save_pretrained(tmp_path / "gradients")
-    grads = load(tmp_path / "gradients").model.state_dict()
-    worst = {name: difference(p.grad.array, grads[name]) for name, p in model.named_parameters()}
-    assert max(worst.values()) < 3e-6, worst
+@pytest.mark.nightly_except(3)
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_exports_agree(name: str, tmp_path: Path) -> None:
+    check_tokens_and_export(new_hf_model(name), TOKENS, tmp_path)
 
 
 @pytest.mark.slow
@@ -196,24 +140,9 @@ def test_logits_gradients_tokens_and_exports_agree(name: str, tmp_path: Path) ->
         ("Granite 4", ("in_proj", "out_proj", "q_proj", "o_proj", "input_linear", "output_linear")),
     ],
 )
-def test_saved_adapters_give_equal_logits_in_peft(name: str, targets: tuple[str, ...], tmp_path: Path) -> None:
-    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
-    hf_model = new_hf_model(name)
-    hf_model.save_pretrained(tmp_path / "model")
-    loaded = load(tmp_path / "model")
-    adapter = new_adapter(loaded, LoRAConfig(rank=3, targets=targets))
-    generator = np.random.default_rng(1)
-    for low_rank in adapter.low_ranks.values():
-        for up in low_rank.ups:
-            up.array[...] = generator.normal(0, 0.05, up.shape)
-    save_adapter(adapter, loaded, tmp_path / "adapter")
-    inputs = torch.from_numpy(TOKENS.copy())
-    before = hf_model(inputs).logits.detach().numpy()
-    adapted = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter").eval()
-    assert {name.rpartition(".")[2] for name in adapted.peft_config["default"].target_modules} == set(targets)
-    expected = adapted(inputs).logits.detach().numpy()
-    assert difference(loaded.model(TOKENS).array, expected) < 3e-6
-    assert difference(before, expected) > 0.1
+def test_adapters_have_the_names_of_peft(name: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    check_adapter(new_hf_model(name), targets, (TOKENS,), tmp_path)
 
 
 GRANITE_SIZES = {**GRANITE, "num_local_experts": 0}
@@ -240,11 +169,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("model_type", "fields", "name"), REFUSED.values(), ids=REFUSED)
 def test_unsupported_fields_are_refused(model_type: str, fields: dict[str, Any], name: str) -> None:
-    tensors = {str(i): StoredTensor((4, 4), "F32", lambda: np.zeros((4, 4))) for i in range(9)}
     common = HF if model_type == "mamba2" else GRANITE_SIZES
-    source = StoredModel(Path("m"), {"model_type": model_type, **common, **fields}, tensors)
-    with pytest.raises(ValueError, match=name):
-        build_model(source)
+    check_refused({"model_type": model_type, **common, **fields}, name, n_tensors=9)
 
 
 def test_hybrids_of_other_blocks_have_no_family(tmp_path: Path) -> None:
@@ -269,7 +195,7 @@ def test_preset_is_exported_with_mlps_of_zero(tmp_path: Path) -> None:
         if parameter.ndim == 2:
             parameter.array[...] = generator.normal(0, parameter.shape[0] ** -0.5, parameter.shape)
     assert export_folder(model, None, tmp_path / "granite") == "granitemoehybrid"
-    expected = model(TOKENS).array
+    expected = set_memory_order(model, "F")(TOKENS).array  # as in loaded models
     np.testing.assert_array_equal(load(tmp_path / "granite").model(TOKENS).array, expected)
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "granite").eval()
     with torch.no_grad():

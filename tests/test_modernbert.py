@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_pretrained_bert
 from hf_checks import check_adapter
-from transformers_families import difference, read
+from transformers_families import difference
 
 from tricycle.configs import EncoderConfig
 from tricycle.pretrained import load
@@ -19,8 +20,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 24,
+    **test_pretrained_bert.SIZES,
     "num_hidden_layers": 4,
     "num_attention_heads": 3,
     "intermediate_size": 40,
@@ -46,57 +46,39 @@ AGREED = 3e-6
 
 
 def a_model(fields: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    config = transformers.ModernBertConfig(**{**SIZES, **fields}, attn_implementation="eager")
-    model = transformers.ModernBertModel(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.2 * torch.randn(p.shape)
-    return model
+    return test_pretrained_bert.a_model("ModernBert", {**SIZES, **fields})
 
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (3, 20))
+MASK = np.arange(20) < np.array([[20], [13], [2]])
+
+
+def hidden_states(encoder: Any, tokens: np.ndarray = TOKENS) -> np.ndarray:
+    with torch.no_grad():
+        return encoder(torch.from_numpy(tokens)).last_hidden_state.numpy()
 
 
 @each_case
 def test_hidden_states_and_gradients_agree(fields: dict[str, Any]) -> None:
-    encoder = a_model(fields)
-    model = read(encoder)
-    weights = np.random.default_rng(1).normal(size=(3, 20, 24)).astype(np.float32)
-    expected = encoder(torch.from_numpy(TOKENS)).last_hidden_state
-    actual = model(TOKENS)
-    assert difference(actual.array, expected.detach().numpy()) < AGREED
-    (actual * weights).sum().backward()
-    (expected * torch.from_numpy(weights)).sum().backward()
-    grads = read(encoder, "grad").state_dict()
-    assert max(difference(p.grad.array, grads[name]) for name, p in model.named_parameters()) < AGREED
+    test_pretrained_bert.check_gradients(a_model(fields), AGREED, TOKENS, MASK)
 
 
 @each_case
-def test_padding_and_folders(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_folders(fields: dict[str, Any], tmp_path: Path) -> None:
     encoder = a_model(fields)
     encoder.save_pretrained(tmp_path / "theirs")
     model = load(tmp_path / "theirs").model
-    mask = np.ones((3, 20), bool)
-    mask[1, 13:] = mask[2, 2:] = False
-    with torch.no_grad():
-        expected = encoder(torch.from_numpy(TOKENS), torch.from_numpy(mask)).last_hidden_state.numpy()
-    assert difference(model(TOKENS, mask).array[mask], expected[mask]) < AGREED
+    expected = hidden_states(encoder)
+    assert difference(model(TOKENS).array, expected) < AGREED
     assert export_folder(model, None, tmp_path / "ours") == "modernbert"
     hf_model, info = transformers.AutoModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    with torch.no_grad():
-        again = hf_model.eval()(torch.from_numpy(TOKENS), torch.from_numpy(mask)).last_hidden_state.numpy()
-    assert difference(again[mask], expected[mask]) < AGREED
+    assert difference(hidden_states(hf_model.eval()), expected) < AGREED
 
 
 @pytest.mark.parametrize("targets", [("Wqkv", "Wi"), ("all-linear",)], ids=str)
 def test_adapters_have_the_names_of_peft(targets: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("peft")
-
-    def hidden_states(encoder: Any, tokens: np.ndarray) -> Any:
-        return encoder(torch.from_numpy(tokens)).last_hidden_state
-
     check_adapter(a_model(CASES["usual"]), targets, (TOKENS,), tmp_path, hidden_states)
 
 
@@ -104,9 +86,7 @@ def test_head_is_passed_over(tmp_path: Path) -> None:
     torch.manual_seed(0)
     whole = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**SIZES)).eval()
     whole.save_pretrained(tmp_path)
-    with torch.no_grad():
-        expected = whole.model(torch.from_numpy(TOKENS)).last_hidden_state.numpy()
-    assert difference(load(tmp_path).model(TOKENS).array, expected) < AGREED
+    assert difference(load(tmp_path).model(TOKENS).array, hidden_states(whole.model)) < AGREED
 
 
 def test_a_first_block_without_a_norm_needs_norms_before() -> None:

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recurrent_models import check_batches, check_learning
+from model_checks import cached_logits, check_generation, check_gradients, check_learning, randomize
+from transformers_families import difference
 
 from tricycle.activation import GeLU
-from tricycle.activation_checkpointing import checkpoint_activations
-from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.finetuning.lora import LoRAConfig
-from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.multi_stream.altup import AltUp, StreamProjections, match_magnitude
@@ -27,8 +25,6 @@ from tricycle.multi_stream.sparsity import GaussianTopK
 from tricycle.pretrained import load
 from tricycle.pretrained.adapters import new_adapter
 from tricycle.pretrained.export import export_folder
-from tricycle.sampling import SamplingParams
-from tricycle.state.activations import free_activations
 from tricycle.tensor import Tensor, no_grad
 from tricycle.weights import quantize
 from tricycle_lab.look.inspectable import InspectableStack
@@ -52,30 +48,11 @@ draw = np.random.default_rng(3).standard_normal
 
 def small(**fields: Any) -> GPT:
     """Return a model with random weights, large enough that each part affects the logits."""
-    model: GPT = enliven(GPT(config(**fields)))
-    return model
+    return randomize(GPT(config(**fields)))
 
 
 def config(**fields: Any) -> MultiStreamConfig:
     return MultiStreamConfig(**{**SMALL, **fields})
-
-
-def enliven(layer: Any) -> Any:
-    """Draw weights of a layer or model, and return it."""
-    generator = np.random.default_rng(4)
-    for name, parameter in layer.named_parameters():
-        noise = generator.standard_normal(parameter.shape).astype(np.float32)
-        if parameter.ndim == 1:
-            parameter.array[...] += 0.2 * noise
-        elif "embedding" not in name:
-            parameter.array[...] = noise * parameter.shape[0] ** -0.5
-        else:
-            parameter.array[...] = 0.02 * noise
-    return layer
-
-
-def difference(actual: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
 def rms_norm(x: np.ndarray, layer: Any) -> np.ndarray:
@@ -86,7 +63,7 @@ def rms_norm(x: np.ndarray, layer: Any) -> np.ndarray:
 
 # -------------------------------------------------------------------- the parts by their definitions
 def test_altup_predicts_and_corrects_each_token() -> None:
-    altup, streams, computed = enliven(AltUp(6, 3, 1e-3)), draw((2, 4, 3, 6)), draw((2, 4, 6))
+    altup, streams, computed = randomize(AltUp(6, 3, 1e-3)), draw((2, 4, 3, 6)), draw((2, 4, 6))
     route = lambda x: np.tanh(rms_norm(x, altup.router_norm) / 6 @ altup.router.weights.array)
     predicted, corrected = altup.predict(Tensor(streams)), altup.correct(Tensor(streams), Tensor(computed))
     for b, t in np.ndindex(2, 4):
@@ -109,7 +86,7 @@ def test_new_altup_passes_on_the_streams_and_the_result() -> None:
 
 
 def test_streams_have_the_magnitude_of_the_embeddings() -> None:
-    layer, x = enliven(StreamProjections(6, 3)), draw((2, 4, 6)) * 5
+    layer, x = randomize(StreamProjections(6, 3)), draw((2, 4, 6)) * 5
     streams = layer.expand(Tensor(x)).array.reshape(2, 4, 3, 6)
     np.testing.assert_array_equal(streams[:, :, 0], x)
     np.testing.assert_allclose((streams**2).mean(-1), (x**2).mean(-1)[..., None].repeat(3, -1), rtol=1e-5)
@@ -124,13 +101,13 @@ def test_streams_have_the_magnitude_of_the_embeddings() -> None:
 
 
 def test_low_rank_residual() -> None:
-    layer, x = enliven(LowRankResidual(6, 2, 1e-3)), draw((3, 6))
+    layer, x = randomize(LowRankResidual(6, 2, 1e-3)), draw((3, 6))
     added = rms_norm(x @ layer.down.weights.array @ layer.projection.weights.array, layer.norm)
     np.testing.assert_allclose(layer(Tensor(x)).array, x + added, rtol=1e-5, atol=1e-6)
 
 
 def test_per_layer_inputs_of_known_and_unknown_tokens() -> None:
-    layer, x, tokens = enliven(PerLayerInputs(5, 6, 3, 4, 1e-3)), draw((2, 6)), np.array([4, 7])
+    layer, x, tokens = randomize(PerLayerInputs(5, 6, 3, 4, 1e-3)), draw((2, 6)), np.array([4, 7])
     projected = rms_norm((x @ layer.projection.weights.array / 6**0.5).reshape(2, 3, 4), layer.norm)
     rows = layer.embedding.weights.array[[4, 0]].reshape(2, 3, 4)  # a token without a row has that of token 0
     expected = (projected + 2 * rows) / 2**0.5
@@ -138,7 +115,7 @@ def test_per_layer_inputs_of_known_and_unknown_tokens() -> None:
 
 
 def test_per_layer_gate() -> None:
-    layer, x, own = enliven(PerLayerGate(6, 4, "gelu", 1e-3)), draw((2, 6)), draw((2, 4))
+    layer, x, own = randomize(PerLayerGate(6, 4, "gelu", 1e-3)), draw((2, 6)), draw((2, 4))
     gate = GeLU()(Tensor(x * layer.scale.array @ layer.gate.weights.array)).array
     expected = rms_norm(gate * own @ layer.projection.weights.array, layer.norm)
     np.testing.assert_allclose(layer(Tensor(x), Tensor(own)).array, expected, rtol=1e-5, atol=1e-6)
@@ -159,7 +136,7 @@ def test_layers_share_keys_of_the_last_layer_with_the_same_window() -> None:
     assert model.config.sources == [1, 2]
     names = [name for name, _ in model.named_parameters() if "key_value" in name or "key_norm" in name]
     assert {name.split(".")[1] for name in names} == {"0", "1", "2"}
-    attention: Any = enliven(SharedKeyAttention(model.config, 0))
+    attention: Any = randomize(SharedKeyAttention(model.config, 0))
     assert SharedKeyAttention(model.config, 3, False).key_value is None
     kv = attention.project_kv(Tensor(draw((2, 3, 24))))
     assert kv.shape == (2, 3, 32)
@@ -170,32 +147,22 @@ def test_layers_share_keys_of_the_last_layer_with_the_same_window() -> None:
 @each_model
 def test_cached_logits_are_those_of_whole_texts(fields: dict[str, Any]) -> None:
     model = small(**fields)
-    with no_grad():
-        whole, caches = model(TOKENS).array, model.new_caches()
-        parts = [model(TOKENS[:, a:b], caches).array for a, b in ((0, 2), (2, 14), (14, 15), (15, 25))]
-    assert difference(np.concatenate(parts, axis=1), whole) < 2e-5
+    whole = model(TOKENS).array
+    assert difference(cached_logits(model, TOKENS)[0], whole) < 2e-5
     assert difference(model(TOKENS[0]).array, whole[0]) < 2e-5  # without a batch axis
 
 
 def test_long_prompts_beyond_the_windows_are_the_same() -> None:
     model, tokens = small(context_window=700), np.random.default_rng(6).integers(0, 61, (1, 640))
-    with no_grad():
-        caches = model.new_caches()
-        parts = [model(tokens[:, a:b], caches).array for a, b in ((0, 600), (600, 601), (601, 640))]
-        assert difference(np.concatenate(parts, axis=1), model(tokens).array) < 2e-5
+    logits, caches = cached_logits(model, tokens, (600, 601))
+    assert difference(logits, model(tokens).array) < 2e-5
     assert caches[0].keys.shape[1] < 300  # the sliding window drops older ones
 
 
 @pytest.mark.nightly_except(3)
 @each_model
-def test_batches_beams_and_single_texts_agree(fields: dict[str, Any]) -> None:
-    check_batches(small(**fields), [PROMPT, [4], [5, 6, 7, 8]])
-
-
-def test_generation_with_drafts_of_the_prompt_is_the_same() -> None:
-    model, prompt = small(), PROMPT * 3
-    drafted = list(generate_prompt_lookup(model, prompt, 20, SamplingParams(0)))
-    assert drafted == list(generate(model, prompt, 20, temperature=0))
+def test_batches_beams_drafts_and_single_texts_agree(fields: dict[str, Any]) -> None:
+    check_generation(small(**fields), [PROMPT, [4], [5, 6, 7, 8]])
 
 
 @pytest.mark.nightly_except(3)
@@ -205,23 +172,10 @@ def test_it_learns(fields: dict[str, Any]) -> None:
     check_learning(GPT(config(**fields)))
 
 
-def gradients(model: GPT) -> dict[str, np.ndarray]:
-    model.loss(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
-    return {name: parameter.grad.array for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_activation_checkpointing_and_freeing_change_no_bit(precision: str) -> None:
     """Keys and values of a block reach later blocks through its result alone."""
-    expected = gradients(small(precision=precision))
-    assert all(grad.any() for grad in expected.values())
-    model = small(precision=precision)
-    model.recompute = checkpoint_activations
-    recomputed = gradients(model)
-    with free_activations():
-        freed = gradients(small(precision=precision))
-    for grads in (recomputed, freed):
-        assert [name for name, grad in expected.items() if not np.array_equal(grad, grads[name])] == []
+    check_gradients(lambda: small(precision=precision), TOKENS)
 
 
 def test_bfloat16_and_int8_are_close_to_float32() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers_families import difference, read
+from transformers_families import change_config, difference, read
 
 from tricycle.configs import EncoderConfig
 from tricycle.pretrained import load
@@ -75,21 +74,25 @@ def a_batch(encoder: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return tokens, mask, types
 
 
-@each_case
-def test_hidden_states_and_gradients_agree(kind: str, fields: dict[str, Any]) -> None:
-    encoder = a_model(kind, fields)
-    model = read(encoder)
-    tokens, mask, types = a_batch(encoder)
-    hidden = model(tokens, mask, types)
-    expected = encoder(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(types)).last_hidden_state
-    assert difference(hidden.array[mask], expected.detach().numpy()[mask]) < AGREED
+def check_gradients(encoder: Any, agreed: float, *inputs: np.ndarray) -> None:
+    """Check hidden states, and gradients of a loss of those without padding; inputs: tokens, mask and any types."""
+    model, mask = read(encoder), inputs[1]
+    hidden = model(*inputs)
+    expected = encoder(*map(torch.from_numpy, inputs)).last_hidden_state
+    assert difference(hidden.array[mask], expected.detach().numpy()[mask]) < agreed
     weights = np.random.default_rng(2).standard_normal(hidden.shape).astype(np.float32) * mask[..., None]
     (hidden * weights).sum().backward()
     (expected * torch.from_numpy(weights)).sum().backward()
     grads = read(encoder, "grad").state_dict()
     # beside those of queries and values, for of keys' biases it is 0: they add the same to all scores of a query
     differences = {name: difference(p.grad.array, grads[name]) for name, p in model.named_parameters()}
-    assert max(differences.values()) < AGREED, differences
+    assert max(differences.values()) < agreed, differences
+
+
+@each_case
+def test_hidden_states_and_gradients_agree(kind: str, fields: dict[str, Any]) -> None:
+    encoder = a_model(kind, fields)
+    check_gradients(encoder, AGREED, *a_batch(encoder))
 
 
 @each_case
@@ -113,13 +116,8 @@ def test_norms_by_their_old_names(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = safetensors.load_file(path)
     assert any("LayerNorm.weight" in name for name in tensors)
-    words = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    old = {}
-    for name, tensor in tensors.items():
-        for new, word in words.items():
-            name = name.replace(new, word)
-        old[name] = tensor
-    safetensors.save_file(old, path, {"format": "pt"})
+    rename = lambda name: name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
+    safetensors.save_file({rename(name): tensor for name, tensor in tensors.items()}, path, {"format": "pt"})
     compare(tmp_path, model.bert)
 
 
@@ -139,8 +137,7 @@ def test_norms_by_their_old_names(tmp_path: Path) -> None:
 )
 def test_unsupported_fields_are_rejected(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     a_model("Bert", {}).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    change_config(tmp_path, **fields)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
 

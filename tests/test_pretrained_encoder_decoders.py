@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from hf_checks import check_adapter
 from programs import run_here
-from transformers_families import difference, randomize_weights
+from transformers_families import check_refused, difference, randomize_weights
 
 from tricycle.configs import ModelConfig
 from tricycle.decoding.beam_search import generate_beam_search
@@ -21,8 +20,6 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
-from tricycle.pretrained.families import build_model
-from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.system.files import read_json_object
 from tricycle.tensor import no_grad
@@ -31,6 +28,7 @@ from tricycle_cli import generate as generate_program
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.numpy")
+tokenizers = pytest.importorskip("tokenizers")
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 AGREED = 3e-6
@@ -226,33 +224,13 @@ PIECES = ["<pad>", "</s>", "<unk>", *"▁abcdefghijklmnopqrstuvwxyz.", "▁the",
 
 def save_tokenizer(folder: Path) -> None:
     """Write a tokenizer of unigrams, as T5's."""
-    end = {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}}
-    template = {"single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}]}
-    spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": i, "content": PIECES[i], "special": True, "normalized": False}
-            | {"lstrip": False, "rstrip": False, "single_word": False}
-            for i in range(3)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": spaces,
-        "post_processor": {"type": "TemplateProcessing", "pair": [], "special_tokens": end, **template},
-        "decoder": spaces,
-        "model": {
-            "type": "Unigram",
-            "unk_id": 2,
-            "vocab": [[piece, -float(i + 1) / max(1, len(piece))] for i, piece in enumerate(PIECES)],
-            "byte_fallback": False,
-        },
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(document), encoding="utf-8")
+    scores = [(piece, -(i + 1) / max(1, len(piece))) for i, piece in enumerate(PIECES)]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, unk_id=2, byte_fallback=False))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
 def generate_text(*arguments: Any) -> str:
@@ -308,10 +286,7 @@ REFUSED = {
 @pytest.mark.parametrize(("model_type", "fields", "name"), REFUSED.values(), ids=REFUSED)
 def test_unsupported_fields_are_refused(model_type: str, fields: dict[str, Any], name: str) -> None:
     tokens = {"vocab_size": VOCABULARY, "decoder_start_token_id": 1}
-    tensors = {str(i): StoredTensor((4, 4), "F32", lambda: np.zeros((4, 4))) for i in range(9)}
-    source = StoredModel(Path("m"), {"model_type": model_type, **tokens, **CONFIGS[model_type], **fields}, tensors)
-    with pytest.raises(ValueError, match=name):
-        build_model(source)
+    check_refused({"model_type": model_type, **tokens, **CONFIGS[model_type], **fields}, name, n_tensors=9)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tricycle.configs import ModelConfig
 from tricycle.latent_attention import LatentConfig
+from tricycle.pretrained import load
 from tricycle.pretrained.families import build_model
+from tricycle.pretrained.hf_folder import WEIGHTS
+from tricycle.pretrained.safetensors_weights import read_tensors
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor
 
 VOCABULARY = 61
@@ -373,66 +380,60 @@ SMOLLM2 |= {"num_hidden_layers": 30, "max_position_embeddings": 2048}
 
 
 # -------------------------------------------------------------------- models, weights and differences
-def new_hf_model(model_type: str, hf_fields: dict[str, Any], lively: bool = True) -> Any:
-    """Return a transformers model with random weights; if `lively`, large enough that each part affects the logits."""
-    import torch
-    import transformers
+def new_hf_model(model_type: str, hf_fields: dict[str, Any], lively: bool = True, **options: Any) -> Any:
+    """Return a transformers model with random weights, which never ends a text.
 
+    Args:
+        lively: whether weights are large enough that each part affects the logits.
+        options: of `from_config`, besides eager attention.
+    """
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(model_type, **hf_fields)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options).float().eval()
     randomize_weights(model, lively)
+    model.generation_config.eos_token_id = None
     return model
 
 
 def read(hf_model: Any, part: str = "data") -> Any:
-    """Return our model, as if read from files of hf_model; with part="grad" its gradients stand in the weights."""
-    arrays = {name: getattr(parameter, part) for name, parameter in hf_model.named_parameters()}
-    arrays |= {name: buffer if part == "data" else 0 * buffer for name, buffer in corrections(hf_model)}
-    arrays = checkpoint_arrays(hf_model, {name: array for name, array in arrays.items() if array is not None})
-    tensors = {name: StoredTensor(array.shape, "F32", lambda array=array: array) for name, array in arrays.items()}
-    return build_model(StoredModel(Path("memory"), hf_model.config.to_dict(), tensors))
+    """Return our model, as read from files of hf_model; with part="grad", its gradients are the weights."""
+    if part == "grad":
+        original, hf_model = hf_model, deepcopy(hf_model)
+        for parameter, copy in zip(original.parameters(), hf_model.parameters(), strict=True):
+            copy.data = 0 * copy.data if parameter.grad is None else parameter.grad
+        for _, correction in corrections(hf_model):
+            correction.zero_()
+    with TemporaryDirectory() as folder:
+        hf_model.save_pretrained(folder)
+        return load(folder).model
+
+
+def checkpoint_arrays(hf_model: Any) -> dict[str, np.ndarray]:
+    """Return the tensors that a model is saved as, by name."""
+    with TemporaryDirectory() as folder:
+        hf_model.save_pretrained(folder)
+        tensors = read_tensors(Path(folder, WEIGHTS))[0]
+        return {name: np.array(tensor.read()) for name, tensor in tensors.items()}
 
 
 def corrections(hf_model: Any) -> list[tuple[str, Any]]:
-    """Return the names and values of the corrections of routers, which checkpoints contain as well."""
+    """Return the names and values of the corrections of routers, which are no parameters in transformers."""
     return [(name, buffer) for name, buffer in hf_model.named_buffers() if name.endswith("correction_bias")]
 
 
-def checkpoint_arrays(hf_model: Any, tensors: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return a model's tensors as arrays by their names in checkpoints, which have one tensor for each expert."""
-    split: dict[str, np.ndarray] = {}
-    if hf_model.config.model_type in STACKED:
-        return {stacked_name(name): tensor.numpy() for name, tensor in tensors.items()}
-    for name, tensor in tensors.items():
-        array = tensor.numpy()
-        layer, _, kind = name.rpartition(".experts.")
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind if layer else "", ())
-        for number, expert in enumerate(array if parts else ()):
-            for part, rows in zip(parts, np.split(expert, len(parts))):
-                split[f"{layer}.experts.{number}.{part}.weight"] = rows
-        split |= {} if parts else {name: array}
-    names = {name: mixtral_name(name) if hf_model.config.model_type == "mixtral" else name for name in split}
-    return {names[name]: array for name, array in split.items()}
+def change_config(folder: Path, **changes: Any) -> None:
+    """Change fields of a folder's config.json, and remove those that are None."""
+    path = folder / "config.json"
+    hf_fields = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in hf_fields.items() if value is not None}))
 
 
-STACKED = ("granitemoe", "gpt_oss")  # whose checkpoints have one tensor of all experts
-
-
-def stacked_name(name: str) -> str:
-    """Return the name of a tensor in checkpoints of Granite-MoE, from that of its parameter."""
-    parts = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
-    for part, theirs in (parts | {"router.weight": "router.layer.weight"}).items():
-        name = name.replace(f"block_sparse_moe.{part}", f"block_sparse_moe.{theirs}")
-    return name
-
-
-def mixtral_name(name: str) -> str:
-    """Return the name of a tensor in checkpoints of Mixtral, from that in other mixtures."""
-    parts = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
-    for part, theirs in parts.items():
-        name = name.replace(part, theirs)
-    return name
+def check_refused(hf_fields: dict[str, Any], message: str, n_tensors: int = 90) -> None:
+    """Check that a model of these fields, with any tensors, is refused with a message that matches the pattern."""
+    tensors = {str(i): StoredTensor((4, 4), "F32", lambda: np.zeros((4, 4))) for i in range(n_tensors)}
+    with pytest.raises(ValueError, match=message):
+        build_model(StoredModel(Path("memory"), hf_fields, tensors))
 
 
 def hf_logits(hf_model: Any, tokens: np.ndarray) -> np.ndarray:

@@ -205,21 +205,14 @@ class LatentAttention(MultiHeadSelfAttention):
 
         Latents are (B, T, 1, L), and rotated keys (B, T, 1, R).
         """
-        q = reshape(self._queries(x), *x.shape[:2], self.n_heads, self.content_size + self.rotary_size)
+        q = self.query_expansion(self.query_norm(self.query_latent(x))) if self.query is None else self.query(x)
+        q = reshape(q, *x.shape[:2], self.n_heads, self.content_size + self.rotary_size)
         content, rotated = split_sizes(q, (self.content_size, self.rotary_size))
         q = concatenate([content, self.rotary(rotated, segments)], axis=-1)
         latents, k = split_sizes(self.latent(x), (self.latent_norm.size, self.rotary_size))
         latents, k = (reshape(part, *x.shape[:2], 1, part.shape[-1]) for part in (self.latent_norm(latents), k))
         k = self.rotary(k, segments)
         return [q, latents, k] if cache is not None else [q, *self._expand(latents, k)]
-
-    def _queries(self, x: Tensor) -> Tensor:
-        """Return queries (B, T, H (D + R)) without RoPE, projected from x or from its latent."""
-        if self.query is None:
-            queries: Tensor = self.query_expansion(self.query_norm(self.query_latent(x)))
-        else:
-            queries = self.query(x)
-        return queries
 
     def _expand(self, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys (B, S, H, D + R), values (B, S, H, E) of latents (B, S, 1, L) and rotated keys (B, S, 1, R)."""

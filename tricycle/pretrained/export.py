@@ -17,25 +17,15 @@ import numpy as np
 
 from tricycle.bpe import END_OF_TEXT
 from tricycle.configs.encoder import EncoderConfig
-from tricycle.configs.encoder_decoder import EncoderDecoderConfig
-from tricycle.configs.mamba import MambaConfig
 from tricycle.configs.model import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense
-from tricycle.latent_attention import LatentConfig
 from tricycle.layers import Layer
 from tricycle.models import GPT
-from tricycle.multi_stream.decoder import MultiStreamConfig
 from tricycle.pretrained.config_equivalence import differing_fields, effective_fields
 from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families import ALL_FAMILIES
-from tricycle.pretrained.families.bert import uninitialized_encoder
-from tricycle.pretrained.families.deepseek import uninitialized_latent
-from tricycle.pretrained.families.family import Family, TensorMapping, to_hf_tensors, uninitialized_gpt
-from tricycle.pretrained.families.gemma3n import uninitialized_multi_stream
-from tricycle.pretrained.families.mamba2 import uninitialized_mamba
-from tricycle.pretrained.families.qwen3_next import uninitialized_delta_net
+from tricycle.pretrained.families.family import Family, TensorMapping, new_model, to_hf_tensors
 from tricycle.pretrained.families.stacks import stacked_arrays, stacked_shapes
-from tricycle.pretrained.families.t5 import uninitialized_encoder_decoder
 from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.hf_folder import CONFIG, GENERATION, WEIGHTS
 from tricycle.pretrained.safetensors_weights import write_tensors
@@ -44,7 +34,6 @@ from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import SPLIT_PATTERNS, to_tokenizer_json
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
-from tricycle.state_spaces.delta_net import DeltaNetConfig
 from tricycle.system.files import atomic_write
 from tricycle.tokeniser import BPETokeniser
 
@@ -52,15 +41,6 @@ TENSOR_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # A family may require these although the model lacks them: they are written as biases and MLPs of 0 and gains of 1.
 NEUTRAL_FIELDS = ("bias", "qkv_bias", "output_bias", "mlp_bias", "head_bias", "conv_bias", "qk_norm_gain", "mamba_mlp")
 UNRELATED = 7  # with as many unsupported fields, a family is farther than one that rejects a value
-# Constructors of models whose configs are not a GPT's.
-MODELS: dict[type, Any] = {
-    EncoderConfig: uninitialized_encoder,
-    EncoderDecoderConfig: uninitialized_encoder_decoder,
-    LatentConfig: uninitialized_latent,
-    MambaConfig: uninitialized_mamba,
-    MultiStreamConfig: uninitialized_multi_stream,
-    DeltaNetConfig: uninitialized_delta_net,
-}
 MAX_SUPPRESSED = 10_000  # ids without a token in generation_config.json
 
 
@@ -97,10 +77,11 @@ def match_family(
     order = [family.architecture for family in ALL_FAMILIES]  # of equally close families, the first is named
     if config.activation == "swiglu":  # as Hugging Face's families express it
         config = replace(config, activation="swish", gated=True, hidden_size=config.mlp_width)
-    new_model = next((MODELS[kind] for kind in MODELS if isinstance(config, kind)), uninitialized_gpt)
+    classes = {family.config_class for family in ALL_FAMILIES}
+    config_class = next(kind for kind in type(config).__mro__ if kind in classes)
     for family in families:
         kind, rank = family.model_types[0], order.index(family.architecture)
-        if family.new_model is not new_model:
+        if family.config_class is not config_class:
             continue
         try:
             fields = {"model_type": kind, **family.to_fields(config)}
@@ -220,7 +201,7 @@ def export_tensors(
         ValueError: raised by the iterator, if a weight is not finite.
     """
     # Parameters that the model lacks come from here: biases of 0 and gains of 1.
-    mapping = TensorMapping(family, family.new_model(config))
+    mapping = TensorMapping(family, new_model(config))
     parameters = dict(model.named_parameters())
     shapes = {hf_tensor.name: hf_tensor.shape for name in mapping.parameters for hf_tensor in mapping.hf_tensors(name)}
 

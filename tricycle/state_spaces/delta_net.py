@@ -203,11 +203,7 @@ class GatedDeltaNet(Layer):
         strengths, steps = split_sizes(rates, (v.shape[2], v.shape[2]))
         steps = extra_ops.softplus(steps + self.step_bias)
         decays, strengths = extra_ops.negative(steps * extra_ops.exp(self.log_rates)), sigmoid(strengths)
-        if cache is None:
-            return self.scan(v, decays, k, q, strengths)
-        state, arrays = cache.last.get("state"), (v.array, decays.array, k.array, q.array, strengths.array)
-        out, cache.last["state"] = self.scan.scan(*arrays, state)
-        return Tensor(out, False)
+        return self.scan.continue_from(cache, v, decays, k, q, strengths)
 
 
 class GatedOutput(Layer):

@@ -60,12 +60,6 @@ class GatedDeltaRule(ChunkedScan):
 
         return record(out, tensors, backward, self.name)
 
-    def scan(
-        self, v: Array, decays: Array, k: Array, q: Array, strengths: Array, state: Array | None = None
-    ) -> tuple[Array, Array]:
-        """Return y and the last state (B, H, N, P), from a state (default zeros), without gradients; see `forward`."""
-        return self._scan([v, decays, k, q, strengths], state)[:2]
-
     def _chunk(self, s: Array, v: Array, decays: Array, k: Array, q: Array, *others: Array) -> _DeltaChunk:
         """Return the chunk of these tokens (B, Q, ...) after the state s, with the rule's updates as its values."""
         xp, c, strengths = array_module(v), new_chunk(v, decays, k, q), by_head(others[0][..., None], k.shape[2])

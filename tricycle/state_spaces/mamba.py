@@ -77,12 +77,14 @@ class MambaMixer(Layer):
         config, (n_items, n_tokens) = self.config, rows.shape[:2]
         inner, n_keys, n_heads = config.inner_size, config.n_groups * config.state_size, config.mamba_heads
         gate, mixed, steps = split_sizes(self.input(rows), (inner, config.conv_size, n_heads))
-        v, k, q = split_sizes(Swish()(self._convolve(mixed, cache)), (inner, n_keys, n_keys))
+        mixed = Swish()(convolve(mixed, self.conv_weights, self.conv_bias, cache))
+        v, k, q = split_sizes(mixed, (inner, n_keys, n_keys))
         steps = extra_ops.softplus(steps + self.step_bias)  # (B, T, H)
         v = reshape(v, n_items, n_tokens, n_heads, config.channels_per_mamba_head)
         scanned = reshape(steps, *steps.shape, 1) * v
         k, q = (reshape(part, n_items, n_tokens, config.n_groups, config.state_size) for part in (k, q))
-        y = self._scan(scanned, extra_ops.negative(steps * extra_ops.exp(self.log_rates)), k, q, cache)
+        decays = extra_ops.negative(steps * extra_ops.exp(self.log_rates))
+        y = self.scan.continue_from(cache, scanned, decays, k, q)
         y = reshape(y + v * reshape(self.skip, n_heads, 1), n_items, n_tokens, inner) * Swish()(gate)
         groups = self.norm(reshape(y, n_items, n_tokens, config.n_groups, inner // config.n_groups))
         out = self.projection(reshape(groups, n_items, n_tokens, inner) * self.norm_gain)
@@ -98,17 +100,6 @@ class MambaMixer(Layer):
         """
         steps = decays / -array_module(decays).exp(self.log_rates.array)  # (B, T, H)
         return self.scan.weights(v, decays, k, q) * steps.swapaxes(1, 2)[:, :, None]
-
-    def _convolve(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
-        """Return the causal convolution of each channel of x (B, T, E) over `conv_width` tokens; update the cache."""
-        return convolve(x, self.conv_weights, self.conv_bias, cache)
-
-    def _scan(self, v: Tensor, decays: Tensor, k: Tensor, q: Tensor, cache: KeyValueCache | None) -> Tensor:
-        """Return the scan's result (B, T, H, P); with a cache, from its state, which is updated, without gradients."""
-        if cache is None:
-            return self.scan(v, decays, k, q)
-        out, cache.last["state"] = self.scan.scan(v.array, decays.array, k.array, q.array, cache.last.get("state"))
-        return Tensor(out, False)
 
 
 class MambaBlock(Layer):

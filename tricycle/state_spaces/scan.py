@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tricycle.attention.cache import KeyValueCache
 from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.devices import Array, array_module
 from tricycle.ops import Op, as_floating, as_tensors, check_device, check_positive
@@ -44,6 +45,17 @@ class ChunkedScan(Op, is_base=True):
     def __init__(self, chunk_size: int = 32) -> None:
         check_positive(type(self).__name__, chunk_size=chunk_size)
         self.chunk_size = chunk_size
+
+    def scan(self, *inputs: Array, state: Array | None = None) -> tuple[Array, Array]:
+        """Return y and the last state (B, H, N, P), from a state (default zeros), without gradients; see `forward`."""
+        return self._scan(inputs, state)[:2]
+
+    def continue_from(self, cache: KeyValueCache | None, *inputs: Tensor) -> Tensor:
+        """Return y; with a cache, from its state, which is updated, without gradients."""
+        if cache is None:
+            return self(*inputs)
+        out, cache.last["state"] = self.scan(*(x.array for x in inputs), state=cache.last.get("state"))
+        return Tensor(out, False)
 
     def _arrays(self, *tensors: Tensor) -> list[Array]:
         """Return the inputs as arrays of one dtype; ValueError for other shapes than those of `forward`."""
@@ -139,10 +151,6 @@ class StateSpaceScan(ChunkedScan):
             return self._gradients(grad, arrays, states)
 
         return record(out, tensors, backward, self.name)
-
-    def scan(self, v: Array, decays: Array, k: Array, q: Array, state: Array | None = None) -> tuple[Array, Array]:
-        """Return y and the last state (B, H, N, P), from a state (default zeros), without gradients; see `forward`."""
-        return self._scan([v, decays, k, q], state)[:2]
 
     def weights(self, v: Array, decays: Array, k: Array, q: Array) -> Array:
         """Return the matrix (B, H, T, T) that maps the values to y: q_t . k_s times the decay from s to t, 0 for s > t.

@@ -19,7 +19,7 @@ from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.cohere import COHERE
 from tricycle.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tricycle.pretrained.families.falcon import FALCON, FALCON_TWO_NORMS
-from tricycle.pretrained.families.family import Family, canonicalize_names, keeps_blocks, load_weights
+from tricycle.pretrained.families.family import Family, canonicalize_names, keeps_blocks, load_weights, new_model
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gemma3n import GEMMA3N
 from tricycle.pretrained.families.gpt2 import GPT2
@@ -72,7 +72,7 @@ def build_model(source: StoredModel, weights: str = "float32") -> Layer:
             source = replace(source, tensors=unstack(family.stacks, canonicalize_names(family, source.tensors)))
         config = read_config(family, source)
         _check_memory(config, source, weights)
-        model = family.new_model(config)
+        model = new_model(config)
         load_weights(model, family, source, weights)
     return model.eval()
 

@@ -9,7 +9,6 @@ from typing import Any
 from tricycle.configs.encoder_decoder import EncoderDecoderConfig
 from tricycle.pretrained.config_fields import ConfigFields, activation_name, field_error
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.families.t5 import uninitialized_encoder_decoder
 
 BLOCK_NAMES: TensorNames = {
     "attention.qkv": [f"self_attn.{part}_proj" for part in "qkv"],
@@ -75,10 +74,8 @@ def _common_config(fields: ConfigFields, vocab_size: int, start_token: int) -> d
         ValueError: a value is not supported, or encoder and decoder differ in width or heads.
     """
     width = fields.positive_int("d_model", 1024)
-    heads, hidden_size = (
-        fields.positive_int("encoder_attention_heads", 16),
-        fields.positive_int("encoder_ffn_dim", 4096),
-    )
+    heads = fields.positive_int("encoder_attention_heads", 16)
+    hidden_size = fields.positive_int("encoder_ffn_dim", 4096)
     for name, default, size in (("attention_heads", 16, heads), ("ffn_dim", 4096, hidden_size)):
         if fields.positive_int(f"decoder_{name}", default) != size:
             raise field_error(f"decoder_{name}", f"{size}, as encoder_{name}", fields.get(f"decoder_{name}", default))
@@ -132,7 +129,7 @@ BART = Family(
     NAMES,
     ("model.", ""),
     ignored=COPIES,
-    new_model=uninitialized_encoder_decoder,
+    config_class=EncoderDecoderConfig,
     fallbacks={"final_logits_bias": "", "model.shared.weight": "model.encoder.embed_tokens.weight"},
     models="BART",
 )

@@ -6,10 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from tricycle.configs.encoder import EncoderConfig
-from tricycle.layers import Layer
 from tricycle.pretrained.config_fields import ACTIVATION_NAMES, ConfigFields, size_fields
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.sequences.text_encoder import TextEncoder
 
 NAMES: TensorNames = {
     "token_embedding": ["embeddings.word_embeddings"],
@@ -69,11 +67,6 @@ def to_roberta_fields(config: EncoderConfig) -> dict[str, Any]:
     return {**to_fields(config), "max_position_embeddings": rows, "pad_token_id": config.position_offset - 1}
 
 
-def uninitialized_encoder(config: EncoderConfig) -> Layer:
-    """Return a `TextEncoder` with all weights at 0 (gains at 1), for weights that are loaded afterwards."""
-    return TextEncoder(config, draw_weights=False)
-
-
 PREFIXES = ("", "bert.")
 BERT = Family(
     ("bert",),
@@ -84,7 +77,7 @@ BERT = Family(
     PREFIXES,
     LEGACY_NAMES,
     IGNORED_HEADS,
-    new_model=uninitialized_encoder,
+    config_class=EncoderConfig,
     models="encoders, without task heads",
 )
 ROBERTA = replace(

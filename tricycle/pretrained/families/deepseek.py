@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from tricycle.latent_attention import LatentConfig
-from tricycle.layers import Layer
-from tricycle.models import GPT
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.families.llama import PREFIXES, check_heads_divide_width, common_config, common_fields
+from tricycle.pretrained.families.llama import attention_biases, check_heads_divide_width, common_config, common_fields
 from tricycle.pretrained.families.mixtures import NAMES as MIXTURE_NAMES
 from tricycle.pretrained.stored_model import StoredTensor
 
@@ -84,7 +82,6 @@ def common_latent(fields: ConfigFields) -> dict[str, Any]:
         raise field_error("first_k_dense_replace", "a whole number of 0 or more", n_dense)
     section = fields.section("rope_scaling") or fields.section("rope_parameters")
     mscale = ConfigFields({"mscale_all_dim": section.get("mscale_all_dim") or None})
-    bias = fields.boolean("attention_bias", False)
     return {
         **common,
         **{ours: fields.positive_int(name) for ours, name in (ATTENTION_SIZES | EXPERT_SIZES).items()},
@@ -93,8 +90,7 @@ def common_latent(fields: ConfigFields) -> dict[str, Any]:
         "n_dense_layers": min(n_dense, common["n_layers"]),
         "normalize_experts": fields.boolean("norm_topk_prob", False),
         "expert_scale": fields.positive_float("routed_scaling_factor"),
-        "qkv_bias": bias,
-        "output_bias": bias,
+        **attention_biases(fields),
     }
 
 
@@ -126,8 +122,8 @@ def expert_groups(fields: ConfigFields) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- to config.json
-def common_latent_fields(config: LatentConfig) -> dict[str, Any]:
-    """Return the config.json fields that both families share, for a `LatentConfig`."""
+def to_v3(config: LatentConfig) -> dict[str, Any]:
+    """Convert a `LatentConfig` to the fields of a DeepSeek-V3 config.json, which V2 shares, without model_type."""
     fields = {
         **common_fields(config),
         **{name: getattr(config, ours) for ours, name in (ATTENTION_SIZES | EXPERT_SIZES).items()},
@@ -149,12 +145,7 @@ def to_v2(config: LatentConfig) -> dict[str, Any]:
     """Convert a `LatentConfig` to DeepSeek-V2's config.json, no model_type; ValueError if heads do not divide width."""
     check_heads_divide_width(config)
     method = "greedy" if config.n_groups == config.n_active_groups == 1 else "group_limited_greedy"
-    return {**common_latent_fields(config), "topk_method": method}
-
-
-def to_v3(config: LatentConfig) -> dict[str, Any]:
-    """Convert a `LatentConfig` to the fields of a DeepSeek-V3 config.json, without model_type."""
-    return common_latent_fields(config)
+    return {**to_v3(config), "topk_method": method}
 
 
 # -------------------------------------------------------------------- tensors
@@ -202,11 +193,6 @@ def join_expansion(to_keys: StoredTensor, to_values: StoredTensor) -> StoredTens
     return StoredTensor(shape, to_keys.dtype_name, read)
 
 
-def uninitialized_latent(config: LatentConfig) -> Layer:
-    """Return a `GPT` with latent attention and all matrices at 0, for weights that are loaded afterwards."""
-    return GPT(config, draw_weights=False)
-
-
 LAYOUTS = {"q_proj": pairs_of_queries, "q_b_proj": pairs_of_queries, "kv_a_proj_with_mqa": pairs_of_keys}
 DEEPSEEK_V2 = Family(
     ("deepseek_v2",),
@@ -214,9 +200,8 @@ DEEPSEEK_V2 = Family(
     from_v2,
     to_v2,
     NAMES,
-    PREFIXES,
     layouts=LAYOUTS,
-    new_model=uninitialized_latent,
+    config_class=LatentConfig,
     models="DeepSeek-V2",
 )
 DEEPSEEK_V3 = Family(
@@ -225,9 +210,8 @@ DEEPSEEK_V3 = Family(
     from_v3,
     to_v3,
     NAMES,
-    PREFIXES,
     ignored=r"model\.layers\.61\.",  # predicts a further token in training
     layouts=LAYOUTS,
-    new_model=uninitialized_latent,
+    config_class=LatentConfig,
     models="V3 (`tricycle/latent_attention.py:LatentAttention`)",
 )

@@ -16,6 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from tricycle.configs.encoder import EncoderConfig
+from tricycle.configs.encoder_decoder import EncoderDecoderConfig
+from tricycle.configs.model import ModelConfig
 from tricycle.kernels.quantized import DTYPE_NAMES, QuantizedMatrix, quantized_dtype
 from tricycle.kernels.quantized_blocks import BlockMatrix
 from tricycle.layers import Layer
@@ -24,6 +27,8 @@ from tricycle.parameter import Parameter
 from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families.stacks import Stacks
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, join_blocks, release_pages
+from tricycle.sequences.seq2seq import EncoderDecoderTransformer
+from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tensor import Tensor
 
 # Names of Tricycle's layers or parameters to those of Hugging Face's. Several of the latter are concatenated along the
@@ -44,9 +49,16 @@ CHUNK_BYTES = 2**22  # of a mapped file that are copied at once, which bounds th
 MAX_LISTED_NAMES = 4  # in an error message
 
 
-def uninitialized_gpt(config: Any) -> Layer:
-    """Return a `GPT` with all weights at 0 (gains at 1), for weights that are loaded afterwards."""
-    return GPT(config, draw_weights=False)
+# The classes of models whose config is not that of a `GPT`.
+MODEL_CLASSES: dict[type[ModelConfig], Callable[..., Layer]] = {
+    EncoderConfig: TextEncoder,
+    EncoderDecoderConfig: EncoderDecoderTransformer,
+}
+
+
+def new_model(config: ModelConfig) -> Layer:
+    """Make the model of a config with all weights at 0 (gains at 1), for weights that are loaded afterwards."""
+    return MODEL_CLASSES.get(type(config), GPT)(config, draw_weights=False)
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ class Family:
         part_sizes: by the name of a Tricycle layer that is several tensors of other than equal sizes, a function of the
             config that returns the numbers of their outputs.
         fan_in_fan_out: matrices are (in, out), as Tricycle's are (GPT-2's Conv1D).
-        new_model: returns a model of a config without random initialization of its weights.
+        config_class: the class of the configs that `to_config` returns.
         fallbacks: names of tensors that may be missing, and the names of the tensors that they equal, or "" for zeros.
         applies_to: whether the fields of a config.json belong to this family, among several of the same model_type.
         models: names of the models, for the table in docs/pretrained.md.
@@ -80,14 +92,14 @@ class Family:
     to_config: Callable[[ConfigFields], Any]
     to_fields: Callable[[Any], dict[str, Any]]
     names: TensorNames
-    prefixes: tuple[str, ...] = ("",)
+    prefixes: tuple[str, ...] = ("model.", "")
     legacy_names: dict[str, str] = field(default_factory=dict)
     ignored: str = "(?!)"
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     stacks: Stacks = field(default_factory=dict)
     part_sizes: Mapping[str, Callable[[Any], list[int]]] = field(default_factory=dict)
     fan_in_fan_out: bool = False
-    new_model: Callable[[Any], Layer] = uninitialized_gpt
+    config_class: type[ModelConfig] = ModelConfig
     fallbacks: dict[str, str] = field(default_factory=dict)
     applies_to: Callable[[dict[str, Any]], bool] = lambda fields: True
     models: str = ""
@@ -141,10 +153,6 @@ class TensorMapping:
         """Return whether a parameter (in, out) is stored as (out, in) in the checkpoint, by its role and family."""
         role = declared_role(self.parameters[name])
         return role in ("head", "router") or (role == "matrix" and not self.family.fan_in_fan_out)
-
-    def has_layout(self, hf_name: str) -> bool:
-        """Return whether the checkpoint orders the outputs of a tensor's layer in another way, by `family.layouts`."""
-        return layer_kind(hf_name) in self.family.layouts
 
     def matching_views(
         self, name: str, hf_tensor: HFTensor, ours: np.ndarray, theirs: np.ndarray
@@ -303,7 +311,7 @@ def _storage_format(mapping: TensorMapping, name: str, theirs: list[StoredTensor
     if weights == "float32" or declared_role(mapping.parameters[name]) not in QUANTIZED_ROLES:
         return "float32"
     kinds = {tensor.dtype_name for tensor in theirs}
-    reordered = any(mapping.has_layout(hf_tensor.name) for hf_tensor in mapping.hf_tensors(name))
+    reordered = any(layer_kind(hf_tensor.name) in mapping.family.layouts for hf_tensor in mapping.hf_tensors(name))
     have_blocks = all(tensor.read_blocks for tensor in theirs) and not reordered
     if have_blocks and keeps_blocks(weights, kinds):
         return "blocks"

@@ -16,9 +16,11 @@ from tricycle.pretrained.config_fields import (
 from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.llama import (
     LLAMA_NAMES,
+    attention_biases,
     check_heads_divide_width,
     common_config,
     common_fields,
+    qk_norms,
     sliding_window_config,
     sliding_window_fields,
 )
@@ -58,13 +60,12 @@ def from_gemma3(fields: ConfigFields) -> ModelConfig:
     common = _common_config(
         ConfigFields({**fields.values, "rope_scaling": None, "rope_parameters": None}), caps=(None, None)
     )
-    norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"]}
     types = fields.layer_types(common["n_layers"])
     if types is None:
         period = fields.positive_int("sliding_window_pattern", fields.positive_int("_sliding_window_pattern", 6))
         types = periodic_layer_types(common["n_layers"], period)
     windows = sliding_window_config(types, _sliding_window(fields, types))
-    return ModelConfig(**{**common, **norms, **windows, **rope_config(fields)})
+    return ModelConfig(**{**common, **qk_norms(common), **windows, **rope_config(fields)})
 
 
 def text_fields(fields: ConfigFields, defaults: dict[str, Any], model_type: str) -> ConfigFields:
@@ -81,7 +82,6 @@ def _common_config(fields: ConfigFields, caps: tuple[float | None, float | None]
     """Return the fields Gemma 2, 3 share; `caps`: default soft-caps of scores and logits; ValueError if unsupported."""
     if fields.get("use_bidirectional_attention"):
         raise field_error("use_bidirectional_attention", "false", fields.get("use_bidirectional_attention"))
-    bias = fields.boolean("attention_bias", False)
     common = common_config(fields, default_key_heads=4, default_head_size=256)
     activation = fields.get("hidden_activation") or "gelu_pytorch_tanh"  # null in some files
     return {
@@ -89,8 +89,7 @@ def _common_config(fields: ConfigFields, caps: tuple[float | None, float | None]
         "norm_unit_offset": True,
         "norm_placement": "both",
         "activation": ConfigFields({"hidden_activation": activation}).activation("hidden_activation", ""),
-        "qkv_bias": bias,
-        "output_bias": bias,
+        **attention_biases(fields),
         "score_scale": fields.positive_float("query_pre_attn_scalar", 256) ** -0.5,
         "score_cap": fields.optional_positive_float("attn_logit_softcapping", caps[0]) or 0.0,
         "logit_cap": fields.optional_positive_float("final_logit_softcapping", caps[1]) or 0.0,
@@ -162,7 +161,7 @@ def rope_fields(config: ModelConfig) -> dict[str, Any]:
     return {"rope_local_base_freq": local_base, "rope_scaling": rotary_scaling_fields(config) or None}
 
 
-GEMMA2 = Family(("gemma2",), "Gemma2ForCausalLM", from_gemma2, to_gemma2, NAMES, ("model.", ""), models="Gemma 2")
+GEMMA2 = Family(("gemma2",), "Gemma2ForCausalLM", from_gemma2, to_gemma2, NAMES, models="Gemma 2")
 GEMMA3 = Family(
     ("gemma3_text", "gemma3"),
     "Gemma3ForCausalLM",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tricycle.layers import Layer
-from tricycle.models import GPT
 from tricycle.multi_stream.decoder import MultiStreamConfig
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ConfigFields, activation_name, field_error
@@ -19,6 +17,7 @@ from tricycle.pretrained.families.gemma import (
     text_fields,
 )
 from tricycle.pretrained.families.llama import (
+    attention_biases,
     check_heads_divide_width,
     common_config,
     common_fields,
@@ -87,14 +86,12 @@ def to_config(fields: ConfigFields) -> MultiStreamConfig:
         raise field_error("num_kv_shared_layers", "a whole number", n_shared)
     types = fields.layer_types(n_layers) or periodic_layer_types(n_layers, 5)
     sizes: dict[str, Any] = {ours: fields.positive_int(name, default) for ours, (name, default) in SIZES.items()}
-    bias = fields.boolean("attention_bias", False)
     windows = sliding_window_config(types, fields.positive_int("sliding_window")) or {"window": 0, "full_layers": ()}
     return MultiStreamConfig(
         **{**common, **rope, **sizes, **windows},
         norm_placement="both",
         qk_norm_eps=common["norm_eps"],
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(fields),
         embedding_scale=common["embedding_dim"] ** 0.5,
         logit_cap=fields.optional_positive_float("final_logit_softcapping", 30.0) or 0.0,
         n_shared_layers=n_shared,
@@ -145,11 +142,6 @@ def to_fields(config: MultiStreamConfig) -> dict[str, Any]:
     return fields
 
 
-def uninitialized_multi_stream(config: MultiStreamConfig) -> Layer:
-    """Return a `GPT` with several streams and all matrices at 0, for weights that are loaded afterwards."""
-    return GPT(config, draw_weights=False)
-
-
 GEMMA3N = Family(
     ("gemma3n_text", "gemma3n"),
     "Gemma3nForCausalLM",
@@ -160,6 +152,6 @@ GEMMA3N = Family(
     # the models of images and sound, and matrices of layers that share those of earlier layers
     ignored=r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\."
     r"|model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.",
-    new_model=uninitialized_multi_stream,
+    config_class=MultiStreamConfig,
     models="Gemma 3n, text only (`tricycle/multi_stream/altup.py:AltUp`)",
 )

@@ -10,7 +10,7 @@ from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ORIGINAL_WINDOW, ConfigFields
 from tricycle.pretrained.families.family import Family, TensorNames, gate_interleaved
 from tricycle.pretrained.families.llama import (
-    PREFIXES,
+    attention_biases,
     common_config,
     common_fields,
     sliding_window_config,
@@ -54,14 +54,12 @@ def to_config(fields: ConfigFields) -> ModelConfig:
     types = fields.layer_types(common["n_layers"])
     if types is None:
         types = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(common["n_layers"])]
-    bias = fields.boolean("attention_bias", True)
     return ModelConfig(
         **common | {"activation": "clamped_swiglu"},
         **sliding_window_config(types, fields.optional_positive_int("sliding_window", 128)),
         **expert_config(fields, 128, 4, 0.001),
         router_bias=True,
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(fields, default=True),
         mlp_bias=True,
         softmax="sink",
     )
@@ -84,7 +82,6 @@ GPT_OSS = Family(
     to_config,
     to_fields,
     GPT_OSS_NAMES,
-    PREFIXES,
     layouts={"gate_up_proj": gate_interleaved},
     stacks=STACKS,
     models="gpt-oss",

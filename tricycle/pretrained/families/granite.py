@@ -8,12 +8,7 @@ from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families.family import Family, TensorNames, gate_first
-from tricycle.pretrained.families.llama import (
-    LLAMA_NAMES,
-    PREFIXES,
-    common_config,
-    common_fields,
-)
+from tricycle.pretrained.families.llama import LLAMA_NAMES, attention_biases, common_config, common_fields
 from tricycle.pretrained.families.mixtures import NAMES, expert_config, expert_fields
 from tricycle.pretrained.families.stacks import Stack
 
@@ -31,15 +26,13 @@ STACKS = {
 
 def common_granite(fields: ConfigFields) -> dict[str, Any]:
     """Convert the fields that both families share to `ModelConfig` keyword arguments, missing ones by default."""
-    bias = fields.boolean("attention_bias", False)
     return {
         **common_config(fields),
         "embedding_scale": fields.positive_float("embedding_multiplier", 1.0),
         "residual_scale": fields.positive_float("residual_multiplier", 1.0),
         "score_scale": fields.positive_float("attention_multiplier", 1.0),
         "logit_scale": 1 / fields.positive_float("logits_scaling", 1.0),
-        "qkv_bias": bias,
-        "output_bias": bias,
+        **attention_biases(fields),
     }
 
 
@@ -78,16 +71,13 @@ def to_granite_moe(config: ModelConfig) -> dict[str, Any]:
     return {**common_granite_fields(config), **expert_fields(config, "num_local_experts")}
 
 
-GRANITE = Family(
-    ("granite",), "GraniteForCausalLM", from_granite, to_granite, LLAMA_NAMES, PREFIXES, models="Granite 3"
-)
+GRANITE = Family(("granite",), "GraniteForCausalLM", from_granite, to_granite, LLAMA_NAMES, models="Granite 3")
 GRANITE_MOE = Family(
     ("granitemoe",),
     "GraniteMoeForCausalLM",
     from_granite_moe,
     to_granite_moe,
     MIXTURE_NAMES,
-    PREFIXES,
     layouts={"input_linear": gate_first},
     stacks=STACKS,
     models="Granite 3 with experts",

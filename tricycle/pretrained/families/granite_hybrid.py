@@ -11,22 +11,14 @@ from tricycle.configs.mamba import MambaConfig
 from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.family import Family, TensorNames, gate_first
 from tricycle.pretrained.families.granite import MIXTURE_NAMES, STACKS, common_granite, common_granite_fields
-from tricycle.pretrained.families.llama import PREFIXES
-from tricycle.pretrained.families.mamba2 import CHUNK_SIZE, check_time_steps, uninitialized_mamba
+from tricycle.pretrained.families.mamba2 import CHUNK_SIZE, MIXER_NAMES, check_time_steps
 from tricycle.pretrained.families.mixtures import expert_config, expert_fields
 
-MIXER, SHARED = "model.layers.N.mamba", "model.layers.N.shared_mlp"
+SHARED = "model.layers.N.shared_mlp"
 NAMES: TensorNames = {
     **MIXTURE_NAMES,
     "blocks.N.norm": ["model.layers.N.input_layernorm"],
-    "blocks.N.mixer.input": [f"{MIXER}.in_proj"],
-    "blocks.N.mixer.conv_weights": [f"{MIXER}.conv1d.weight"],
-    "blocks.N.mixer.conv_bias": [f"{MIXER}.conv1d.bias"],
-    "blocks.N.mixer.step_bias": [f"{MIXER}.dt_bias"],
-    "blocks.N.mixer.log_rates": [f"{MIXER}.A_log"],
-    "blocks.N.mixer.skip": [f"{MIXER}.D"],
-    "blocks.N.mixer.norm_gain": [f"{MIXER}.norm.weight"],
-    "blocks.N.mixer.projection": [f"{MIXER}.out_proj"],
+    **{f"blocks.N.mixer.{ours}": [f"model.layers.N.mamba.{theirs}"] for ours, theirs in MIXER_NAMES.items()},
     **{f"blocks.N.mlp.{part}up": [f"{SHARED}.input_linear"] for part in ("", "shared.")},
     **{f"blocks.N.mlp.{part}projection": [f"{SHARED}.output_linear"] for part in ("", "shared.")},
 }
@@ -114,9 +106,8 @@ GRANITE_HYBRID = Family(
     to_config,
     to_fields,
     NAMES,
-    PREFIXES,
     layouts={"input_linear": gate_first},
     stacks=STACKS,
-    new_model=uninitialized_mamba,
+    config_class=MambaConfig,
     models="Granite 4 (hybrid)",
 )

@@ -34,7 +34,6 @@ LLAMA_NAMES: TensorNames = {
     "norm": ["model.norm"],
     "head": ["lm_head"],
 }
-PREFIXES = ("model.", "")
 OLMO2_NAMES: TensorNames = {  # norms of the outputs of attention and MLP
     **LLAMA_NAMES,
     "blocks.N.attention_norm": ["model.layers.N.post_attention_layernorm"],
@@ -68,11 +67,21 @@ def common_config(
     }
 
 
+def attention_biases(fields: ConfigFields, default: bool = False) -> dict[str, Any]:
+    """Convert the field attention_bias to `ModelConfig`'s, for queries, keys and values and for the output."""
+    bias = fields.boolean("attention_bias", default)
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def qk_norms(common: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of RMS norms with gains on queries and keys, with the eps of the norms in `common`."""
+    return {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"]}
+
+
 def from_llama(fields: ConfigFields) -> ModelConfig:
     """Convert a Llama config.json to a `ModelConfig`; missing fields get defaults, unsupported ones ValueError."""
-    bias = fields.boolean("attention_bias", False)
-    common = common_config(fields)
-    return ModelConfig(**common, qkv_bias=bias, output_bias=bias, mlp_bias=fields.boolean("mlp_bias", False))
+    biases = {**attention_biases(fields), "mlp_bias": fields.boolean("mlp_bias", False)}
+    return ModelConfig(**common_config(fields), **biases)
 
 
 def from_mistral(fields: ConfigFields) -> ModelConfig:
@@ -93,17 +102,14 @@ def from_qwen2(fields: ConfigFields) -> ModelConfig:
 def from_qwen3(fields: ConfigFields) -> ModelConfig:
     """Convert a Qwen3 config.json to a `ModelConfig`; missing fields get defaults, unsupported ones ValueError."""
     common = _qwen_config(fields, head_size=128)
-    bias = fields.boolean("attention_bias", False)
-    norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"]}
-    return ModelConfig(**common, **norms, qkv_bias=bias, output_bias=bias)
+    return ModelConfig(**common, **qk_norms(common), **attention_biases(fields))
 
 
 def from_olmo2(fields: ConfigFields) -> ModelConfig:
     """Convert an OLMo 2 config.json, biases included, to a `ModelConfig` with defaults; ValueError if unsupported."""
     common = common_config(ConfigFields({"vocab_size": 50_304, "rms_norm_eps": 1e-5, **fields.values}))
-    norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"], "qk_norm_per_head": False}
-    bias = fields.boolean("attention_bias", False)
-    return ModelConfig(**common, **norms, norm_placement="output", qkv_bias=bias, output_bias=bias)
+    norms = {**qk_norms(common), "qk_norm_per_head": False, "norm_placement": "output"}
+    return ModelConfig(**common, **norms, **attention_biases(fields))
 
 
 def _qwen_config(fields: ConfigFields, head_size: int | None = None) -> dict[str, Any]:
@@ -148,6 +154,19 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
     if scaling := rotary_scaling_fields(config):
         fields["rope_scaling"] = scaling
     return fields
+
+
+def layer_norm_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the config.json fields that families with layer norms, RoPE and Llama's names of tensors share."""
+    return {
+        **size_fields(config),
+        "num_key_value_heads": config.key_heads,
+        "layer_norm_eps": config.norm_eps,
+        "hidden_act": activation_name(config.activation),
+        "tie_word_embeddings": config.tied,
+        "rope_theta": config.rotary_base,
+        "rope_scaling": rotary_scaling_fields(config) or None,
+    }
 
 
 def check_heads_divide_width(config: ModelConfig) -> None:
@@ -204,12 +223,9 @@ LLAMA = Family(
     from_llama,
     to_llama,
     LLAMA_NAMES,
-    PREFIXES,
     models="Llama 2 and 3, SmolLM2, TinyLlama",
 )
-MISTRAL = Family(
-    ("mistral",), "MistralForCausalLM", from_mistral, to_mistral, LLAMA_NAMES, PREFIXES, models="Mistral 7B"
-)
-QWEN2 = Family(("qwen2",), "Qwen2ForCausalLM", from_qwen2, to_qwen2, LLAMA_NAMES, PREFIXES, models="Qwen 2 and 2.5")
-QWEN3 = Family(("qwen3",), "Qwen3ForCausalLM", from_qwen3, to_qwen3, LLAMA_NAMES, PREFIXES, models="Qwen 3")
-OLMO2 = Family(("olmo2",), "Olmo2ForCausalLM", from_olmo2, to_olmo2, OLMO2_NAMES, PREFIXES, models="OLMo 2")
+MISTRAL = Family(("mistral",), "MistralForCausalLM", from_mistral, to_mistral, LLAMA_NAMES, models="Mistral 7B")
+QWEN2 = Family(("qwen2",), "Qwen2ForCausalLM", from_qwen2, to_qwen2, LLAMA_NAMES, models="Qwen 2 and 2.5")
+QWEN3 = Family(("qwen3",), "Qwen3ForCausalLM", from_qwen3, to_qwen3, LLAMA_NAMES, models="Qwen 3")
+OLMO2 = Family(("olmo2",), "Olmo2ForCausalLM", from_olmo2, to_olmo2, OLMO2_NAMES, models="OLMo 2")

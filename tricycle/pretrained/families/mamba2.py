@@ -5,22 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.configs.mamba import MambaConfig
-from tricycle.layers import Layer
-from tricycle.models import GPT
 from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.family import Family, TensorNames
 
+# From parameters of a mixer to their names in checkpoints.
+MIXER_NAMES = {
+    "input": "in_proj",
+    "conv_weights": "conv1d.weight",
+    "conv_bias": "conv1d.bias",
+    "step_bias": "dt_bias",
+    "log_rates": "A_log",
+    "skip": "D",
+    "norm_gain": "norm.weight",
+    "projection": "out_proj",
+}
 NAMES: TensorNames = {
     "token_embedding": ["backbone.embeddings"],
     "blocks.N.norm": ["backbone.layers.N.norm"],
-    "blocks.N.mixer.input": ["backbone.layers.N.mixer.in_proj"],
-    "blocks.N.mixer.conv_weights": ["backbone.layers.N.mixer.conv1d.weight"],
-    "blocks.N.mixer.conv_bias": ["backbone.layers.N.mixer.conv1d.bias"],
-    "blocks.N.mixer.step_bias": ["backbone.layers.N.mixer.dt_bias"],
-    "blocks.N.mixer.log_rates": ["backbone.layers.N.mixer.A_log"],
-    "blocks.N.mixer.skip": ["backbone.layers.N.mixer.D"],
-    "blocks.N.mixer.norm_gain": ["backbone.layers.N.mixer.norm.weight"],
-    "blocks.N.mixer.projection": ["backbone.layers.N.mixer.out_proj"],
+    **{f"blocks.N.mixer.{ours}": [f"backbone.layers.N.mixer.{theirs}"] for ours, theirs in MIXER_NAMES.items()},
     "norm": ["backbone.norm_f"],
     "head": ["lm_head"],
 }
@@ -84,11 +86,6 @@ def to_fields(config: MambaConfig) -> dict[str, Any]:
     }
 
 
-def uninitialized_mamba(config: MambaConfig) -> Layer:
-    """Return a `GPT` of Mamba blocks with all matrices at 0, for weights that are loaded afterwards."""
-    return GPT(config, draw_weights=False)
-
-
 MAMBA2 = Family(
     ("mamba2",),
     "Mamba2ForCausalLM",
@@ -96,6 +93,6 @@ MAMBA2 = Family(
     to_fields,
     NAMES,
     ("backbone.", ""),
-    new_model=uninitialized_mamba,
+    config_class=MambaConfig,
     models="Mamba-2 (`tricycle/state_spaces/scan.py:StateSpaceScan`)",
 )

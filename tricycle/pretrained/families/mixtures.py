@@ -14,10 +14,11 @@ from tricycle.pretrained.config_fields import ConfigFields
 from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.llama import (
     LLAMA_NAMES,
-    PREFIXES,
+    attention_biases,
     check_heads_divide_width,
     common_config,
     common_fields,
+    qk_norms,
 )
 
 EXPERT = "model.layers.N.mlp.experts.M"
@@ -85,35 +86,27 @@ def from_qwen3_moe(fields: ConfigFields) -> ModelConfig:
     width = {"intermediate_size": fields.positive_int("moe_intermediate_size", 768)}
     common = common_config(ConfigFields({**QWEN3_DEFAULTS, **fields.values, **width}), default_key_heads=4)
     window = fields.optional_positive_int("sliding_window", 4096) if fields.boolean("use_sliding_window", False) else 0
-    bias = fields.boolean("attention_bias", False)
     return ModelConfig(
         **common,
         **expert_config(fields, 128, 8, 0.001),
-        **_norm_options(fields, common),
+        **qk_norms(common),
+        normalize_experts=fields.boolean("norm_topk_prob", False),
         window=window or 0,
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(fields),
     )
-
-
-def _norm_options(fields: ConfigFields, common: dict[str, Any]) -> dict[str, Any]:
-    """Return normalize_experts (default False), and the options for RMS norms with gains on queries and keys."""
-    norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": common["norm_eps"]}
-    return {"normalize_experts": fields.boolean("norm_topk_prob", False), **norms}
 
 
 def from_olmoe(fields: ConfigFields) -> ModelConfig:
     """Convert an OLMoE config.json to a `ModelConfig`; missing fields get defaults, unsupported ones ValueError."""
     fields.require("clip_qkv", None)
     common = common_config(ConfigFields({**OLMOE_DEFAULTS, **fields.values}))
-    bias = fields.boolean("attention_bias", False)
     return ModelConfig(
         **common,
         **expert_config(fields, 64, 8, 0.01),
-        **_norm_options(fields, common),
+        **qk_norms(common),
+        normalize_experts=fields.boolean("norm_topk_prob", False),
         qk_norm_per_head=False,
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(fields),
     )
 
 
@@ -170,10 +163,7 @@ MIXTRAL = Family(
     from_mixtral,
     to_mixtral,
     MIXTRAL_NAMES,
-    PREFIXES,
     models="mixtures of experts: Mixtral",
 )
-QWEN3_MOE = Family(
-    ("qwen3_moe",), "Qwen3MoeForCausalLM", from_qwen3_moe, to_qwen3_moe, NAMES, PREFIXES, models="Qwen3-MoE"
-)
-OLMOE = Family(("olmoe",), "OlmoeForCausalLM", from_olmoe, to_olmoe, NAMES, PREFIXES, models="OLMoE")
+QWEN3_MOE = Family(("qwen3_moe",), "Qwen3MoeForCausalLM", from_qwen3_moe, to_qwen3_moe, NAMES, models="Qwen3-MoE")
+OLMOE = Family(("olmoe",), "OlmoeForCausalLM", from_olmoe, to_olmoe, NAMES, models="OLMoE")

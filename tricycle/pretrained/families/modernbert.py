@@ -7,9 +7,13 @@ from typing import Any
 from tricycle.configs.encoder import EncoderConfig
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ConfigFields, activation_name, read_rotary_section, size_fields
-from tricycle.pretrained.families.bert import uninitialized_encoder
 from tricycle.pretrained.families.family import Family, TensorNames, gate_first
-from tricycle.pretrained.families.llama import check_heads_divide_width, sliding_window_config, sliding_window_fields
+from tricycle.pretrained.families.llama import (
+    attention_biases,
+    check_heads_divide_width,
+    sliding_window_config,
+    sliding_window_fields,
+)
 
 NAMES: TensorNames = {
     "token_embedding": ["embeddings.tok_embeddings"],
@@ -34,7 +38,6 @@ def to_config(fields: ConfigFields) -> EncoderConfig:
     if types is None:
         every = fields.positive_int("global_attn_every_n_layers", 3)
         types = ["sliding_attention" if layer % every else "full_attention" for layer in range(sizes["n_layers"])]
-    bias = fields.boolean("attention_bias", False)
     return EncoderConfig(
         **sizes,
         **sliding_window_config(types, fields.positive_int("local_attention", 128)),
@@ -45,8 +48,7 @@ def to_config(fields: ConfigFields) -> EncoderConfig:
         activation=fields.activation("hidden_activation", "gelu"),
         gated=True,
         bias=fields.boolean("norm_bias", False),
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(fields),
         mlp_bias=fields.boolean("mlp_bias", False),
         positions="rotary",
         rotary_base=_base(fields, "full_attention", "global_rope_theta", 160_000.0),
@@ -99,6 +101,6 @@ MODERNBERT = Family(
     ("", "model."),
     ignored=IGNORED_HEADS,
     layouts={"Wi": gate_first},
-    new_model=uninitialized_encoder,
+    config_class=EncoderConfig,
     models="ModernBERT without head",
 )

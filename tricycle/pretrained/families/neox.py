@@ -14,6 +14,7 @@ from tricycle.pretrained.config_fields import (
     size_fields,
 )
 from tricycle.pretrained.families.family import Family, TensorNames, by_head
+from tricycle.pretrained.families.llama import attention_biases
 
 NAMES: TensorNames = {
     "token_embedding": ["gpt_neox.embed_in"],
@@ -30,7 +31,6 @@ NAMES: TensorNames = {
 
 def to_config(fields: ConfigFields) -> ModelConfig:
     """Convert a GPT-NeoX config.json to a `ModelConfig` with transformers' defaults; ValueError if unsupported."""
-    attention_bias = fields.boolean("attention_bias", True)
     legacy = {"rope_theta": fields.get("rotary_emb_base"), "partial_rotary_factor": fields.get("rotary_pct")}
     current = ConfigFields({**{name: value for name, value in legacy.items() if value is not None}, **fields.values})
     return ModelConfig(
@@ -39,8 +39,7 @@ def to_config(fields: ConfigFields) -> ModelConfig:
         parallel=fields.boolean("use_parallel_residual", True),
         activation=fields.activation("hidden_act", "gelu"),
         positions="rotary",
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
+        **attention_biases(fields, default=True),
         tied=fields.boolean("tie_word_embeddings", False),
         **read_rotary_fields(current, default_fraction=0.25),
     )

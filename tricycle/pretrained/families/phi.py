@@ -5,15 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.configs.model import ModelConfig
-from tricycle.pretrained.config_fields import (
-    ConfigFields,
-    activation_name,
-    read_rotary_fields,
-    rotary_scaling_fields,
-    size_fields,
-)
+from tricycle.pretrained.config_fields import ConfigFields, read_rotary_fields
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.families.llama import LLAMA_NAMES
+from tricycle.pretrained.families.llama import LLAMA_NAMES, layer_norm_fields
 
 NAMES: TensorNames = {
     **LLAMA_NAMES,
@@ -46,17 +40,12 @@ def to_config(fields: ConfigFields) -> ModelConfig:
 def to_fields(config: ModelConfig) -> dict[str, Any]:
     """Convert a `ModelConfig` to the fields of a Phi config.json, without model_type."""
     return {
-        **size_fields(config),
-        "num_key_value_heads": config.key_heads,
-        "layer_norm_eps": config.norm_eps,
-        "hidden_act": activation_name(config.activation),
+        **layer_norm_fields(config),
         "tie_word_embeddings": False,
-        "rope_theta": config.rotary_base,
         "partial_rotary_factor": config.rotary_fraction,
-        "rope_scaling": rotary_scaling_fields(config) or None,
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
     }
 
 
-PHI = Family(("phi",), "PhiForCausalLM", to_config, to_fields, NAMES, ("model.", ""), models="Phi 1, 1.5 and 2")
+PHI = Family(("phi",), "PhiForCausalLM", to_config, to_fields, NAMES, models="Phi 1, 1.5 and 2")

@@ -7,13 +7,7 @@ from typing import Any
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.config_fields import ORIGINAL_WINDOW, ConfigFields, field_error
 from tricycle.pretrained.families.family import Family, TensorNames, gate_first
-from tricycle.pretrained.families.llama import (
-    LLAMA_NAMES,
-    PREFIXES,
-    check_heads_divide_width,
-    common_config,
-    common_fields,
-)
+from tricycle.pretrained.families.llama import LLAMA_NAMES, check_heads_divide_width, common_config, common_fields
 
 NAMES: TensorNames = {
     **LLAMA_NAMES,
@@ -61,6 +55,4 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 LAYOUTS = {"gate_up_proj": gate_first}
-PHI3 = Family(
-    ("phi3",), "Phi3ForCausalLM", to_config, to_fields, NAMES, PREFIXES, layouts=LAYOUTS, models="Phi-3 and 4"
-)
+PHI3 = Family(("phi3",), "Phi3ForCausalLM", to_config, to_fields, NAMES, layouts=LAYOUTS, models="Phi-3 and 4")

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.layers import Layer
-from tricycle.models import GPT
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ConfigFields, field_error, read_rotary_fields
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.pretrained.families.llama import PREFIXES, common_config, common_fields
+from tricycle.pretrained.families.llama import attention_biases, common_config, common_fields, qk_norms
 from tricycle.pretrained.families.mixtures import NAMES, expert_config, expert_fields
 from tricycle.state_spaces.delta_net import DeltaNetConfig
 
@@ -58,18 +56,14 @@ def to_config(fields: ConfigFields) -> DeltaNetConfig:
     fields = ConfigFields({**DEFAULTS, **fields.values, **width})
     common = common_config(fields, default_key_heads=2, default_head_size=256)
     sizes: dict[str, Any] = {ours: fields.positive_int(name, default) for ours, (name, default) in SIZES.items()}
-    bias = fields.boolean("attention_bias", False)
     return DeltaNetConfig(
         **common | read_rotary_fields(fields, default_fraction=0.25) | expert_config(fields, 512, 10, 0.001),
         **sizes,
         attention_layers=_attention_layers(fields, common["n_layers"]),
         normalize_experts=fields.boolean("norm_topk_prob", True),
         norm_unit_offset=True,
-        qk_norm=True,
-        qk_norm_gain=True,
-        qk_norm_eps=common["norm_eps"],
-        qkv_bias=bias,
-        output_bias=bias,
+        **qk_norms(common),
+        **attention_biases(fields),
     )
 
 
@@ -133,20 +127,14 @@ def queries_gates(config: Any, ours: np.ndarray, theirs: np.ndarray) -> Iterator
     yield ours.reshape(2, n_heads, -1, *rest).swapaxes(0, 1), theirs.reshape(n_heads, 2, -1, *rest)
 
 
-def uninitialized_delta_net(config: DeltaNetConfig) -> Layer:
-    """Return a `GPT` of Gated DeltaNet blocks with all matrices at 0, for weights that are loaded afterwards."""
-    return GPT(config, draw_weights=False)
-
-
 QWEN3_NEXT = Family(
     ("qwen3_next",),
     "Qwen3NextForCausalLM",
     to_config,
     to_fields,
     QWEN3_NEXT_NAMES,
-    PREFIXES,
     ignored=r"mtp\.",  # layers that predict more tokens
     layouts={"in_proj_qkvz": queries_keys_values_gates, "in_proj_ba": strengths_steps, "q_proj": queries_gates},
-    new_model=uninitialized_delta_net,
+    config_class=DeltaNetConfig,
     models="Qwen3-Next (`tricycle/state_spaces/delta_rule.py:GatedDeltaRule`)",
 )

@@ -10,7 +10,7 @@ from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.families.llama import (
     LLAMA_NAMES,
-    PREFIXES,
+    attention_biases,
     check_heads_divide_width,
     common_config,
     common_fields,
@@ -41,13 +41,11 @@ def to_config(fields: ConfigFields) -> ModelConfig:
         types = ["full_attention" if window is None or rope else "sliding_attention" for rope in uses_rope]
     elif window is None and "sliding_attention" in types:
         raise field_error("layer_types", "full_attention for each layer without a window", "sliding_attention")
-    bias = fields.boolean("attention_bias", False)
     return ModelConfig(
         **common,
         **sliding_window_config(types, window),
         unrotated_layers=tuple(layer for layer, rope in enumerate(uses_rope) if not rope),
-        qkv_bias=bias,
-        output_bias=bias,
+        **attention_biases(fields),
         mlp_bias=fields.boolean("mlp_bias", False),
     )
 
@@ -79,4 +77,4 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-SMOLLM3 = Family(("smollm3",), "SmolLM3ForCausalLM", to_config, to_fields, LLAMA_NAMES, PREFIXES, models="SmolLM3")
+SMOLLM3 = Family(("smollm3",), "SmolLM3ForCausalLM", to_config, to_fields, LLAMA_NAMES, models="SmolLM3")

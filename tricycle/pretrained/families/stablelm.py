@@ -6,15 +6,9 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.config_equivalence import has_bias
-from tricycle.pretrained.config_fields import (
-    ConfigFields,
-    activation_name,
-    read_rotary_fields,
-    rotary_scaling_fields,
-    size_fields,
-)
+from tricycle.pretrained.config_fields import ConfigFields, read_rotary_fields
 from tricycle.pretrained.families.family import Family
-from tricycle.pretrained.families.llama import LLAMA_NAMES, PREFIXES, check_heads_divide_width
+from tricycle.pretrained.families.llama import LLAMA_NAMES, check_heads_divide_width, layer_norm_fields
 
 
 def to_config(fields: ConfigFields) -> ModelConfig:
@@ -42,20 +36,14 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     """Convert a `ModelConfig` to StableLM's config.json, no model_type; ValueError if heads do not divide the width."""
     check_heads_divide_width(config)
     return {
-        **size_fields(config),
-        "num_key_value_heads": config.key_heads,
-        "layer_norm_eps": config.norm_eps,
-        "hidden_act": activation_name(config.activation),
+        **layer_norm_fields(config),
         "use_parallel_residual": config.parallel,
         "use_qkv_bias": has_bias(config, "qkv"),
         "qk_layernorm": False,
-        "tie_word_embeddings": config.tied,
-        "rope_theta": config.rotary_base,
         "partial_rotary_factor": config.rotary_fraction,
-        "rope_scaling": rotary_scaling_fields(config) or None,
         "hidden_dropout": config.dropout,
         "attention_dropout": 0.0,
     }
 
 
-STABLELM = Family(("stablelm",), "StableLmForCausalLM", to_config, to_fields, LLAMA_NAMES, PREFIXES, models="StableLM")
+STABLELM = Family(("stablelm",), "StableLmForCausalLM", to_config, to_fields, LLAMA_NAMES, models="StableLM")

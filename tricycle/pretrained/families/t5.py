@@ -6,11 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from tricycle.configs.encoder_decoder import EncoderDecoderConfig
-from tricycle.layers import Layer
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import ACTIVATION_NAMES, ConfigFields, activation_name, field_error
 from tricycle.pretrained.families.family import Family, TensorNames
-from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 
 BLOCK_NAMES: TensorNames = {
     "attention.softmax_scales": ["0.SelfAttention.relative_attention_bias.weight"],
@@ -117,20 +115,16 @@ def to_fields(config: EncoderDecoderConfig) -> dict[str, Any]:
     }
 
 
-def uninitialized_encoder_decoder(config: EncoderDecoderConfig) -> Layer:
-    """Return an `EncoderDecoderTransformer` with all weights at 0 (gains at 1), for weights that are loaded later."""
-    return EncoderDecoderTransformer(config, draw_weights=False)
-
-
 T5 = Family(
     ("t5",),
     "T5ForConditionalGeneration",
     to_config,
     to_fields,
     NAMES,
+    prefixes=("",),
     legacy_names={r"DenseReluDense\.wi_1\.": "DenseReluDense.wi."},  # as in GGUF files, with or without gates
     ignored=COPIES,
-    new_model=uninitialized_encoder_decoder,
+    config_class=EncoderDecoderConfig,
     fallbacks={"lm_head.weight": "shared.weight", "shared.weight": "encoder.embed_tokens.weight"},
     applies_to=lambda fields: not is_gated(fields),
     models="encoder-decoders: T5, Flan-T5",
