@@ -49,7 +49,7 @@ CALLS = {
     np.ravel: np.ravel,
     np.transpose: lambda x: np.transpose(x, (1, 0, 2)),
     np.swapaxes: lambda x: np.swapaxes(x, 0, -1),
-    np.expand_dims: lambda x: np.expand_dims(x, -1),
+    np.expand_dims: lambda x: np.expand_dims(x, (0, -1)),
     np.squeeze: lambda x: np.squeeze(np.expand_dims(x, 1), axis=1),
     np.broadcast_to: lambda x: np.broadcast_to(x, (2, 2, 3, 3)),
     np.var: lambda x: np.var(x, axis=1),
@@ -157,6 +157,8 @@ def test_functions_without_rule_raise(call, message):
 def test_errors_of_operations_are_kept():
     with pytest.raises(ValueError, match=r"add: shapes \(3,\) and \(2,\) do not broadcast"):
         np.ones(3) + to_tensor([1.0, 2.0])
+    with pytest.raises(ValueError, match="axis 7 is out of bounds"):
+        np.expand_dims(to_tensor(X), 7)
     with pytest.raises(ValueError, match=r"numpy\.dot: expected at most 2 axes"):
         np.dot(to_tensor(X), Y)
     array = np.ones(2)

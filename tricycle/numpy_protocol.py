@@ -168,10 +168,9 @@ def _swapaxes(a: Tensor, axis1: int, axis2: int) -> Tensor:
 
 
 @function_rule(np.expand_dims)
-def _expand_dims(a: Tensor, axis: int) -> Tensor:
-    """Return a with a new axis of length 1 at index `axis` of the result; no tuple of axes."""
-    axis = axis % (a.ndim + 1)
-    return a.reshape(*a.shape[:axis], 1, *a.shape[axis:])
+def _expand_dims(a: Tensor, axis: int | Sequence[int]) -> Tensor:
+    """Return a with new axes of length 1 at these places of the result; ValueError out of range."""
+    return a.reshape(np.expand_dims(np.broadcast_to(np.empty(()), a.shape), axis).shape)
 
 
 @function_rule(np.squeeze)
