@@ -476,10 +476,11 @@ def test_rule_without_thread_safe_flag_runs_in_one_thread(twins: list[Layer], mo
     assert callers == [threading.current_thread()] * 8
 
 
-def test_large_gradients_are_scaled_to_the_limit() -> None:
+@pytest.mark.parametrize("kind", [float, np.float64, np.float32])
+def test_large_gradients_are_scaled_to_the_limit(kind: Callable) -> None:
     model = Weights().receive(30.0, -40.0)
     grads = [p.grad.array.copy() for p in model.parameters()]
-    norm = clip_gradients(model, 1.5)
+    norm = clip_gradients(model, kind(1.5))
     assert norm == pytest.approx(math.sqrt(4 * 900 + 2 * 1600))
     assert gradient_norm(model) == pytest.approx(1.5, rel=1e-5)
     for parameter, before in zip(model.parameters(), grads, strict=True):
