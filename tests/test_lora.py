@@ -170,6 +170,15 @@ def test_generation_does_not_use_dropout_in_training_mode():
     assert model.training and low_rank.dropout.training
 
 
+def test_attaching_within_evaluation_keeps_the_training_mode():
+    model, adapter = adapted(0)
+    with model.evaluating():
+        adapter.detach().attach()
+    assert all(layer.training for layer in model.layers())
+    model.eval()
+    assert not any(layer.training for layer in adapter.detach().attach().model.layers())
+
+
 def test_invalid_adapter_arguments_raise():
     with pytest.raises(ValueError, match=r"Dense layer.*'norm'"):
         Adapter(GPT(CONFIG), {"norm": LowRankUpdate(8, 8, TARGETS, 0.0, np.random.default_rng(0))}, LoRAConfig())

@@ -401,7 +401,7 @@ class Adapter(Layer):
         layers = dict(self.model.named_layers())
         for name, low_rank in self.low_ranks.items():
             base: Any = layers[name]
-            (low_rank.train if base.training else low_rank.eval)()
+            low_rank.train(vars(base).get("training", True))  # as set: `base.training` is False within `evaluation`
             for parameter in low_rank.parameters():
                 parameter.requires_grad = True
                 if base.weights.on_gpu:
@@ -453,6 +453,6 @@ def _replace_layer(layers: Mapping[str, Layer], name: str, layer: Layer) -> None
 
 def _share_weights(layer: Dense, other: Dense) -> Dense:
     """Give another layer the weights and settings of a dense layer, without an update, and return it."""
-    for name in ("from_size", "to_size", "weights", "bias", "precision", "training"):
-        setattr(other, name, getattr(layer, name))
+    names = ("from_size", "to_size", "weights", "bias", "precision", "training")
+    vars(other).update({name: value for name, value in vars(layer).items() if name in names})
     return other
