@@ -103,7 +103,7 @@ def _pull_back(
 
 def _depend_only_on(inputs: Sequence[Tensor], outputs: Sequence[Tensor], constants: Sequence[Tensor]) -> bool:
     """Return whether the outputs depend on no other Tensors that require a gradient; nor do the `constants`."""
-    order = autograd.topological_order(Tensor(np.zeros(()), args=tuple(outputs)))[:-1]
+    order = autograd.topological_order(*outputs)
     return {node for node in order if not node.args} <= set(inputs) and not any(c.requires_grad for c in constants)
 
 
