@@ -265,7 +265,4 @@ def is_evaluating() -> bool:
 
 def grad_enabled_for(*args: Node) -> bool:
     """Return whether an operation on these Tensors records a backward function, and so must save its inputs."""
-    for arg in args:
-        if arg.requires_grad:
-            return all(mode.builds_graph for mode in current_modes.get())
-    return False
+    return any(arg.requires_grad for arg in args) and all(mode.builds_graph for mode in current_modes.get())

@@ -64,16 +64,13 @@ class LoRAConfig(ValidatedConfig):
         dora: train the norms of the columns (DoRA).
     """
 
+    rules = RULES
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] = (ALL_LINEAR,)
     dropout: float = 0.0
     rank_stabilised: bool = False
     dora: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the fields by RULES; raise a ValueError for the first invalid one."""
-        self._check(RULES)
 
 
 class LoRATarget(NamedTuple):
