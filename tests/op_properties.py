@@ -30,6 +30,7 @@ from tricycle.sequences.relative_positions import RelativePositionSoftmax, posit
 from tricycle.state_spaces.delta_rule import GatedDeltaRule
 from tricycle.state_spaces.scan import StateSpaceScan
 from tricycle.tensor import Tensor, to_tensor
+from tricycle.transforms import functional_call
 
 Draw = Callable[[st.SearchStrategy], Any]
 
@@ -448,21 +449,19 @@ def _cholesky(draw):
     def positive(xp: Any, x: Any, transposed: Any) -> Any:
         return x @ transposed + xp.asarray(np.eye(x.shape[-1]))
 
-    x = _draw_square(draw)
-    order = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
-    run = lambda x: linalg.cholesky(positive(x.xp, x, x.transpose(order)))
+    run = lambda x: linalg.cholesky(positive(x.xp, x, np.swapaxes(x, -1, -2)))
     expected = lambda xp, x: xp.linalg.cholesky(positive(xp, x, x.swapaxes(-1, -2)))
-    return Sample(run, (x,), expected, accepts_float16=False)
+    return Sample(run, (_draw_square(draw),), expected, accepts_float16=False)
 
 
 @register("eigh")
 def _eigh(draw):
     """Draw symmetric matrices with distinct eigenvalues; compare squares of eigenvectors, which have no sign."""
     x = _draw_square(draw)
-    order, diagonal = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2), np.diag(2.0 * np.arange(x.shape[-1]))
+    diagonal = np.diag(2.0 * np.arange(x.shape[-1]))
 
     def run(x):
-        values, vectors = linalg.eigh(0.05 * (x + x.transpose(order)) + x.xp.asarray(diagonal))
+        values, vectors = linalg.eigh(0.05 * (x + np.swapaxes(x, -1, -2)) + x.xp.asarray(diagonal))
         return extra_ops.concatenate([values[..., None, :], vectors * vectors], axis=-2)
 
     def expected(xp: Any, x: Any) -> Any:
@@ -477,11 +476,11 @@ def _svd(draw):
     """Draw matrices with distinct singular values; compare squares of singular vectors, which have no sign."""
     m, n = draw(SOME), draw(SOME)
     x = signed(draw, (*_draw_batch(draw), m, n))
-    order, diagonal = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2), np.diag(2.0 + 2 * np.arange(4))[:m, :n]
+    diagonal = np.diag(2.0 + 2 * np.arange(4))[:m, :n]
 
     def run(x):
         u, s, vh = linalg.svd(0.1 * x + x.xp.asarray(diagonal))
-        return extra_ops.concatenate([s[..., None, :], u * u, (vh * vh).transpose(order)], axis=-2)
+        return extra_ops.concatenate([s[..., None, :], u * u, np.swapaxes(vh * vh, -1, -2)], axis=-2)
 
     def expected(xp: Any, x: Any) -> Any:
         u, s, vh = xp.linalg.svd(0.1 * x + xp.asarray(diagonal), full_matrices=False)
@@ -843,15 +842,9 @@ def _fold(draw):
 
 
 # -------------------------------------------------------------------- layers
-def _call_with_parameters(layer: Any, *names: str) -> Callable[..., Tensor]:
+def with_parameters(layer: Any, *names: str) -> Callable[..., Tensor]:
     """Return a function of a layer's input and the named parameters."""
-
-    def run(x: Tensor, *parameters: Tensor) -> Tensor:
-        for name, parameter in zip(names, parameters):
-            setattr(layer, name, parameter)
-        return layer(x)
-
-    return run
+    return lambda x, *parameters: functional_call(layer, dict(zip(names, parameters)), x)
 
 
 def _norm(subtract_mean: bool) -> DrawSample:
@@ -867,7 +860,7 @@ def _norm(subtract_mean: bool) -> DrawSample:
             x = x - x.mean(-1, keepdims=True) if subtract_mean else x
             return x / ((x * x).mean(-1, keepdims=True) + 1e-5) ** 0.5 * gain + bias
 
-        run = _call_with_parameters(layer, "gain", "bias")
+        run = with_parameters(layer, "gain", "bias")
         return Sample(run, (x, *parameters), expected, accepts_float16=False, n_dtype_inputs=1)
 
     return draw_call
@@ -880,6 +873,6 @@ LAYERS |= {"LayerNorm": _norm(True), "RMSNorm": _norm(False)}
 def _embedding(draw):
     n_ids, size = draw(SOME), draw(SOME)
     ids = np.random.default_rng(draw(SEEDS)).integers(0, n_ids, draw(SHAPES))
-    run = _call_with_parameters(layers.Embedding(n_ids, size), "weights")
+    run = with_parameters(layers.Embedding(n_ids, size), "weights")
     flat = lambda xp, ids, table: table[ids.reshape(-1)].reshape(*ids.shape, size)
     return Sample(run, (ids, signed(draw, (n_ids, size))), flat, accepts_float16=False)
