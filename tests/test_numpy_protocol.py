@@ -99,31 +99,6 @@ def test_functions_without_gradient_return_what_numpy_returns():
     assert not CONSTANT & set(FUNCTIONS)
 
 
-# -------------------------------------------------------------------- operators, as before
-@pytest.mark.parametrize("left", [np.float32([1, 2]), np.array(2.0), np.float32(2), np.float64(2), np.int64(2), [1, 2]])
-def test_operators_with_numpy_on_the_left(left):
-    x = to_tensor([3.0, 4])
-    right = np.float32([3, 4])
-    for operate in (
-        lambda a, b: a + b,
-        lambda a, b: a - b,
-        lambda a, b: a * b,
-        lambda a, b: a / b,
-        lambda a, b: a**b,
-        lambda a, b: a < b,
-        lambda a, b: a >= b,
-        lambda a, b: a == b,
-    ):
-        result = operate(left, x)
-        assert isinstance(result, Tensor)
-        np.testing.assert_allclose(result.array, operate(np.asarray(left), right), 1e-6)
-        assert result.dtype in (np.float32, bool)
-
-
-def test_products_with_arrays_on_the_left():
-    assert (np.float32([[1, 2]]) @ to_tensor([3.0, 4])).array.tolist() == [11]
-
-
 def test_the_attribute_of_a_tensor_is_none():
     """CuPy calls the reflected operators only then."""
     assert to_tensor(1).__array_ufunc__ is None
