@@ -2,6 +2,7 @@
 
 import contextvars
 import gc
+import itertools
 from collections.abc import Iterator
 from functools import partial
 
@@ -17,6 +18,7 @@ from tricycle.extra_ops import exp
 from tricycle.layers import Dense
 from tricycle.optimiser_rules import Adafactor, Lion, Muon
 from tricycle.optimisers import AdamW, StochasticGradientDescent
+from tricycle.transforms import grad, hvp, vmap
 
 
 # -------------------------------------------------------------------- changed between forward and backward
@@ -87,7 +89,7 @@ def test_user_can_declare_a_changed_array():
 
 def test_changing_an_array_used_by_the_graph_raises():
     """Without this, only a block with watch_arrays detects the change."""
-    for change_result in (False, True):
+    for change_result, create_graph in itertools.product((False, True), repeat=2):
         x = to_tensor([1.0, 2.0], name="x")
         with watch_arrays():
             y = exp(x)
@@ -95,7 +97,17 @@ def test_changing_an_array_used_by_the_graph_raises():
         (y if change_result else x).array *= 10
         title = "exp" if change_result else "x"
         with pytest.raises(RuntimeError, match=rf"backward: {title}.*\(2,\).*in place"):
-            total.backward()
+            total.backward(create_graph=create_graph)
+
+
+def test_watching_changes_no_derivative_of_higher_order():
+    x = to_tensor([1.0, 2.0], dtype=float, requires_grad=False)
+    f = lambda x: (exp(x[[1, 0]]) ** 3).sum()
+    derivatives = lambda: [grad(lambda x: grad(f)(x).sum())(x), hvp(f, (x,), (x,))[0], vmap(grad(lambda x: x**3))(x)]
+    with watch_arrays(), watch_arrays():
+        watched = derivatives()
+    for found, expected in zip(watched, derivatives(), strict=True):
+        np.testing.assert_array_equal(found.array, expected.array)
 
 
 def test_watching_changes_no_result(rng):

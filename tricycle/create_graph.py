@@ -89,6 +89,9 @@ def _cast_to(node: Tensor, change: Tensor) -> Tensor:
 def rule_of(node: Tensor) -> tuple[str, SimpleNamespace]:
     """Return the name of a node's rule and its backward function's variables; NotImplementedError without a rule."""
     backward: Any = node._backward
+    while check := getattr(backward, "check", None):  # of `debug.watch_arrays`, perhaps several times
+        check()
+        backward = backward.__wrapped__
     name = f"{backward.__module__}.{backward.__qualname__.partition('.<locals>')[0]}"
     if name not in RULES:
         advice = WITHOUT_RULE.get(name, "compose it of other operations, or add a rule, see tricycle.create_graph")
