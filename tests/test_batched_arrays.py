@@ -11,7 +11,7 @@ from test_differentiable_rules import DIFFERENTIABLE, objective
 from tricycle import to_tensor, transforms
 from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.batched_arrays import BatchedArray, NotVectorizedError
-from tricycle.extra_ops import where
+from tricycle.extra_ops import stack, where
 from tricycle.layers import Dense, Dropout, Sequential
 from tricycle.loss import CrossEntropy
 from tricycle.ops import tanh
@@ -207,6 +207,8 @@ def test_operations_made_of_other_tensors_take_the_loop():
 def test_errors_are_those_of_one_item():
     with pytest.raises(ValueError, match=r"shapes \(3,\) and \(2,\) do not broadcast"):
         vmap(lambda x: x + np.ones(2))(normal(4, 3))
+    with pytest.raises(ValueError, match="axis 7 is out of bounds"):
+        vmap(lambda x: stack([x, x], axis=7))(normal(4, 3))
     with pytest.raises(ValueError, match="expected ids from 0 to 1, got 5"):
         vmap(lambda x, y: CrossEntropy()(y, x))(normal(2, 2), to_tensor([0, 5], dtype=int))
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import normalize_axis_index
 
 from tricycle import create_graph, kernels
 from tricycle.devices import ARRAY_MODULES, Array
@@ -164,7 +165,7 @@ class BatchedArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Return each item with its axes in this order, by default reversed."""
         order = tuple(axes[0]) if len(axes) == 1 and not isinstance(axes[0], (int, np.integer)) else axes
         order = order or tuple(reversed(range(self.ndim)))
-        return BatchedArray(self.items.transpose(0, *(1 + axis % self.ndim for axis in order)), self.level)
+        return BatchedArray(self.items.transpose(0, *_item_axes(order, self.ndim)), self.level)
 
     @property
     def T(self) -> BatchedArray:
@@ -211,9 +212,9 @@ def aligned(x: Any, level: int, ndim: int) -> Any:
 
 
 def _item_axes(axis: Any, ndim: int) -> tuple[int, ...]:
-    """Return the axes of `items` for axes (one, several, or None for all) of an item with `ndim` axes."""
+    """Return the axes of `items` for axes (one, several, or None for all) of an item; ValueError out of range."""
     axes = range(ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
-    return tuple(1 + a % ndim for a in axes)
+    return tuple(1 + normalize_axis_index(a, ndim) for a in axes)
 
 
 def _matmul(level: int, a: Any, b: Any) -> Array:
@@ -237,7 +238,7 @@ def _joining(function: Callable[..., Any], n_new: int) -> Callable[..., BatchedA
     def join(arrays: Sequence[Any], axis: int = 0) -> BatchedArray:
         top = max(arrays, key=level_of)
         items = [items_of(x, top.level, len(top.items)) for x in arrays]
-        return BatchedArray(function(items, axis=1 + axis % (top.ndim + n_new)), top.level)
+        return BatchedArray(function(items, axis=_item_axes(axis, top.ndim + n_new)[0]), top.level)
 
     return join
 
@@ -265,7 +266,7 @@ def _broadcast_to(x: BatchedArray, shape: Sequence[int]) -> BatchedArray:
 
 def _moveaxis(x: BatchedArray, source: int, destination: int) -> BatchedArray:
     """Move one axis of each item to another place, as a view."""
-    return BatchedArray(np.moveaxis(x.items, 1 + source % x.ndim, 1 + destination % x.ndim), x.level)
+    return BatchedArray(np.moveaxis(x.items, *_item_axes((source, destination), x.ndim)), x.level)
 
 
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
