@@ -208,6 +208,7 @@ def test_set_is_batched():
         (lambda x: extra_ops.stack([x, x], 1), True),
         (lambda x: extra_ops.concatenate([x, tensor(1, 3)]), True),
         (lambda x: extra_ops.where(True, x, 0), True),
+        (lambda x: extra_ops.where(x > 0, 1.0, tensor(3)), True),
         (lambda x: Softmax()(x), True),
         (lambda x: x.detach(), True),
         (lambda x: MeanSquaredError()(x, x), False),

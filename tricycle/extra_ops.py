@@ -110,8 +110,8 @@ def comparison_op(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Op
 def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
     """Select elements of x where the condition is true, of y elsewhere, with broadcasting."""
     x, y = as_tensors(x, y)
-    chosen = as_tensor(condition, None if is_array(condition) else x).array.astype(bool)
-    xp = x.xp
+    condition = as_tensor(condition, None if is_array(condition) else x)
+    chosen, xp = condition.array.astype(bool), x.xp
     check_device("where", chosen, x.array, y.array)
     try:
         z = xp.where(chosen, *promote_integers(x.array, y.array))
@@ -123,7 +123,7 @@ def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
         to_y = unbroadcast(xp.where(chosen, 0, grad), y.shape) if needs_grad[1] else None
         return to_x, to_y
 
-    return record(z, (x, y), backward, "where")
+    return record(z, (x, y), backward, "where", any(t.is_batched for t in (condition, x, y)))
 
 
 def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tuple[Array, ...], Any]:
