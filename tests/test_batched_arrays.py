@@ -225,6 +225,8 @@ def test_errors_are_those_of_one_item():
         lambda x: np.add(1.0, 2.0, where=x > 0),
         lambda x: x[[0], :, [1]],
         lambda x: x[x > 0],
+        lambda x: x @ np.ones(2),
+        np.modf,
         lambda x: float(x[0, 0]),
         lambda x: np.zeros((2, 2)).__setitem__(0, x[0]),
         lambda x: np.add.at(np.zeros((2, 2)), [0], x),

@@ -123,6 +123,7 @@ def test_value_aux_and_keywords():
 def test_numbers_and_arrays_are_inputs():
     assert grad(lambda x: x * x)(3).item() == 6.0
     assert grad(lambda x: (x * x).sum())(X).dtype == np.float64
+    assert grad(lambda x: (x * x).sum())(float64(X).to_batched()).is_batched
 
 
 # -------------------------------------------------------------------- trees

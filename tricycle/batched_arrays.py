@@ -71,13 +71,11 @@ class BatchedArray(np.lib.mixins.NDArrayOperatorsMixin):
             raise NotVectorizedError(f"numpy.{ufunc.__name__}.{method}")
         if ufunc is np.matmul:
             result = _matmul(level, *inputs)
-        elif ufunc.signature is None:
+        elif ufunc.signature is None and ufunc.nout == 1:
             ndim = max(map(np.ndim, inputs))
             result = ufunc(*(aligned(x, level, ndim) for x in inputs), **options)
         else:
             raise NotVectorizedError(f"numpy.{ufunc.__name__}")
-        if isinstance(result, tuple):
-            return tuple(BatchedArray(one, level) for one in result)
         if out is None:
             return BatchedArray(result, level)
         out[0][...] = BatchedArray(result, level)  # an error if `out` is the same for all items
@@ -180,10 +178,6 @@ class BatchedArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Return each item without axes of length 1."""
         return BatchedArray(self.items.squeeze(_item_axes(axis, self.ndim)), self.level)
 
-    def ravel(self) -> BatchedArray:
-        """Return each item with one axis."""
-        return self.reshape(self.size)
-
     def astype(self, dtype: Any, copy: bool = True) -> BatchedArray:
         """Return the items in another dtype, as a new BatchedArray."""
         return BatchedArray(self.items.astype(dtype, copy=copy), self.level)
@@ -218,12 +212,9 @@ def _item_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 
 
 def _matmul(level: int, a: Any, b: Any) -> Array:
-    """Return the array of a @ b for each item; a and b may be vectors, and one may be the same for all items."""
-    if np.ndim(a) == 1:
-        product = BatchedArray(_matmul(level, a.reshape(1, -1), b), level)
-        return product[..., 0, :].items if np.ndim(b) > 1 else product[..., 0].items
-    if np.ndim(b) == 1:
-        return BatchedArray(_matmul(level, a, b.reshape(-1, 1)), level)[..., 0].items
+    """Return the array of a @ b for each item; one may be the same for all items. NotVectorizedError for vectors."""
+    if np.ndim(a) == 1 or np.ndim(b) == 1:
+        raise NotVectorizedError("a product with a vector")
     if level_of(a) == level and level_of(b) != level and np.ndim(b) == 2:  # one product of the rows of all items
         n_rows = len(a.items) * math.prod(a.shape[:-1])
         return (a.items.reshape(n_rows, a.shape[-1]) @ b).reshape(len(a.items), *a.shape[:-1], b.shape[-1])
