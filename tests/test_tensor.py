@@ -274,6 +274,8 @@ def test_matmul_with_an_array_on_either_side():
     np.testing.assert_allclose((x @ array).array, x.array @ array)
     np.testing.assert_allclose((array @ x).array, array @ x.array)
     assert (to_tensor([[1, 2]]) @ np.ones((2, 1))).dtype == np.float32
+    assert (tensor(4, 2, 3) @ np.ones(3)).shape == (4, 2)
+    assert (np.ones(2) @ tensor(4, 2, 3)).shape == (4, 3)
 
 
 @pytest.mark.parametrize(
