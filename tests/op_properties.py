@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from tricycle.sequences.relative_positions import RelativePositionSoftmax, posit
 from tricycle.state_spaces.delta_rule import GatedDeltaRule
 from tricycle.state_spaces.scan import StateSpaceScan
 from tricycle.tensor import Tensor, to_tensor
+from tricycle.transforms import functional_call
 
 Draw = Callable[[st.SearchStrategy], Any]
 
@@ -139,38 +141,27 @@ UNARY: dict[str, tuple[Callable, list[float], Callable]] = {
 ACCEPT_INTEGERS = {"exp", "sin", "cos", "tanh", "sigmoid", "Sigmoid", "Tanh", "ReLUSquared", "Swish"}
 
 
-def _elementwise(name: str) -> DrawSample:
+def _elementwise(name: str, draw: Draw) -> Sample:
     op, edges, expected = UNARY[name]
-
-    def draw_call(draw: Draw) -> Sample:
-        x = draw(st.sampled_from([1, 4])) * signed(draw, draw(SHAPES))
-        x = np.abs(x) if name in ("log", "sqrt") else x
-        if draw(st.sampled_from([False, False, False, True])):
-            x = np.array(edges, np.float64)
-        return Sample(op, (x,), expected, accepts_integers=name in ACCEPT_INTEGERS)
-
-    return draw_call
+    x = draw(st.sampled_from([1, 4])) * signed(draw, draw(SHAPES))
+    x = np.abs(x) if name in ("log", "sqrt") else x
+    if draw(st.sampled_from([False, False, False, True])):
+        x = np.array(edges, np.float64)
+    return Sample(op, (x,), expected, accepts_integers=name in ACCEPT_INTEGERS)
 
 
-for _name in UNARY:
-    PROPERTIES[_name] = _elementwise(_name)
+PROPERTIES |= {name: partial(_elementwise, name) for name in UNARY}
 
 
-def _register_gelu(name: str, op: Callable, exact: bool) -> None:
-    def draw_call(draw: Draw) -> Sample:
-        x = (
-            np.array([-30.0, -5, 0, 5, 30])
-            if draw(st.sampled_from([False, False, True]))
-            else signed(draw, draw(SHAPES))
-        )
-        gelu = lambda torch, x: torch.nn.functional.gelu(x, approximate="none" if exact else "tanh")
-        return Sample(op, (x,), gelu, accepts_integers=True, needs_torch=True)
-
-    PROPERTIES[name] = draw_call
+def _gelu(op: Callable, approximate: str, draw: Draw) -> Sample:
+    use_edges = draw(st.sampled_from([False, False, True]))
+    x = np.array([-30.0, -5, 0, 5, 30]) if use_edges else signed(draw, draw(SHAPES))
+    gelu = lambda torch, x: torch.nn.functional.gelu(x, approximate=approximate)
+    return Sample(op, (x,), gelu, accepts_integers=True, needs_torch=True)
 
 
-_register_gelu("GeLU", activation.GeLU(), exact=False)
-_register_gelu("ExactGeLU", ExactGeLU(), exact=True)
+PROPERTIES["GeLU"] = partial(_gelu, activation.GeLU(), "tanh")
+PROPERTIES["ExactGeLU"] = partial(_gelu, ExactGeLU(), "none")
 
 
 @register("softcap")
@@ -201,28 +192,23 @@ BINARY: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-def _binary(name: str) -> DrawSample:
+def _binary(name: str, draw: Draw) -> Sample:
     op, expected = BINARY[name]
-
-    def draw_call(draw: Draw) -> Sample:
-        side = draw(st.sampled_from(["both", "both", "left", "right"]))
-        x, y = (signed(draw, shape) for shape in broadcastable_shapes(draw, 2))
-        number = draw(st.sampled_from([2, -1, 0, 0.75, 3.0] if name == "pow" else [2, -1, 0.75, 3.0]))
-        if name == "pow" and side == "both" and draw(st.booleans()):
-            y = np.rint(2 * y).astype(int)  # negative numbers have powers of whole numbers only
-        elif name == "pow" and (side != "left" or number != int(number)):
-            x, number = np.abs(x), abs(number) or 2
-        if side == "both":
-            return Sample(op, (x, y), expected)
-        if side == "left":
-            return Sample(lambda x: op(x, number), (x,), lambda xp, x: expected(xp, x, xp.full_like(x, number)))
-        return Sample(lambda y: op(number, y), (y,), lambda xp, y: expected(xp, xp.full_like(y, number), y))
-
-    return draw_call
+    side = draw(st.sampled_from(["both", "both", "left", "right"]))
+    x, y = (signed(draw, shape) for shape in broadcastable_shapes(draw, 2))
+    number = draw(st.sampled_from([2, -1, 0, 0.75, 3.0] if name == "pow" else [2, -1, 0.75, 3.0]))
+    if name == "pow" and side == "both" and draw(st.booleans()):
+        y = np.rint(2 * y).astype(int)  # negative numbers have powers of whole numbers only
+    elif name == "pow" and (side != "left" or number != int(number)):
+        x, number = np.abs(x), abs(number) or 2
+    if side == "both":
+        return Sample(op, (x, y), expected)
+    if side == "left":
+        return Sample(lambda x: op(x, number), (x,), lambda xp, x: expected(xp, x, xp.full_like(x, number)))
+    return Sample(lambda y: op(number, y), (y,), lambda xp, y: expected(xp, xp.full_like(y, number), y))
 
 
-for _name in BINARY:
-    PROPERTIES[_name] = _binary(_name)
+PROPERTIES |= {name: partial(_binary, name) for name in BINARY}
 
 
 @register("where")
@@ -315,23 +301,20 @@ def _getitem(draw):
 
 
 # -------------------------------------------------------------------- reductions
-def _reduction(name: str, xp_name: str) -> DrawSample:
-    def draw_call(draw: Draw) -> Sample:
-        x = signed(draw, draw(SHAPES if name == "sum" else FULL))
-        axis = draw(st.none() | hnp.valid_tuple_axes(x.ndim, min_size=1) if x.ndim else st.none())
-        keep = draw(st.booleans())
-        axes = tuple(range(x.ndim)) if axis is None else axis
+def _reduction(name: str, xp_name: str, draw: Draw) -> Sample:
+    x = signed(draw, draw(SHAPES if name == "sum" else FULL))
+    axis = draw(st.none() | hnp.valid_tuple_axes(x.ndim, min_size=1) if x.ndim else st.none())
+    keep = draw(st.booleans())
+    axes = tuple(range(x.ndim)) if axis is None else axis
 
-        def expected(xp: Any, x: Any) -> Any:
-            return getattr(xp, xp_name)(x, axis=axes, keepdims=keep) if axes else x * 1
+    def expected(xp: Any, x: Any) -> Any:
+        return getattr(xp, xp_name)(x, axis=axes, keepdims=keep) if axes else x * 1
 
-        return Sample(lambda x: ops.OPS[name](x, axis, keep), (x,), expected)
-
-    return draw_call
+    return Sample(lambda x: ops.OPS[name](x, axis, keep), (x,), expected)
 
 
 for _name, _xp_name in {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin"}.items():
-    PROPERTIES[_name] = _reduction(_name, _xp_name)
+    PROPERTIES[_name] = partial(_reduction, _name, _xp_name)
 
 
 # -------------------------------------------------------------------- products
@@ -411,16 +394,13 @@ def _dominant(xp: Any, x: Any) -> Any:
     return x - xp.asarray(3.0 * x.shape[-1] * np.eye(x.shape[-1]))
 
 
-def _on_dominant(op: Callable, name: str) -> DrawSample:
-    def draw_call(draw: Draw) -> Sample:
-        x = _draw_square(draw)
-        expected = lambda xp, x: getattr(xp.linalg, name)(_dominant(xp, x))
-        return Sample(lambda x: op(_dominant(x.xp, x)), (x,), expected, accepts_float16=False)
-
-    return draw_call
+def _on_dominant(name: str, draw: Draw) -> Sample:
+    call = lambda x: getattr(linalg, name)(_dominant(x.xp, x))
+    expected = lambda xp, x: getattr(xp.linalg, name)(_dominant(xp, x))
+    return Sample(call, (_draw_square(draw),), expected, accepts_float16=False)
 
 
-PROPERTIES |= {"inv": _on_dominant(linalg.inv, "inv"), "det": _on_dominant(linalg.det, "det")}
+PROPERTIES |= {name: partial(_on_dominant, name) for name in ("inv", "det")}
 
 
 @register("solve")
@@ -448,21 +428,19 @@ def _cholesky(draw):
     def positive(xp: Any, x: Any, transposed: Any) -> Any:
         return x @ transposed + xp.asarray(np.eye(x.shape[-1]))
 
-    x = _draw_square(draw)
-    order = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
-    run = lambda x: linalg.cholesky(positive(x.xp, x, x.transpose(order)))
+    run = lambda x: linalg.cholesky(positive(x.xp, x, np.swapaxes(x, -1, -2)))
     expected = lambda xp, x: xp.linalg.cholesky(positive(xp, x, x.swapaxes(-1, -2)))
-    return Sample(run, (x,), expected, accepts_float16=False)
+    return Sample(run, (_draw_square(draw),), expected, accepts_float16=False)
 
 
 @register("eigh")
 def _eigh(draw):
     """Draw symmetric matrices with distinct eigenvalues; compare squares of eigenvectors, which have no sign."""
     x = _draw_square(draw)
-    order, diagonal = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2), np.diag(2.0 * np.arange(x.shape[-1]))
+    diagonal = np.diag(2.0 * np.arange(x.shape[-1]))
 
     def run(x):
-        values, vectors = linalg.eigh(0.05 * (x + x.transpose(order)) + x.xp.asarray(diagonal))
+        values, vectors = linalg.eigh(0.05 * (x + np.swapaxes(x, -1, -2)) + x.xp.asarray(diagonal))
         return extra_ops.concatenate([values[..., None, :], vectors * vectors], axis=-2)
 
     def expected(xp: Any, x: Any) -> Any:
@@ -477,11 +455,11 @@ def _svd(draw):
     """Draw matrices with distinct singular values; compare squares of singular vectors, which have no sign."""
     m, n = draw(SOME), draw(SOME)
     x = signed(draw, (*_draw_batch(draw), m, n))
-    order, diagonal = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2), np.diag(2.0 + 2 * np.arange(4))[:m, :n]
+    diagonal = np.diag(2.0 + 2 * np.arange(4))[:m, :n]
 
     def run(x):
         u, s, vh = linalg.svd(0.1 * x + x.xp.asarray(diagonal))
-        return extra_ops.concatenate([s[..., None, :], u * u, (vh * vh).transpose(order)], axis=-2)
+        return extra_ops.concatenate([s[..., None, :], u * u, np.swapaxes(vh * vh, -1, -2)], axis=-2)
 
     def expected(xp: Any, x: Any) -> Any:
         u, s, vh = xp.linalg.svd(0.1 * x + xp.asarray(diagonal), full_matrices=False)
@@ -522,18 +500,18 @@ def block_softmax(xp: Any, x: Any, scales: Any, length: int | None = None) -> An
     return xp.concatenate(parts, -1)
 
 
-def _register_row_op(name: str, op: Callable, expected: Callable) -> None:
-    def draw_call(draw: Draw) -> Sample:
-        x = normal(draw, *draw(ROWS | st.just((3, 300)))) * draw(st.sampled_from([0.1, 1, 5]))
-        return Sample(op, (x,), expected, accepts_float16=name != "AdaptiveSoftmax")
-
-    PROPERTIES[name] = draw_call
+def _row_op(op: Callable, expected: Callable, draw: Draw) -> Sample:
+    x = normal(draw, *draw(ROWS | st.just((3, 300)))) * draw(st.sampled_from([0.1, 1, 5]))
+    return Sample(op, (x,), expected, accepts_float16=not isinstance(op, softmaxes.AdaptiveSoftmax))
 
 
-_register_row_op("Softmax", functions.Softmax(), softmax)
-_register_row_op("Softmax1", functions.Softmax1(), lambda xp, x: softmax(xp, x, 1.0))
-_register_row_op("LogSoftmax", functions.LogSoftmax(), lambda xp, x: x - xp.log(xp.exp(x).sum(-1, keepdims=True)))
-_register_row_op("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), adaptive_softmax)
+for _op, _expected in (
+    (functions.Softmax(), softmax),
+    (functions.Softmax1(), lambda xp, x: softmax(xp, x, 1.0)),
+    (functions.LogSoftmax(), lambda xp, x: x - xp.log(xp.exp(x).sum(-1, keepdims=True))),
+    (softmaxes.AdaptiveSoftmax(), adaptive_softmax),
+):
+    PROPERTIES[type(_op).__name__] = partial(_row_op, _op, _expected)
 
 
 @register("SinkSoftmax")
@@ -609,18 +587,17 @@ def _block_softmax(draw):
     return Sample(softmaxes.BlockSoftmax(n_blocks, correction), tuple(inputs), expected, accepts_float16=False)
 
 
-def _register_gate(name: str, make: Callable[[], Callable], gate: Callable) -> None:
-    def draw_call(draw: Draw) -> Sample:
-        *lead, half = draw(ROWS)
-        x = signed(draw, (*lead, 2 * half))
-        halves = lambda xp, x: x[..., :half] * gate(xp, x[..., half:])
-        return Sample(make(), (x,), halves)
-
-    PROPERTIES[name] = draw_call
+def _gated(op: Callable, gate: Callable, draw: Draw) -> Sample:
+    *lead, half = draw(ROWS)
+    return Sample(op, (signed(draw, (*lead, 2 * half)),), lambda xp, x: x[..., :half] * gate(xp, x[..., half:]))
 
 
-_register_gate("GLU", activation.GLU, sigmoid)
-_register_gate("SwiGLU", activation.SwiGLU, lambda xp, x: x * sigmoid(xp, x))
+for _op, _gate in (
+    (activation.GLU(), sigmoid),
+    (activation.SwiGLU(), lambda xp, x: x * sigmoid(xp, x)),
+    (activation.Gated(ReLUSquared()), lambda xp, x: x * x * (x > 0)),
+):
+    PROPERTIES[type(_op).__name__] = partial(_gated, _op, _gate)
 
 
 @register("ClampedSwiGLU")
@@ -633,9 +610,6 @@ def _clamped_swiglu(draw):
         return (a + 1) * b * sigmoid(xp, 1.702 * b)
 
     return Sample(ClampedSwiGLU(), (size * signed(draw, (*lead, 2 * half)),), expected)
-
-
-_register_gate("Gated", lambda: activation.Gated(ReLUSquared()), lambda xp, x: x * x * (x > 0))
 
 
 # -------------------------------------------------------------------- losses
@@ -843,43 +817,34 @@ def _fold(draw):
 
 
 # -------------------------------------------------------------------- layers
-def _call_with_parameters(layer: Any, *names: str) -> Callable[..., Tensor]:
+def with_parameters(layer: Any, *names: str) -> Callable[..., Tensor]:
     """Return a function of a layer's input and the named parameters."""
-
-    def run(x: Tensor, *parameters: Tensor) -> Tensor:
-        for name, parameter in zip(names, parameters):
-            setattr(layer, name, parameter)
-        return layer(x)
-
-    return run
+    return lambda x, *parameters: functional_call(layer, dict(zip(names, parameters)), x)
 
 
-def _norm(subtract_mean: bool) -> DrawSample:
-    def draw_call(draw: Draw) -> Sample:
-        *lead, size = draw(ROWS)
-        size += 1
-        has_bias = subtract_mean and draw(st.booleans())
-        layer = layers.LayerNorm(size, has_bias) if subtract_mean else layers.RMSNorm(size)
-        x = 2 * signed(draw, (*lead, size))  # near 0 a gradient is the difference of large numbers
-        parameters = [normal(draw, size) for _ in range(1 + has_bias)]
+def _norm(subtract_mean: bool, draw: Draw) -> Sample:
+    *lead, size = draw(ROWS)
+    size += 1
+    has_bias = subtract_mean and draw(st.booleans())
+    layer = layers.LayerNorm(size, has_bias) if subtract_mean else layers.RMSNorm(size)
+    x = 2 * signed(draw, (*lead, size))  # near 0 a gradient is the difference of large numbers
+    parameters = [normal(draw, size) for _ in range(1 + has_bias)]
 
-        def expected(xp: Any, x: Any, gain: Any, bias: Any = 0.0) -> Any:
-            x = x - x.mean(-1, keepdims=True) if subtract_mean else x
-            return x / ((x * x).mean(-1, keepdims=True) + 1e-5) ** 0.5 * gain + bias
+    def expected(xp: Any, x: Any, gain: Any, bias: Any = 0.0) -> Any:
+        x = x - x.mean(-1, keepdims=True) if subtract_mean else x
+        return x / ((x * x).mean(-1, keepdims=True) + 1e-5) ** 0.5 * gain + bias
 
-        run = _call_with_parameters(layer, "gain", "bias")
-        return Sample(run, (x, *parameters), expected, accepts_float16=False, n_dtype_inputs=1)
-
-    return draw_call
+    call = with_parameters(layer, "gain", "bias")
+    return Sample(call, (x, *parameters), expected, accepts_float16=False, n_dtype_inputs=1)
 
 
-LAYERS |= {"LayerNorm": _norm(True), "RMSNorm": _norm(False)}
+LAYERS |= {"LayerNorm": partial(_norm, True), "RMSNorm": partial(_norm, False)}
 
 
 @register("Embedding", LAYERS)
 def _embedding(draw):
     n_ids, size = draw(SOME), draw(SOME)
     ids = np.random.default_rng(draw(SEEDS)).integers(0, n_ids, draw(SHAPES))
-    run = _call_with_parameters(layers.Embedding(n_ids, size), "weights")
+    run = with_parameters(layers.Embedding(n_ids, size), "weights")
     flat = lambda xp, ids, table: table[ids.reshape(-1)].reshape(*ids.shape, size)
     return Sample(run, (ids, signed(draw, (n_ids, size))), flat, accepts_float16=False)

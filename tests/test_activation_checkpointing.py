@@ -286,6 +286,14 @@ def test_random_draws_and_evaluation_before_backward_have_no_effect():
     assert results[0] == results[1]
 
 
+def test_backward_within_evaluation_keeps_the_training_mode():
+    layer = Noisy()
+    y = checkpoint_activations(layer, to_tensor(RNG.standard_normal((3, 6))))
+    with layer.evaluating():
+        y.backward()
+    assert all(part.training for part in layer.layers())
+
+
 def test_retain_graph_and_freed_graph():
     layer, x = Noisy(), to_tensor(RNG.standard_normal((3, 6)))
     y = checkpoint_activations(layer, x)

@@ -73,8 +73,7 @@ class TorchGPT:
         if self.config.activation == "swiglu":
             value, gate = x.chunk(2, dim=-1)
             return value * F.silu(gate)
-        gelu, relu_squared = lambda x: F.gelu(x, approximate="tanh"), lambda x: F.relu(x) ** 2
-        known = {"gelu": gelu, "relu": F.relu, "relu_squared": relu_squared, "swish": F.silu}
+        known = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "swish": F.silu}
         return known[self.config.activation](x)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:

@@ -268,8 +268,3 @@ def test_trainable_fields_are_those_of_the_model(config: ModelConfig) -> None:
 def test_trainable_fields_of_encoders_are_refused() -> None:
     with pytest.raises(ValueError, match=r"encoder, got .*EncoderDecoderConfig"):
         trainable_fields(EncoderDecoderConfig(positions="none"))
-
-
-def test_shakespeare_preset_has_the_fields_of_the_toy_script() -> None:
-    names = "vocab_size batch_size context_window max_learning_rate weight_decay beta1 beta2 steps"
-    assert all(getattr(ShakespeareConfig(), name) > 0 for name in names.split())

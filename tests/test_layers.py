@@ -18,6 +18,7 @@ from tricycle.layers import Dense, Dropout, Embedding, Layer, LayerNorm, RMSNorm
 from tricycle.optimisers import AdamW, StochasticGradientDescent
 from tricycle.parameter import Parameter
 from tricycle.tensor import Tensor, to_tensor
+from tricycle.transforms import functional_call
 
 
 def check_layer_gradients(layer: Layer, *inputs: Any, **forward_options: Any) -> None:
@@ -30,20 +31,9 @@ def check_layer_gradients(layer: Layer, *inputs: Any, **forward_options: Any) ->
     values = [0.3 * generator.standard_normal(p.shape) + (p.ndim == 1) for p in layer.parameters()]
 
     def fn(*tensors: Tensor) -> Tensor:
-        for name, tensor in zip(names, tensors):
-            put(layer, name, tensor)
-        return layer(*tensors[len(names) :], **forward_options)
+        return functional_call(layer, dict(zip(names, tensors)), *tensors[len(names) :], **forward_options)
 
     gradcheck(fn, *values, *inputs, elementwise_up_to=16)
-
-
-def put(layer: Layer, name: str, tensor: Tensor) -> None:
-    """Set the parameter of a dotted name."""
-    *path, last = name.split(".")
-    place: Any = layer
-    for part in path:
-        place = place[int(part)] if isinstance(place, list) else getattr(place, part)
-    setattr(place, last, tensor)
 
 
 class Zoo(Layer):
@@ -291,9 +281,10 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),
     "deepcopy": copy.deepcopy,
 }
+each_copy = pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 
 
-@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+@each_copy
 @pytest.mark.parametrize("name", LAYERS)
 def test_copy_computes_the_same_and_is_independent(name: str, duplicate: Callable, rng: np.random.Generator) -> None:
     layer, x = LAYERS[name](), rng.standard_normal((4, 5))
@@ -306,7 +297,7 @@ def test_copy_computes_the_same_and_is_independent(name: str, duplicate: Callabl
         assert not np.shares_memory(p.array, q.array)
 
 
-@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+@each_copy
 def test_copy_keeps_sharing_frozen_flags_and_mode(duplicate: Callable) -> None:
     zoo = Zoo()
     zoo.in_list[0].freeze()
@@ -318,7 +309,7 @@ def test_copy_keeps_sharing_frozen_flags_and_mode(duplicate: Callable) -> None:
     assert not twin.in_list[0].training
 
 
-@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+@each_copy
 def test_copies_drop_the_graph(duplicate: Callable, rng: np.random.Generator) -> None:
     layer = Sequential(Dense(3, 3))
     layer.result = layer(rng.standard_normal((2, 3)))  # a user's own attribute

@@ -94,10 +94,8 @@ def test_dora_magnitudes_scale_target_columns(dropout):
 
 
 def test_adapter_trains_only_its_low_rank_matrices():
-    model = GPT(CONFIG)
-    low_rank = LowRankUpdate(8, 24, [LoRATarget("qkv", 0, 24, 2, 1.0)], 0.0, np.random.default_rng(0))
-    names = [name for name, _ in model.named_parameters()]
-    adapter = Adapter(model, {"blocks.0.attention.qkv": low_rank}, LoRAConfig(rank=2)).attach()
+    names = [name for name, _ in GPT(CONFIG).named_parameters()]
+    model, adapter = adapted(0, dora=False)
     adapter_names = [name for name, _ in adapter.named_parameters()]
     assert adapter_names == [f"low_ranks.blocks.0.attention.qkv.{name}" for name in ("down", "ups.0")]
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -108,14 +106,14 @@ def test_adapter_trains_only_its_low_rank_matrices():
     assert type(model.blocks[0].attention.qkv) is Dense
 
 
-def adapted(seed: int, dora: bool = True) -> tuple[GPT, Adapter]:
+def adapted(seed: int, dora: bool = True, dropout: float = 0.0) -> tuple[GPT, Adapter]:
     """Return a model with an adapter whose matrices are not zero."""
     generator = np.random.default_rng(seed)
     model = GPT(CONFIG)
     for parameter in model.parameters():
         parameter.array[...] = generator.normal(0, 0.5, parameter.shape)
     base = model.blocks[0].attention.qkv
-    low_rank = LowRankUpdate(8, 24, [LoRATarget("qkv", 0, 24, 2, 1.0)], 0.0, generator)
+    low_rank = LowRankUpdate(8, 24, [LoRATarget("qkv", 0, 24, 2, 1.0)], dropout, generator)
     low_rank.ups[0].array[...] = generator.normal(0, 0.5, (2, 24))
     if dora:
         low_rank.init_dora_magnitudes(base)
@@ -160,14 +158,18 @@ def test_merge_keeps_the_logits_and_cannot_be_repeated(dora):
 
 def test_generation_does_not_use_dropout_in_training_mode():
     """Samples are generated between updates."""
-    model = GPT(CONFIG)
-    low_rank = LowRankUpdate(8, 24, [LoRATarget("qkv", 0, 24, 2, 1.0)], 0.5, np.random.default_rng(0))
-    low_rank.ups[0].array[...] = 1
-    Adapter(model, {"blocks.0.attention.qkv": low_rank}, LoRAConfig(rank=2)).attach()
+    model, adapter = adapted(0, dora=False, dropout=0.5)
+    np.testing.assert_allclose(DecodingState(model).logits([1, 2, 3]), logits_of(model)[0, -1], 1e-5, 1e-6)
+    assert all(layer.training for layer in (*model.layers(), *adapter.layers()))
+
+
+def test_attaching_within_evaluation_keeps_the_training_mode():
+    model, adapter = adapted(0)
     with model.evaluating():
-        expected = model(to_tensor([[1, 2, 3]], dtype=int)).array[0, -1]
-    np.testing.assert_allclose(DecodingState(model).logits([1, 2, 3]), expected, 1e-5, 1e-6)
-    assert model.training and low_rank.dropout.training
+        adapter.detach().attach()
+    assert all(layer.training for layer in model.layers())
+    model.eval()
+    assert not any(layer.training for layer in adapter.detach().attach().model.layers())
 
 
 def test_invalid_adapter_arguments_raise():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import pickle
 import re
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tables import bad_input
-from test_layers import check_layer_gradients
+from test_layers import check_layer_gradients, each_copy
 from transformers_families import LIKE_LLAMA
 
 from tricycle import kernels, models
@@ -273,11 +272,8 @@ def test_dropout_follows_the_embedding(tokens: np.ndarray) -> None:
 
 
 # -------------------------------------------------------------------- state and copies
-DUPLICATES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
-
-
 @pytest.mark.nightly_except(3)
-@pytest.mark.parametrize("duplicate", DUPLICATES.values(), ids=DUPLICATES)
+@each_copy
 @each_family
 def test_copy_trains_identically_and_is_independent(config: GPTConfig, duplicate: Callable, tokens: np.ndarray) -> None:
     model = GPT(replace(config, dropout=0.2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tables import bad_input
+from test_layers import each_copy
 
 from tricycle.configs import DebugConfig
 from tricycle.kernels import muon
@@ -245,7 +245,7 @@ def test_roles_determine_decay_and_muon(name: str) -> None:
     assert (decays(parameter), is_hidden_matrix(parameter)) == (is_decayed, is_hidden)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@each_copy
 @pytest.mark.parametrize("role", [None, *ROLES])
 def test_copies_keep_the_role(duplicate: Callable, role: str | None) -> None:
     parameter = Parameter(np.ones((2, 1)), role)
@@ -376,9 +376,7 @@ def test_restored_optimizer_state_continues_bit_exactly(make: Callable, rng: np.
     assert other.vector.array.tobytes() == model.vector.array.tobytes()
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
-)
+@each_copy
 @each_optimiser
 def test_copied_model_and_optimizer_continue_bit_exactly(make: Callable, duplicate: Callable) -> None:
     model, optimiser = Weights(), make(0.1)
@@ -476,10 +474,11 @@ def test_rule_without_thread_safe_flag_runs_in_one_thread(twins: list[Layer], mo
     assert callers == [threading.current_thread()] * 8
 
 
-def test_large_gradients_are_scaled_to_the_limit() -> None:
+@pytest.mark.parametrize("kind", [float, np.float64, np.float32])
+def test_large_gradients_are_scaled_to_the_limit(kind: Callable) -> None:
     model = Weights().receive(30.0, -40.0)
     grads = [p.grad.array.copy() for p in model.parameters()]
-    norm = clip_gradients(model, 1.5)
+    norm = clip_gradients(model, kind(1.5))
     assert norm == pytest.approx(math.sqrt(4 * 900 + 2 * 1600))
     assert gradient_norm(model) == pytest.approx(1.5, rel=1e-5)
     for parameter, before in zip(model.parameters(), grads, strict=True):

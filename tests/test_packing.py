@@ -66,7 +66,8 @@ def test_invalid_arguments():
         PackedDataset([], 2, 8)
     with pytest.raises(ValueError, match="example 1"):
         PackedDataset([*some_examples([4]), Example(np.arange(3), np.array([True, False, False]))], 2, 8)
-    assert not supports_packing(GPT(ModelConfig(**SIZES, key_shift=True)))
+    for options in ({"key_shift": True}, {"softmax": "blocks"}):
+        assert not supports_packing(GPT(ModelConfig(**SIZES, **options)))
     model = GPT(ModelConfig(**SIZES, token_shift=True))
     assert not supports_packing(model)
     with pytest.raises(ValueError, match="one text per row"):

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tables import bad_input
-from test_layers import put
 
 from tricycle import extra_ops
 from tricycle.debug import use_reference
 from tricycle.gradcheck import gradcheck
 from tricycle.sequences.recurrent import CELLS, GRU, LSTM, RNN, Recurrent
 from tricycle.tensor import Tensor, no_grad, to_tensor
+from tricycle.transforms import functional_call
 from tricycle_accelerators import threads
 
 N_ITEMS, N_STEPS, WIDTH, SIZE = 4, 6, 3, 2
@@ -91,9 +91,8 @@ def test_gradients(kind, n_layers, bidirectional, lengths) -> None:
     states = new_states(layer)
 
     def fn(x: Tensor, *others: Tensor) -> Tensor:
-        for name, tensor in zip(names, others[len(states) :], strict=True):
-            put(layer, name, tensor)
-        return flat(*layer(x, lengths, as_initial(list(others[: len(states)]))))
+        parameters = dict(zip(names, others[len(states) :], strict=True))
+        return flat(*functional_call(layer, parameters, x, lengths, as_initial(list(others[: len(states)]))))
 
     values = [p.array for p in layer.parameters()]
     gradcheck(fn, new_input(), *(state.array for state in states), *values, n_directions=1, elementwise_up_to=24)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tricycle.optimiser_rules.schedules import SCHEDULES, WarmupLinear
+from tricycle.optimiser_rules.schedules import WarmupLinear
 from tricycle.scheduler import WarmupCosine
 
 COSINE = {0: 0.0, 1: 0.1, 5: 0.5, 9: 0.9, 10: 1.0, 60: 0.6, 110: 0.2, 111: 0.2, 10**9: 0.2}
@@ -35,10 +35,6 @@ def test_rates_stay_within_bounds_exactly() -> None:
     rates = [schedule(step) for step in range(20, 260)]
     assert rates[0] == max(rates) == 3e-3
     assert set(rates[180:]) == {min(rates)} == {3e-4}
-
-
-def test_schedules_resolve_by_name() -> None:
-    assert {"cosine": WarmupCosine, "linear": WarmupLinear} == SCHEDULES
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from op_properties import Sample
+from op_properties import Sample, with_parameters
 from test_differentiable_rules import objective, random_like
 
 from tricycle import create_graph, tangent_rules
@@ -23,17 +23,6 @@ RULES = dict(TANGENTS)
 
 def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).standard_normal(shape)
-
-
-def with_parameters(layer, *parameters):
-    """A layer as a function of an input and its parameters, by name."""
-
-    def call(x: Tensor, *values: Tensor) -> Tensor:
-        for name, value in zip(parameters, values):
-            setattr(layer, name, value)
-        return layer(x)
-
-    return call
 
 
 QKV = normal(2, 6, 4, 3), normal(2, 6, 2, 3), normal(2, 6, 2, 5)

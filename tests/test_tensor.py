@@ -208,6 +208,7 @@ def test_set_is_batched():
         (lambda x: extra_ops.stack([x, x], 1), True),
         (lambda x: extra_ops.concatenate([x, tensor(1, 3)]), True),
         (lambda x: extra_ops.where(True, x, 0), True),
+        (lambda x: extra_ops.where(x > 0, 1.0, tensor(3)), True),
         (lambda x: Softmax()(x), True),
         (lambda x: x.detach(), True),
         (lambda x: MeanSquaredError()(x, x), False),
@@ -273,6 +274,8 @@ def test_matmul_with_an_array_on_either_side():
     np.testing.assert_allclose((x @ array).array, x.array @ array)
     np.testing.assert_allclose((array @ x).array, array @ x.array)
     assert (to_tensor([[1, 2]]) @ np.ones((2, 1))).dtype == np.float32
+    assert (tensor(4, 2, 3) @ np.ones(3)).shape == (4, 2)
+    assert (np.ones(2) @ tensor(4, 2, 3)).shape == (4, 3)
 
 
 @pytest.mark.parametrize(

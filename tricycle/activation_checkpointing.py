@@ -127,7 +127,8 @@ class SavedState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Set the saved modes, precisions and generator states in a `with` block; set the previous ones after it."""
-        now = [(part, part.training, part.precision) for part, _, _ in self.layers]
+        # what `train` and `eval` have set: `part.training` is False within `evaluation`, whatever they have set
+        now = [(part, vars(part).get("training", True), part.precision) for part, _, _ in self.layers]
         states = [(generator, generator.bit_generator.state) for generator, _ in self.generators]
         _set(self.layers, self.generators)
         try:

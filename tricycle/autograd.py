@@ -51,7 +51,7 @@ def walk_backward(
     Raises:
         RuntimeError: the graph was freed by an earlier walk, or an array in it has been changed in place.
     """
-    order = topological_order(root, inputs)
+    order = topological_order(root, inputs=inputs)
     add, take = sums.add, sums.take
     add((root,), (True,), (root_grad,))
     while order:
@@ -72,11 +72,11 @@ def walk_backward(
             add(args, needs_grad, backward(grad, needs_grad, *saved))
 
 
-def topological_order(root: AnyNode, inputs: Iterable[AnyNode] = ()) -> list[AnyNode]:
-    """Return the nodes from `inputs` (excluded) to `root`, args before results; RuntimeError if they were freed."""
+def topological_order(*roots: AnyNode, inputs: Iterable[AnyNode] = ()) -> list[AnyNode]:
+    """Return the nodes from `inputs` (excluded) to the roots, args before results; RuntimeError if they were freed."""
     order: list[AnyNode] = []
     seen: set[AnyNode] = set(inputs)  # by identity, as Tensors are hashed
-    stack: list[Any] = [root]  # no recursion: a chain of 100,000 operations exceeds Python's stack
+    stack: list[Any] = [*reversed(roots)]  # no recursion: a chain of 100,000 operations exceeds Python's stack
     while stack:
         node = stack.pop()
         if node is None:  # all args of the node below it are in `order`
@@ -265,7 +265,4 @@ def is_evaluating() -> bool:
 
 def grad_enabled_for(*args: Node) -> bool:
     """Return whether an operation on these Tensors records a backward function, and so must save its inputs."""
-    for arg in args:
-        if arg.requires_grad:
-            return all(mode.builds_graph for mode in current_modes.get())
-    return False
+    return any(arg.requires_grad for arg in args) and all(mode.builds_graph for mode in current_modes.get())

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import normalize_axis_index
 
 from tricycle import create_graph, kernels
 from tricycle.devices import ARRAY_MODULES, Array
@@ -70,13 +71,11 @@ class BatchedArray(np.lib.mixins.NDArrayOperatorsMixin):
             raise NotVectorizedError(f"numpy.{ufunc.__name__}.{method}")
         if ufunc is np.matmul:
             result = _matmul(level, *inputs)
-        elif ufunc.signature is None:
+        elif ufunc.signature is None and ufunc.nout == 1:
             ndim = max(map(np.ndim, inputs))
             result = ufunc(*(aligned(x, level, ndim) for x in inputs), **options)
         else:
             raise NotVectorizedError(f"numpy.{ufunc.__name__}")
-        if isinstance(result, tuple):
-            return tuple(BatchedArray(one, level) for one in result)
         if out is None:
             return BatchedArray(result, level)
         out[0][...] = BatchedArray(result, level)  # an error if `out` is the same for all items
@@ -164,7 +163,7 @@ class BatchedArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Return each item with its axes in this order, by default reversed."""
         order = tuple(axes[0]) if len(axes) == 1 and not isinstance(axes[0], (int, np.integer)) else axes
         order = order or tuple(reversed(range(self.ndim)))
-        return BatchedArray(self.items.transpose(0, *(1 + axis % self.ndim for axis in order)), self.level)
+        return BatchedArray(self.items.transpose(0, *_item_axes(order, self.ndim)), self.level)
 
     @property
     def T(self) -> BatchedArray:
@@ -178,10 +177,6 @@ class BatchedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def squeeze(self, axis: Any) -> BatchedArray:
         """Return each item without axes of length 1."""
         return BatchedArray(self.items.squeeze(_item_axes(axis, self.ndim)), self.level)
-
-    def ravel(self) -> BatchedArray:
-        """Return each item with one axis."""
-        return self.reshape(self.size)
 
     def astype(self, dtype: Any, copy: bool = True) -> BatchedArray:
         """Return the items in another dtype, as a new BatchedArray."""
@@ -211,18 +206,15 @@ def aligned(x: Any, level: int, ndim: int) -> Any:
 
 
 def _item_axes(axis: Any, ndim: int) -> tuple[int, ...]:
-    """Return the axes of `items` for axes (one, several, or None for all) of an item with `ndim` axes."""
+    """Return the axes of `items` for axes (one, several, or None for all) of an item; ValueError out of range."""
     axes = range(ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
-    return tuple(1 + a % ndim for a in axes)
+    return tuple(1 + normalize_axis_index(a, ndim) for a in axes)
 
 
 def _matmul(level: int, a: Any, b: Any) -> Array:
-    """Return the array of a @ b for each item; a and b may be vectors, and one may be the same for all items."""
-    if np.ndim(a) == 1:
-        product = BatchedArray(_matmul(level, a.reshape(1, -1), b), level)
-        return product[..., 0, :].items if np.ndim(b) > 1 else product[..., 0].items
-    if np.ndim(b) == 1:
-        return BatchedArray(_matmul(level, a, b.reshape(-1, 1)), level)[..., 0].items
+    """Return the array of a @ b for each item; one may be the same for all items. NotVectorizedError for vectors."""
+    if np.ndim(a) == 1 or np.ndim(b) == 1:
+        raise NotVectorizedError("a product with a vector")
     if level_of(a) == level and level_of(b) != level and np.ndim(b) == 2:  # one product of the rows of all items
         n_rows = len(a.items) * math.prod(a.shape[:-1])
         return (a.items.reshape(n_rows, a.shape[-1]) @ b).reshape(len(a.items), *a.shape[:-1], b.shape[-1])
@@ -237,7 +229,7 @@ def _joining(function: Callable[..., Any], n_new: int) -> Callable[..., BatchedA
     def join(arrays: Sequence[Any], axis: int = 0) -> BatchedArray:
         top = max(arrays, key=level_of)
         items = [items_of(x, top.level, len(top.items)) for x in arrays]
-        return BatchedArray(function(items, axis=1 + axis % (top.ndim + n_new)), top.level)
+        return BatchedArray(function(items, axis=_item_axes(axis, top.ndim + n_new)[0]), top.level)
 
     return join
 
@@ -265,7 +257,7 @@ def _broadcast_to(x: BatchedArray, shape: Sequence[int]) -> BatchedArray:
 
 def _moveaxis(x: BatchedArray, source: int, destination: int) -> BatchedArray:
     """Move one axis of each item to another place, as a view."""
-    return BatchedArray(np.moveaxis(x.items, 1 + source % x.ndim, 1 + destination % x.ndim), x.level)
+    return BatchedArray(np.moveaxis(x.items, *_item_axes((source, destination), x.ndim)), x.level)
 
 
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {

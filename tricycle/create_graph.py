@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from tricycle import ops
 from tricycle.autograd import SlicedGradient, check_unchanged, current_modes, sum_slices, topological_order
 from tricycle.devices import Array, array_module
@@ -49,7 +47,7 @@ def gradients(
         TypeError: an output is complex.
     """
     check_builds_graph()
-    order = topological_order(Tensor(np.zeros(()), args=tuple(outputs)), (*inputs, *constants))[:-1]
+    order = topological_order(*outputs, inputs=(*inputs, *constants))
     sums: dict[Tensor, Tensor | None] = dict.fromkeys(inputs)
     for node in order:
         if any(arg in sums for arg in node.args):
@@ -91,6 +89,9 @@ def _cast_to(node: Tensor, change: Tensor) -> Tensor:
 def rule_of(node: Tensor) -> tuple[str, SimpleNamespace]:
     """Return the name of a node's rule and its backward function's variables; NotImplementedError without a rule."""
     backward: Any = node._backward
+    while check := getattr(backward, "check", None):  # of `debug.watch_arrays`, perhaps several times
+        check()
+        backward = backward.__wrapped__
     name = f"{backward.__module__}.{backward.__qualname__.partition('.<locals>')[0]}"
     if name not in RULES:
         advice = WITHOUT_RULE.get(name, "compose it of other operations, or add a rule, see tricycle.create_graph")
@@ -163,7 +164,7 @@ def tangents(
     """
     check_builds_graph()
     found = {x: _cast_to(x, t) for x, t in zip(inputs, directions) if t is not None}
-    for node in topological_order(Tensor(np.zeros(()), args=tuple(outputs)), inputs)[:-1]:
+    for node in topological_order(*outputs, inputs=inputs):
         if any(arg in found for arg in node.args):
             check_unchanged(node)
             tangent = _tangent(node, [found.get(arg) for arg in node.args], constant)

@@ -64,9 +64,7 @@ class InfiniteBatchDataset(Dataset):
         super().__init__(inputs, outputs, seed)
         self.batch(batch_size)
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """Return self: iteration goes on from the current position through all epochs, without end."""
-        return self
+    __iter__ = EndlessDataset.__iter__  # without end, unlike that of a Dataset
 
 
 def pad(sequences: Sequence[Sequence[int]], value: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -42,14 +42,18 @@ def _watch(node: Tensor) -> None:
     backward: Any = node._backward
     own, own_sum, title = node.array, _checksum(node.array), node.name or "a result"
 
-    @wraps(backward)
-    def checked(*args: Any) -> Any:
+    def check() -> None:
         changed = [describe(tensor) for (tensor, array), before in zip(watched, sums) if _checksum(array) != before]
         if changed or _checksum(own) != own_sum:
             what = changed[0] if changed else "it"
             raise RuntimeError(f"backward: {what} was changed in place after {title} was computed")
+
+    @wraps(backward)
+    def checked(*args: Any) -> Any:
+        check()
         return backward(*args)
 
+    checked.check = check  # type: ignore[attr-defined]  # for `create_graph`, which does not call backward functions
     node._backward = checked
 
 

@@ -7,7 +7,7 @@ which the gradients are computed (`unfused`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +35,7 @@ from tricycle.tensor import Tensor, record
     "tricycle.extra_ops.transpose",
     "tricycle.extra_ops.concatenate",
     "tricycle.functions.add_residual",
+    "tricycle.transforms._pass_gradient",
 )
 def _same_code(node: Tensor, grad: Tensor, v: Any) -> Sequence[Tensor]:
     """Call the backward function of a linear operation whose code works on Tensors as on arrays."""
@@ -54,9 +55,9 @@ def _conversion(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     return [cast(grad, node.args[0].dtype)]
 
 
-@rule("tricycle.ops.getitem")
+@rule("tricycle.ops.getitem", "tricycle.layers.Embedding.forward")
 def _getitem(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
-    """Return the gradient of x from that of x[index]: 0 where not selected, the sum where selected repeatedly."""
+    """Return the gradient of x or a table from that of x[index]: 0 if not selected, the sum if selected repeatedly."""
     return [scatter(grad, v.index, node.args[0].array)]
 
 
@@ -72,12 +73,6 @@ def _split_heads(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     (start,), n_channels = node._saved, grad.shape[2] * grad.shape[3]
     index = (slice(None), slice(None), slice(start, start + n_channels))
     return [scatter(grad.reshape(*grad.shape[:2], n_channels), index, node.args[0].array, unique=True)]
-
-
-@rule("tricycle.layers.Embedding.forward")
-def _embedding(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
-    """Return the gradient of the table: the sums of the rows of `grad` with the same id."""
-    return [scatter(grad, v.index, node.args[0].array)]
 
 
 @rule("tricycle.extra_ops.stack")
@@ -304,19 +299,14 @@ def _decay_weights(decays: Tensor) -> Tensor:
 def _sum(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     """Return the gradient of a sum or mean: `grad`, divided by any count, broadcast to the input's shape."""
     grad = grad / v.count if hasattr(v, "count") else grad
-    return [broadcast(_restored(grad, v.shape, v.axes), v.shape)]
-
-
-def _restored(grad: Tensor, shape: tuple[int, ...], axes: Iterable[int]) -> Tensor:
-    """Return the gradient of a reduction with the reduced axes restored, of length 1."""
-    return grad.reshape(tuple(1 if i in axes else n for i, n in enumerate(shape)))
+    return [broadcast(extra_ops.restore_axes(grad, v.shape, v.axes), v.shape)]
 
 
 @rule("tricycle.extra_ops._extreme")
 def _extreme(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     """Return the gradient of max or min, divided evenly among equal extremes."""
     chosen = v.array == v.y
-    return [_restored(grad, v.array.shape, v.axes) * (chosen / chosen.sum(axis=v.axes, keepdims=True))]
+    return [extra_ops.restore_axes(grad, v.array.shape, v.axes) * (chosen / chosen.sum(axis=v.axes, keepdims=True))]
 
 
 # -------------------------------------------------------------------- softmax, norms, losses

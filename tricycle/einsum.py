@@ -157,7 +157,7 @@ def _resolve(
                 raise ValueError(
                     f"{title}: {index} has length {known} in one input and {n} in another: shapes {shapes}"
                 )
-            sizes[letter] = max(known, n) if 1 in (known, n) and 0 not in (known, n) else min(known, n)
+            sizes[letter] = n if known == 1 else known
     return tuple(labels), batch + out.replace("...", ellipsis), sizes
 
 

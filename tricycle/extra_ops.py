@@ -110,8 +110,8 @@ def comparison_op(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Op
 def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
     """Select elements of x where the condition is true, of y elsewhere, with broadcasting."""
     x, y = as_tensors(x, y)
-    chosen = as_tensor(condition, None if is_array(condition) else x).array.astype(bool)
-    xp = x.xp
+    condition = as_tensor(condition, None if is_array(condition) else x)
+    chosen, xp = condition.array.astype(bool), x.xp
     check_device("where", chosen, x.array, y.array)
     try:
         z = xp.where(chosen, *promote_integers(x.array, y.array))
@@ -123,7 +123,7 @@ def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
         to_y = unbroadcast(xp.where(chosen, 0, grad), y.shape) if needs_grad[1] else None
         return to_x, to_y
 
-    return record(z, (x, y), backward, "where")
+    return record(z, (x, y), backward, "where", any(t.is_batched for t in (condition, x, y)))
 
 
 def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tuple[Array, ...], Any]:
@@ -182,8 +182,8 @@ def _axes(op: str, x: Tensor, axis: Axis) -> tuple[int, ...]:
     return axes
 
 
-def _restored(grad: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
-    """Return the gradient of a reduction with the reduced axes restored, of length 1."""
+def restore_axes(grad: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> Any:
+    """Return the gradient of a reduction, an array or Tensor, with the reduced axes restored, of length 1."""
     return grad.reshape(tuple(1 if i in axes else n for i, n in enumerate(shape)))
 
 
@@ -193,7 +193,7 @@ def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     x = as_tensor(x)
     axes, xp, shape = _axes("sum", x, axis), x.xp, x.shape
     y = x.array.sum(axis=axes, keepdims=keepdims)
-    backward = lambda grad, needs_grad: (xp.broadcast_to(_restored(grad, shape, axes), shape),)
+    backward = lambda grad, needs_grad: (xp.broadcast_to(restore_axes(grad, shape, axes), shape),)
     return record(y, (x,), backward, "sum", x.is_batched and 0 not in axes)
 
 
@@ -206,7 +206,7 @@ def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     if count == 0:
         raise ValueError(f"mean: expected at least one element along axes {axes}, got shape {shape}")
     y = as_floating(x.array).mean(axis=axes, keepdims=keepdims)
-    backward = lambda grad, needs_grad: (xp.broadcast_to(_restored(grad / count, shape, axes), shape),)
+    backward = lambda grad, needs_grad: (xp.broadcast_to(restore_axes(grad / count, shape, axes), shape),)
     return record(y, (x,), backward, "mean", x.is_batched and 0 not in axes)
 
 
@@ -220,7 +220,7 @@ def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
         chosen = array == y
-        return (chosen * (_restored(grad, array.shape, axes) / chosen.sum(axis=axes, keepdims=True)),)
+        return (chosen * (restore_axes(grad, array.shape, axes) / chosen.sum(axis=axes, keepdims=True)),)
 
     shape = y.shape if keepdims else tuple(n for i, n in enumerate(y.shape) if i not in axes)
     return record(y.reshape(shape), (x,), backward, name, x.is_batched and 0 not in axes)

@@ -165,9 +165,7 @@ def linear(
         precision = "float32"  # converting the weights would take longer than the product of few rows
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # keep 16-bit activations
     as_is = precision == "float32"  # operands need no conversion
-    a, b = rows, matrix
-    if not as_is:
-        a, b = kernels.matmul_operand(rows, precision), kernels.matmul_operand(matrix, precision)
+    a, b = (rows, matrix) if as_is else (kernels.matmul_operand(x, precision) for x in (rows, matrix))
     y = kernels.matmul(a, b, vector, None, dtype or kept, precision)
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | OwnedGradient | None]:

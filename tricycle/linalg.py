@@ -99,11 +99,9 @@ def _transposed(x: Matrix) -> Matrix:
     return x.transpose((*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
-def _identity(like: Matrix, lower: float = 0.0, upper: float = 0.0) -> Array:
-    """Return the array (n, n) with 1 on the diagonal, and these values below and above it; n is the last axis."""
-    xp, n = array_module(like.array if isinstance(like, Tensor) else like), like.shape[-1]
-    ones = xp.ones((n, n), like.dtype)
-    return xp.eye(n, dtype=like.dtype) + lower * xp.tril(ones, -1) + upper * xp.triu(ones, 1)
+def _identity(like: Matrix) -> Array:
+    """Return the identity matrix (n, n) of the dtype of `like`, an array or Tensor whose last axis has length n."""
+    return array_module(like.array if isinstance(like, Tensor) else like).eye(like.shape[-1], dtype=like.dtype)
 
 
 def _inverse_gaps(values: Matrix) -> Matrix:
@@ -207,8 +205,9 @@ def slogdet(x: Operand) -> tuple[Tensor, Tensor]:
 # -------------------------------------------------------------------- factorizations
 def _cholesky_gradient(linalg: Any, needs_grad: NeedsGrad, g: Matrix, x: Matrix, y: Matrix) -> Sequence[Any]:
     """Return the symmetric gradient of x from that of its Cholesky factor y, g, in a tuple."""
-    upper = _transposed(y)
-    inner = (upper @ g) * (0.5 * _identity(y, lower=2))  # the lower triangle, and half of the diagonal
+    upper, eye = _transposed(y), _identity(y)
+    lower = array_module(eye).tri(len(eye), dtype=eye.dtype) - 0.5 * eye  # the triangle, with half of the diagonal
+    inner = (upper @ g) * lower
     right = _transposed(linalg.solve(upper, _transposed(inner)))
     return (_symmetric(linalg.solve(upper, right)),)
 

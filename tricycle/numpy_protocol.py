@@ -105,6 +105,50 @@ def _call_ufunc(x: Tensor, ufunc: np.ufunc, method: str, *inputs: Any, **options
 
 
 # -------------------------------------------------------------------- functions
+def _swapaxes(a: Tensor, axis1: int, axis2: int) -> Tensor:
+    """Return a with two axes exchanged."""
+    order = list(range(a.ndim))
+    order[axis1], order[axis2] = order[axis2], order[axis1]
+    return a.transpose(order)
+
+
+def _expand_dims(a: Tensor, axis: int | Sequence[int]) -> Tensor:
+    """Return a with new axes of length 1 at these places of the result; ValueError out of range."""
+    return a.reshape(np.expand_dims(np.broadcast_to(np.empty(()), a.shape), axis).shape)
+
+
+def _squeeze(a: Tensor, axis: Axis = None) -> Tensor:
+    """Remove all axes of length 1, or these; ValueError if one has another length."""
+    return a.reshape(np.broadcast_to(np.empty(()), a.shape).squeeze(axis).shape)
+
+
+def _var(a: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Return the population variance over axes, without a correction."""
+    centered = a - a.mean(axis, True)
+    return (centered * centered).mean(axis, keepdims)
+
+
+def _clip(a: Operand, a_min: Operand | None = None, a_max: Operand | None = None) -> Operand:
+    """Limit a to a_min and a_max, either of which may be None; if both are, return a itself."""
+    a = a if a_min is None else extra_ops.maximum(a, a_min)
+    return a if a_max is None else extra_ops.minimum(a, a_max)
+
+
+def _dot(a: Operand, b: Operand) -> Tensor:
+    """Compute `numpy.dot` of operands with at most 2 axes; ValueError for more."""
+    a, b = ops.as_tensors(a, b)
+    if a.ndim > 2 or b.ndim > 2:
+        raise ValueError(f"numpy.dot: expected at most 2 axes, got shapes {a.shape} and {b.shape}: use matmul")
+    return matmul(a, b) if a.ndim and b.ndim else ops.multiply(a, b)
+
+
+def _svd(a: Tensor, full_matrices: bool = True) -> tuple[Tensor, ...]:
+    """Compute the reduced SVD (U, s, Vh); TypeError for `full_matrices` (default) of a matrix that is not square."""
+    if full_matrices and a.ndim > 1 and a.shape[-1] != a.shape[-2]:
+        raise TypeError(f"numpy.linalg.svd: expected full_matrices=False for a Tensor of shape {a.shape}")
+    return linalg.svd(a)
+
+
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     np.sum: extra_ops.sum,
     np.mean: extra_ops.mean,
@@ -115,12 +159,25 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     np.concatenate: extra_ops.concatenate,
     np.stack: extra_ops.stack,
     np.where: extra_ops.where,
+    np.reshape: lambda a, shape: a.reshape(shape),
+    np.ravel: lambda a: a.reshape(-1),
+    np.transpose: lambda a, axes=None: a.transpose(() if axes is None else tuple(axes)),
+    np.swapaxes: _swapaxes,
+    np.expand_dims: _expand_dims,
+    np.squeeze: _squeeze,
+    np.broadcast_to: lambda array, shape: create_graph.broadcast(array, shape),
+    np.var: _var,
+    np.std: lambda a, axis=None, keepdims=False: _var(a, axis, keepdims).sqrt(),
+    np.clip: _clip,
+    np.dot: _dot,
+    np.einsum: lambda subscripts, *operands: Einsum(subscripts)(*operands),
     np.linalg.solve: linalg.solve,
     np.linalg.inv: linalg.inv,
     np.linalg.det: linalg.det,
     np.linalg.slogdet: linalg.slogdet,
     np.linalg.cholesky: linalg.cholesky,
     np.linalg.eigh: linalg.eigh,
+    np.linalg.svd: _svd,
 }
 # Functions whose results have no gradient: they compute with the arrays, and return what NumPy returns.
 CONSTANT: set[Callable[..., Any]] = {
@@ -129,104 +186,6 @@ CONSTANT: set[Callable[..., Any]] = {
     *(np.allclose, np.isclose, np.array_equal, np.shares_memory, np.may_share_memory),
     *(np.array2string, np.array_repr, np.array_str, np.copyto, np.save, np.savez, np.savetxt),
 }
-
-
-def function_rule(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds a Tensor operation to FUNCTIONS for a NumPy function with equal argument names."""
-
-    def decorate(operation: Callable[..., Any]) -> Callable[..., Any]:
-        FUNCTIONS[function] = operation
-        return operation
-
-    return decorate
-
-
-@function_rule(np.reshape)
-def _reshape(a: Tensor, shape: int | Sequence[int]) -> Tensor:
-    """Return a in another shape."""
-    return a.reshape(shape)
-
-
-@function_rule(np.ravel)
-def _ravel(a: Tensor) -> Tensor:
-    """Return a with one axis."""
-    return a.reshape(-1)
-
-
-@function_rule(np.transpose)
-def _transpose(a: Tensor, axes: Sequence[int] | None = None) -> Tensor:
-    """Return a with its axes in this order, by default reversed."""
-    return a.transpose() if axes is None else a.transpose(tuple(axes))
-
-
-@function_rule(np.swapaxes)
-def _swapaxes(a: Tensor, axis1: int, axis2: int) -> Tensor:
-    """Return a with two axes exchanged."""
-    order = list(range(a.ndim))
-    order[axis1], order[axis2] = order[axis2], order[axis1]
-    return a.transpose(order)
-
-
-@function_rule(np.expand_dims)
-def _expand_dims(a: Tensor, axis: int) -> Tensor:
-    """Return a with a new axis of length 1 at index `axis` of the result; no tuple of axes."""
-    axis = axis % (a.ndim + 1)
-    return a.reshape(*a.shape[:axis], 1, *a.shape[axis:])
-
-
-@function_rule(np.squeeze)
-def _squeeze(a: Tensor, axis: Axis = None) -> Tensor:
-    """Remove all axes of length 1, or these; ValueError if one has another length."""
-    return a.reshape(np.broadcast_to(np.empty(()), a.shape).squeeze(axis).shape)
-
-
-@function_rule(np.broadcast_to)
-def _broadcast_to(array: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Broadcast a Tensor to a shape, differentiably."""
-    return create_graph.broadcast(array, shape)
-
-
-@function_rule(np.var)
-def _var(a: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the population variance over axes, without a correction."""
-    centered = a - a.mean(axis, True)
-    return (centered * centered).mean(axis, keepdims)
-
-
-@function_rule(np.std)
-def _std(a: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the population standard deviation over axes, without a correction."""
-    return _var(a, axis, keepdims).sqrt()
-
-
-@function_rule(np.clip)
-def _clip(a: Operand, a_min: Operand | None = None, a_max: Operand | None = None) -> Operand:
-    """Limit a to a_min and a_max, either of which may be None; if both are, return a itself."""
-    a = a if a_min is None else extra_ops.maximum(a, a_min)
-    return a if a_max is None else extra_ops.minimum(a, a_max)
-
-
-@function_rule(np.dot)
-def _dot(a: Operand, b: Operand) -> Tensor:
-    """Compute `numpy.dot` of operands with at most 2 axes; ValueError for more."""
-    a, b = ops.as_tensors(a, b)
-    if a.ndim > 2 or b.ndim > 2:
-        raise ValueError(f"numpy.dot: expected at most 2 axes, got shapes {a.shape} and {b.shape}: use matmul")
-    return matmul(a, b) if a.ndim and b.ndim else ops.multiply(a, b)
-
-
-@function_rule(np.einsum)
-def _einsum(subscripts: str, *operands: Operand) -> Tensor:
-    """Compute an einsum of operands by `Einsum`."""
-    return Einsum(subscripts)(*operands)
-
-
-@function_rule(np.linalg.svd)
-def _svd(a: Tensor, full_matrices: bool = True) -> tuple[Tensor, ...]:
-    """Compute the reduced SVD (U, s, Vh); TypeError for `full_matrices` (default) of a matrix that is not square."""
-    if full_matrices and a.ndim > 1 and a.shape[-1] != a.shape[-2]:
-        raise TypeError(f"numpy.linalg.svd: expected full_matrices=False for a Tensor of shape {a.shape}")
-    return linalg.svd(a)
 
 
 def apply_function(

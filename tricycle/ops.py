@@ -110,7 +110,7 @@ def check_last_axis(title: str, x: Tensor, size: int) -> None:
 
 def check_range(what: str, ids: Array, limit: int) -> None:
     """Raise a ValueError for ids outside 0 .. limit-1. Arrays on a GPU are not checked, as this would synchronize."""
-    if ids.size and not on_gpu(ids) and ((ids < 0) | (ids >= limit)).any():
+    if not on_gpu(ids) and ((ids < 0) | (ids >= limit)).any():
         low, high = int(ids.min()), int(ids.max())
         raise ValueError(f"{what}: expected ids from 0 to {limit - 1}, got {low if low < 0 else high}")
 

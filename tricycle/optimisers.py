@@ -231,8 +231,9 @@ def clip_gradients(model: Layer, max_norm: float) -> Any:
         raise ValueError(f"clip_gradients: expected a max_norm above 0, got {max_norm!r}")
     norm: Any = gradient_norm(model)
     is_long = (max_norm < norm) & (norm < math.inf)
-    if is_long is not False:
-        factor = max_norm / norm if is_long is True else array_module(norm).where(is_long, max_norm / norm, 1)
-        for grad in [p.grad for p in model.parameters() if p.grad is not None]:
-            grad.array *= factor
+    if isinstance(norm, float) and not is_long:
+        return norm
+    factor = max_norm / norm if isinstance(norm, float) else array_module(norm).where(is_long, max_norm / norm, 1)
+    for grad in [p.grad for p in model.parameters() if p.grad is not None]:
+        grad.array *= factor
     return norm

@@ -134,8 +134,6 @@ def leaf_gradients(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> lis
 
     For operations whose backward function runs a separate backward pass. The arrays may share memory.
     """
-    if not result.requires_grad:
-        return [None for _ in inputs]
     arrived = {id(leaf): array for leaf, array in walk_backward(result, grad, GradientSums())}
     return [arrived.get(id(node)) for node in inputs]
 

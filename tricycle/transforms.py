@@ -19,7 +19,6 @@ import numpy as np
 from tricycle import autograd, create_graph, devices, differentiable_rules, extra_ops, ops, tangent_rules  # noqa: F401
 from tricycle.activation_checkpointing import enable_grad
 from tricycle.batched_arrays import BatchedArray, NotVectorizedError, items_of
-from tricycle.devices import Array
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 Tree: TypeAlias = Any  # a Tensor, or a nested tuple, list or dict of Tensors
@@ -73,15 +72,9 @@ def _input(x: Any) -> Tensor:
     return Tensor(x.array, True, x.is_batched, x.name)
 
 
-def _pass_gradient(grad: Array, needs_grad: Sequence[bool]) -> tuple[Array]:
+def _pass_gradient(grad: Any, needs_grad: Sequence[bool]) -> tuple[Any]:
     """Return (grad,): the backward function of a copy that shares the array."""
     return (grad,)
-
-
-@create_graph.rule("tricycle.transforms._pass_gradient")
-def _pass_tensor(node: Tensor, grad: Tensor, variables: Any) -> list[Tensor]:
-    """Return [grad]: the differentiable form of `_pass_gradient`."""
-    return [grad]
 
 
 def _pull_back(
@@ -110,7 +103,7 @@ def _pull_back(
 
 def _depend_only_on(inputs: Sequence[Tensor], outputs: Sequence[Tensor], constants: Sequence[Tensor]) -> bool:
     """Return whether the outputs depend on no other Tensors that require a gradient; nor do the `constants`."""
-    order = autograd.topological_order(Tensor(np.zeros(()), args=tuple(outputs)))[:-1]
+    order = autograd.topological_order(*outputs)
     return {node for node in order if not node.args} <= set(inputs) and not any(c.requires_grad for c in constants)
 
 

@@ -30,6 +30,7 @@ RULES: list[Rule] = [
 class ModelConfig(ValidatedConfig):
     """The architecture of a decoder-only transformer. The defaults are GPT-2's (124M parameters)."""
 
+    rules = RULES
     is_decoder = True  # False for `configs.encoder.EncoderConfig`
     is_gated = property(lambda self: self.gated or "swiglu" in self.activation)  # whether the MLP is gated
     vocab_size: int = 50_257  # number of tokens in the vocabulary
@@ -97,7 +98,7 @@ class ModelConfig(ValidatedConfig):
     seed: int = 0  # random seed of initialization, data order, dropout and samples
 
     def __post_init__(self) -> None:
-        self._check(RULES)
+        super().__post_init__()
         width, last, rotary = self.embedding_dim, self.n_layers - 1, self.positions == "rotary"
         rotated = "rotary_fraction" if self.rotary_fraction < 1 else "head_size" if self.head_size else "embedding_dim"
         n_rotated = int(self.channels_per_head * self.rotary_fraction)

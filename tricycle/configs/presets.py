@@ -24,11 +24,6 @@ MODULES = ("tricycle.state_spaces.delta_net", "tricycle.latent_attention")
 class GPTConfig(TrainingConfig, ModelConfig):
     """The architecture and the training of a GPT. The defaults are GPT-2's (124M parameters)."""
 
-    def __post_init__(self) -> None:
-        """Check the fields of the model and of training; raise a ValueError for the first invalid one."""
-        ModelConfig.__post_init__(self)
-        TrainingConfig.__post_init__(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Make a config from the dict of `to_dict`, of this class or the first subclass that has all its fields.
@@ -52,11 +47,6 @@ class GPTConfig(TrainingConfig, ModelConfig):
 class MambaTrainingConfig(GPTConfig, MambaConfig):
     """The architecture and the training of a Mamba-2 model, or of a hybrid with attention in some layers."""
 
-    def __post_init__(self) -> None:
-        """Check the fields of the model and of training; raise a ValueError for the first invalid one."""
-        MambaConfig.__post_init__(self)
-        TrainingConfig.__post_init__(self)
-
 
 @dataclass(frozen=True)
 class EncoderDecoderTrainingConfig(GPTConfig, EncoderDecoderConfig):
@@ -64,8 +54,7 @@ class EncoderDecoderTrainingConfig(GPTConfig, EncoderDecoderConfig):
 
     def __post_init__(self) -> None:
         """Check the fields of model and training, `recompute` to be False; raise a ValueError for an invalid one."""
-        EncoderDecoderConfig.__post_init__(self)
-        TrainingConfig.__post_init__(self)
+        super().__post_init__()
         self._require("recompute", not self.recompute, "False in an encoder-decoder")
 
     def new_model(self, draw_weights: bool = True) -> Any:

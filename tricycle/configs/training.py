@@ -21,6 +21,7 @@ RULES: list[Rule] = [
 class TrainingConfig(ValidatedConfig):
     """Batch size, optimizer, learning-rate schedule and evaluation intervals. The defaults suit GPT-2."""
 
+    rules = RULES
     batch_size: int = 12  # sequences in one forward and backward pass
     accumulation_steps: int = 1  # batches whose gradients are averaged in one update
     steps: int = 600_000  # maximum number of updates; 0 for no limit but `minutes`
@@ -47,7 +48,7 @@ class TrainingConfig(ValidatedConfig):
 
     def __post_init__(self) -> None:
         """Check the fields of training; raise a ValueError for the first invalid one."""
-        self._check(RULES)
+        super().__post_init__()
         most = self.max_learning_rate
         self._require("min_learning_rate", self.min_learning_rate <= most, f"at most max_learning_rate {most}")
         self._require("steps", self.steps > 0 or self.minutes > 0, "above 0 where minutes is 0")

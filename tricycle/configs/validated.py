@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 __all__ = ["ValidatedConfig", "OneOf", "Rule"]
 
@@ -28,15 +28,18 @@ Rule = tuple[str, Callable[[Any], bool], str]  # field names, a predicate of val
 class ValidatedConfig:
     """The base of configs: an invalid value raises a ValueError with the field and the rule."""
 
-    def _check(self, rules: list[Rule]) -> None:
-        """Raise a ValueError if a field has another type than its annotation, or breaks one of the rules."""
+    rules: ClassVar[Sequence[Rule]] = ()  # of the fields that a class itself declares
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if a field has another type than its annotation, or breaks a rule of a class or base."""
         hints = get_type_hints(type(self))
         for field in fields(self):  # type: ignore[arg-type]
             expected = _expected(getattr(self, field.name), hints[field.name])
             self._require(field.name, not expected, expected)
-        for names, holds, rule in rules:
-            for name in names.split():
-                self._require(name, holds(getattr(self, name)), rule)
+        for kind in reversed(type(self).__mro__):
+            for names, holds, rule in vars(kind).get("rules", ()):
+                for name in names.split():
+                    self._require(name, holds(getattr(self, name)), rule)
 
     def _require(self, field: str, holds: bool, rule: str) -> None:
         if not holds:

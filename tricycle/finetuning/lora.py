@@ -64,16 +64,13 @@ class LoRAConfig(ValidatedConfig):
         dora: train the norms of the columns (DoRA).
     """
 
+    rules = RULES
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] = (ALL_LINEAR,)
     dropout: float = 0.0
     rank_stabilised: bool = False
     dora: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the fields by RULES; raise a ValueError for the first invalid one."""
-        self._check(RULES)
 
 
 class LoRATarget(NamedTuple):
@@ -401,7 +398,7 @@ class Adapter(Layer):
         layers = dict(self.model.named_layers())
         for name, low_rank in self.low_ranks.items():
             base: Any = layers[name]
-            (low_rank.train if base.training else low_rank.eval)()
+            low_rank.train(vars(base).get("training", True))  # as set: `base.training` is False within `evaluation`
             for parameter in low_rank.parameters():
                 parameter.requires_grad = True
                 if base.weights.on_gpu:
@@ -453,6 +450,6 @@ def _replace_layer(layers: Mapping[str, Layer], name: str, layer: Layer) -> None
 
 def _share_weights(layer: Dense, other: Dense) -> Dense:
     """Give another layer the weights and settings of a dense layer, without an update, and return it."""
-    for name in ("from_size", "to_size", "weights", "bias", "precision", "training"):
-        setattr(other, name, getattr(layer, name))
+    names = ("from_size", "to_size", "weights", "bias", "precision", "training")
+    vars(other).update({name: value for name, value in vars(layer).items() if name in names})
     return other

@@ -107,6 +107,7 @@ class TranslatorConfig(ValidatedConfig):
             size to width.
     """
 
+    rules = RULES
     name: Literal["fixed", "bahdanau", "luong", "transformer"]
     vocab_size: int
     width: int
@@ -116,10 +117,6 @@ class TranslatorConfig(ValidatedConfig):
     expansion: float = 2.0
     norm_first: bool = True
     context_window: int = 128
-
-    def __post_init__(self) -> None:
-        """Check the fields by RULES; raise a ValueError for the first invalid one."""
-        self._check(RULES)
 
     @property
     def min_n_weights(self) -> int:

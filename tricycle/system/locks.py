@@ -53,7 +53,7 @@ class FolderLock:
     def __init__(self, folder: str | os.PathLike[str], wait: bool = False) -> None:
         self.folder, self.wait = Path(folder), wait
         self.path = self.folder / LOCK_NAME
-        self._handle: int | None = None
+        self._handle = -1  # of the lock file while it is locked
         self._made_folder = False
 
     def __enter__(self) -> FolderLock:
@@ -68,9 +68,7 @@ class FolderLock:
 
     def __exit__(self, *error: object) -> None:
         """Release the lock and remove its file; also remove a folder that was made for it and is empty."""
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return
+        handle, self._handle = self._handle, -1
         # The file is removed while the lock is held, so that no other process's file is removed. Windows cannot remove
         # an open file, so it is closed first there.
         steps: list[Callable[[], None]] = [self.path.unlink, lambda: os.close(handle)]
@@ -93,7 +91,7 @@ class FolderLock:
         finally:
             if handle >= 0:
                 os.close(handle)
-        return self._handle is not None
+        return self._handle >= 0
 
     def _open(self) -> tuple[int, bool]:
         """Open the lock file, or make it; return its handle, and whether it is new; ValueError for a link or folder."""
