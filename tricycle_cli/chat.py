@@ -207,7 +207,7 @@ def save(messages: list[Message], name: str) -> None:
             else:
                 file.write("".join(f"{message['role']}: {message['content']}\n\n" for message in messages))
         print(f"(saved: {name})")
-    except OSError as error:
+    except (OSError, RuntimeError, ValueError) as error:  # also of an unknown ~user, or a NUL character in the name
         print(f"(not saved: {error})")
 
 
