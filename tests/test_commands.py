@@ -130,6 +130,7 @@ def test_json_schema_and_regex_constrain_the_text(pretrained_folder, tmp_path):
         (["--regex", "(a"], "--regex: .*unclosed group"),
         (["--regex", "a", "--json-schema", schema], "got both"),
         (["--regex", "a", "--no-stop"], "without --no-stop"),
+        (["--regex", "a", "--beams", "2"], "without --beams"),
     ):
         refused(call("generate", pretrained_folder, "x", *words), reason)
 
