@@ -261,9 +261,11 @@ def test_evaluate_prints_a_line_per_file_and_a_total(pretrained_folder, texts):
         (["gone.txt"], "gone.txt"),
         ([], "at least one file"),
         (["long.txt", "--window", "101"], "--window.*1 to 100.*got 101"),
+        (["long.txt", "--stride", "-1"], "--stride of 0 or more, got -1"),
+        (["--task", "induction", "--batch-size", "-1"], "--batch-size of 0 or more, got -1"),
     ],
 )
-def test_evaluate_rejects_bad_files_and_windows(pretrained_folder, texts, words, message):
+def test_evaluate_rejects_bad_files_and_sizes(pretrained_folder, texts, words, message):
     refused(call("evaluate", pretrained_folder, *words, folder=texts), message)
 
 

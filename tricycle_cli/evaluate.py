@@ -84,6 +84,9 @@ class Score:
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle evaluate`: print loss and bits per byte of each file and in total, or with --task the accuracy."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
+    for name in ("stride", "batch_size"):
+        if getattr(arguments, name) < 0:
+            raise ValueError(f"expected --{name.replace('_', '-')} of 0 or more, got {getattr(arguments, name)}")
     if bool(arguments.files) == (arguments.task is not None):
         raise ValueError("expected at least one file, or --task, got " + ("both" if arguments.files else "none"))
     if arguments.task is not None:
