@@ -7,6 +7,7 @@ of `Task` and a dataclass of their flags.
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 import sys
 from collections.abc import Collection, Mapping
@@ -86,8 +87,9 @@ class Task:
         raise NotImplementedError
 
     def format_metrics(self, metrics: Mapping[str, float]) -> str:
-        """Format the results of `measure` as one line of text with units; subclasses implement it."""
-        raise NotImplementedError
+        """Format the results of `measure` as "1.2345 nats/token, 0.678 bits/byte"; a missing metric is "nan"."""
+        loss, bits = (metrics.get(name, math.nan) for name in ("held_out_loss", "bits_per_byte"))
+        return f"{loss:.4f} nats/token, {bits:.3f} bits/byte"
 
     def sample(self, state: TrainingState, run: Run) -> None:
         """Print samples and append them to samples.txt, every `sample_interval` updates; by default do nothing."""

@@ -201,12 +201,8 @@ def run_description(arguments: Arguments) -> dict[str, Any]:
         raise ValueError("expected no --evaluate-tasks with an encoder-decoder, whose continuations they do not score")
     description: dict[str, Any] = {"data": arguments.data, "files": [str(path.resolve()) for path in arguments.files]}
     description |= {"tokeniser": arguments.tokeniser, "on_nan": arguments.on_nan}
-    if arguments.track:
-        description["track"] = list(arguments.track)
-    if arguments.evaluate_tasks:
-        description["evaluate_tasks"] = list(arguments.evaluate_tasks)
-    if arguments.score_heads:
-        description["score_heads"] = True
+    optional = {name: getattr(arguments, name) for name in ("track", "evaluate_tasks", "score_heads")}
+    description |= {name: value for name, value in optional.items() if value}
     if arguments.init_from:
         path = Path(arguments.init_from)
         description["init_from"] = str(path.resolve()) if path.exists() else arguments.init_from

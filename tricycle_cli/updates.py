@@ -97,8 +97,7 @@ class RunSession(StateSession):
         from tqdm import tqdm
 
         self.waiting: list[tuple[Any, Any]] = []
-        self._rates: list[float] = []
-        self._figures: list[dict[str, float]] = []
+        self._metrics: list[dict[str, float]] = []  # further metrics of the waiting updates
         self._times: list[float] = []  # seconds of the updates that have been read
         self._bad: dict[int, str] = {}  # by step, the NaN or infinity of waiting updates
         self._started = 0.0
@@ -169,8 +168,7 @@ class RunSession(StateSession):
         """Queue an update's loss and norm; if due, read and record the queue (or NonFiniteError); advance the bar."""
         self._is_updating = self._is_new = False
         self.waiting.append((loss, norm))
-        self._rates.append(self.state.optimiser.learning_rate)
-        self._figures.append(self.state.extra_metrics())
+        self._metrics.append({**self.state.extra_metrics(), "learning_rate": self.state.optimiser.learning_rate})
         self._is_stopping = self.limit > 1 and self.run.should_stop()
         if self._is_stopping or self._must_be_read():
             text = self._read()
@@ -222,21 +220,20 @@ class RunSession(StateSession):
         state.seconds += seconds * n_results
         self._times += [seconds] * n_results
         speed = state.n_tokens / seconds
-        rates, figures = self._rates, self._figures
-        self.waiting, self._rates, self._figures, self._bad = [], [], [], {}
+        metrics = self._metrics
+        self.waiting, self._metrics, self._bad = [], [], {}
         steps = range(state.step + 1 - n_results, state.step + 1)
-        for step, (loss, norm), rate, more in zip(steps, results, rates, figures):
+        for step, (loss, norm), more in zip(steps, results, metrics):
             if step in bad:
                 self._skip(step, bad[step])
                 continue
             state.n_skips = 0
-            values = {"learning_rate": rate, "gradient_norm": norm, "tokens_per_second": speed}
-            self.run.record(step=step, loss=loss, **more, **values)
+            self.run.record(step=step, loss=loss, **more, gradient_norm=norm, tokens_per_second=speed)
         if config.minutes and len(self._times) > UNTIMED_STEPS:
             if self.run.processes.is_rank_zero:
                 self._estimate_total_steps()
             state.total_steps = self.run.processes.broadcast(state.total_steps)
-        return f"loss {loss:.3f}, lr {rate:.1e}, {speed:,.0f} tokens/s"
+        return f"loss {loss:.3f}, lr {more['learning_rate']:.1e}, {speed:,.0f} tokens/s"
 
     def _skip(self, step: int, reason: str) -> None:
         """Record an update skipped for NaN or infinity; NonFiniteError if `on_nan` is not "skip", or after too many.
