@@ -487,6 +487,7 @@ def odd(tmp_path_factory, finished) -> Path:
     copy("other data", data=b'{"data": "nonsense", "files": []}')
     copy("no checkpoint", last=None, best=None)
     copy("numbers", data=b'{"data": "text", "files": [3]}')
+    copy("odd source", data=b'{"data": "text", "files": [], "init_from": 3}')
     copy("gone text", data=b'{"data": "text", "files": ["gone.txt"]}')
 
     class Evil:
@@ -523,6 +524,7 @@ RESUME_WRONG = [
     ("--resume missing", r"missing: .*run folder.*config\.json"),
     ("--resume nothing", r"nothing: .*run folder.*config\.json"),
     ("--resume numbers", r"data\.json: .*data and files"),
+    ("--resume 'odd source'", r"data\.json: .*data and files"),
     ("--resume 'no data'", r"no data: .*run folder.*data\.json"),
     ("--resume 'half config'", "JSON"),
     ("--resume 'other data'", r"data\.json: .*data and files"),

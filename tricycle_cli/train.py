@@ -422,8 +422,8 @@ def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
     are_trackers = isinstance(track, list) and all(name in NAMES for name in track)
     tasks = data.get("evaluate_tasks", [])
     are_tasks = isinstance(tasks, list) and all(name in TASK_NAMES for name in tasks)
-    is_flag = isinstance(data.get("score_heads", False), bool)
-    if not (is_known and are_paths and are_trackers and are_tasks and is_flag):
+    are_flags = isinstance(data.get("score_heads", False), bool) and isinstance(data.get("init_from", ""), str)
+    if not (is_known and are_paths and are_trackers and are_tasks and are_flags):
         got = reprlib.repr(data)
         raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {got}")
     if data.get("command", "train") != command:
