@@ -74,7 +74,8 @@ def test_groups(folder, tmp_path):
 
 def result(answers):
     """Return the scores of items that a model answers correctly (1) or not (0)."""
-    return [ItemScore("p", ["a", "b"], 0, "", [0.0, 0.0], 1 - right, 1 - right) for right in answers]
+    chosen = ({"chosen": 1 - right, "chosen_per_character": 1 - right} for right in answers)
+    return [ItemScore("p", ["a", "b"], 0, logprobs=[0.0, 0.0], **indices) for indices in chosen]
 
 
 def test_comparison():

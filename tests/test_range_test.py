@@ -135,7 +135,7 @@ def test_the_suggestion_is_a_good_rate(tmp_path: Path, capsys: pytest.CaptureFix
         state = new_state(changed, TOKENS)
         means.append(np.mean([train_step(state)[0] for _ in range(60)][-10:]))
     assert means[1] == min(means)
-    find_learning_rate(config, TOKENS, None, False, tmp_path / "rate", show_progress=False)
+    find_learning_rate(config, TOKENS, None, False, tmp_path / "rate")
     output = capsys.readouterr().out
     assert f"suggestion: --max-learning-rate {rate:.1e} --min-learning-rate " in output
     rows = list(csv.DictReader((tmp_path / "rate" / "learning_rate.csv").open()))

@@ -39,11 +39,11 @@ from tricycle_cli.distributed import (
 from tricycle_cli.find_rate import find_learning_rate
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk, describe_disk_space
-from tricycle_cli.init_from import check_shape, default_config, initialize_from, load_base_model
+from tricycle_cli.init_from import check_shape, default_config, initialize_from
 from tricycle_cli.likelihoods import Pair
 from tricycle_cli.made_tasks import NAMES as TASK_NAMES
 from tricycle_cli.made_tasks import TaskName, make_task
-from tricycle_cli.models import use_gpu
+from tricycle_cli.models import load_model, use_gpu
 from tricycle_cli.multiple_choice import Item, score_items, summarize
 from tricycle_cli.run import OnNaN, Run
 from tricycle_cli.session import new_folder, open_session
@@ -239,7 +239,7 @@ def parse_with_init_from(known: argparse.Namespace, args: Sequence[str]) -> tupl
     """
     if known.preset:
         raise ValueError(f"expected no --preset with --init-from, got {known.preset}")
-    loaded = load_base_model(known.init_from)
+    loaded = load_model(known.init_from, device="cpu")
     default = Arguments(init_from=known.init_from, config=default_config(loaded.model))
     arguments = parse(Arguments, default, args, description=DESCRIPTION)
     check_shape(loaded.model, arguments.config)
@@ -300,7 +300,7 @@ class TrainTask(TextTask):
             check_training_memory(self.needed_memory(config), on_gpu)  # before the text is loaded
         has_last = run.has(run.last)
         if arguments.init_from and not has_last and self.start is None:
-            self.start = load_base_model(arguments.init_from)
+            self.start = load_model(arguments.init_from, device="cpu")
         print(f"data: {arguments.data} (tokenized once, then cached)")
         corpus = self.load_corpus(self.first_tokeniser(run, has_last))
         run.tokeniser = tokeniser = corpus.tokeniser
