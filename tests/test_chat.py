@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
 
-from programs import run_here
+from programs import one_line, run_here
 from tiny_models import smollm2_file, write_folder
 
 from tricycle import generate as generation
@@ -148,8 +148,7 @@ def test_bad_arguments_and_models_without_a_chat_template_are_rejected_in_one_li
     ):
         done = talk(source, "hi", *words)
         assert done.returncode == (2 if "--softmax" in words else 1)
-        (line,) = done.stderr.splitlines()
-        assert re.search(f"^python -m tricycle chat: .*{message}", line), line
+        one_line(done, f"^python -m tricycle chat: .*{message}")
 
 
 # -------------------------------------------------------------------- the conversation itself

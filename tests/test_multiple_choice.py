@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from programs import run_here
+from programs import one_line, run_here
 from tiny_models import write_folder
 
 from tricycle.pretrained import load
@@ -146,7 +146,7 @@ def test_likelihoods_of_shared_prompts(folder, monkeypatch):
 )
 def test_invalid_tasks(line, message, folder, tmp_path):
     done = evaluate(folder, "--task", write(tmp_path / "task.jsonl", [ITEMS[0], line]))
-    assert done.returncode and re.search(message, done.stderr) and done.stderr.count("\n") == 1, done.stderr
+    one_line(done, message)
 
 
 def test_invalid_flags(folder, tmp_path):
@@ -159,5 +159,4 @@ def test_invalid_flags(folder, tmp_path):
         ((task, "--compare-with", "x"), "--compare-with with --task only"),
         (("--task", empty), "at least one item"),
     ):
-        done = evaluate(folder, *words)
-        assert done.returncode and message in done.stderr
+        one_line(evaluate(folder, *words), message)
