@@ -21,6 +21,7 @@ from tricycle.pretrained import Pretrained
 from tricycle.system.files import read_file
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
+from tricycle_cli.likelihoods import MAX_LOGITS
 from tricycle_cli.made_tasks import NAMES, TaskName, make_task
 from tricycle_cli.models import ModelFlags, load_model
 from tricycle_cli.multiple_choice import (
@@ -35,7 +36,6 @@ from tricycle_cli.multiple_choice import (
     write_log,
 )
 
-MAX_LOGITS = 2**26  # of a batch
 MAX_DEFAULT_WINDOW = 1024
 
 

@@ -43,7 +43,7 @@ from tricycle.training_state import TrainingState, activation_bytes, new_optimis
 from tricycle_cli.distributed import require_one_process
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk
-from tricycle_cli.init_from import initialize_from
+from tricycle_cli.init_from import MAX_DEFAULT_WINDOW, initialize_from
 from tricycle_cli.models import Device, Weights, load_model
 from tricycle_cli.run import OnNaN, Run, read_metrics
 from tricycle_cli.session import open_session, print_line
@@ -55,7 +55,6 @@ from tricycle_datasets.examples import PREFERENCES, ExampleEncoder, ExampleSplit
 from tricycle_lab.plot import plot_losses
 
 DESCRIPTION = __doc__ or ""
-MAX_DEFAULT_WINDOW = 512  # memory grows with the context window
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
 DPO_RATE_FACTOR = 0.1  # of the learning rate with --loss dpo
 LOSSES = ("cross-entropy", "dpo")

@@ -127,16 +127,17 @@ class RunSession(StateSession):
         skipped update, because a rollback may discard the weights.
         """
         state, run = self.state, self.run
-        is_due = state.step not in (0, state.total_steps) and _is_due(state) and not state.n_skips
-        if not is_due or self.should_stop():
+        evaluation_is_due, sample_is_due = _due(state)
+        is_due = (evaluation_is_due or sample_is_due) and state.step not in (0, state.total_steps)
+        if not is_due or state.n_skips or self.should_stop():
             return
         self.save()
         self._saved_step = state.step
         try:
             with run.interruptible():
-                if _evaluation_is_due(state):
+                if evaluation_is_due:
                     evaluate_and_record(state, run, self.task)
-                if _sample_is_due(state):
+                if sample_is_due:
                     self.task.sample(state, run)
         except Interrupted:
             self._is_interrupted = True
@@ -207,7 +208,7 @@ class RunSession(StateSession):
         state = self.state
         timing_starts = len(self._times) + len(self.waiting) == UNTIMED_STEPS
         estimate_is_due = state.step in (*ESTIMATE_STEPS, state.total_steps)
-        return len(self.waiting) >= self.limit or timing_starts or estimate_is_due or _is_due(state)
+        return len(self.waiting) >= self.limit or timing_starts or estimate_is_due or any(_due(state))
 
     def _read(self) -> str:
         """Record the waiting updates; return a line about the last update for the progress bar."""
@@ -287,19 +288,12 @@ def _roll_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
     run.save(state, run.last)
 
 
-def _evaluation_is_due(state: TrainingState) -> bool:
-    """Return whether the state's step is a multiple of `eval_interval`."""
-    return state.step % state.config.eval_interval == 0
-
-
-def _sample_is_due(state: TrainingState) -> bool:
-    """Return whether a sample is due after the state's step; never if `sample_interval` is 0."""
-    return state.config.sample_interval > 0 and state.step % state.config.sample_interval == 0
-
-
-def _is_due(state: TrainingState) -> bool:
-    """Return whether an evaluation or a sample is due after the state's step."""
-    return _evaluation_is_due(state) or _sample_is_due(state)
+def _due(state: TrainingState) -> tuple[bool, bool]:
+    """Return whether an evaluation, and whether a sample, is due after the state's step."""
+    config = state.config
+    return state.step % config.eval_interval == 0, bool(
+        config.sample_interval
+    ) and not state.step % config.sample_interval
 
 
 @np.errstate(all="ignore")  # a loss that is not finite is recorded
