@@ -26,7 +26,7 @@ from tricycle.system.files import append_lines
 from tricycle.tensor import Tensor
 from tricycle.training import BatchLossFn
 from tricycle.training_state import TrainingState
-from tricycle_cli.models import stop_tokens
+from tricycle_cli.models import chat_stop_tokens
 from tricycle_cli.run import Run
 
 ADAPTER = "adapter"  # the folder in a run's folder
@@ -203,13 +203,7 @@ def write_samples(
 ) -> None:
     """Generate a greedy continuation of each prompt, print all texts, and append them to samples.txt under `title`."""
     window = loaded.model.config.context_window
-    stops = stop_tokens(loaded)
-    if loaded.tokeniser.chat_template:
-        try:
-            end = loaded.tokeniser.end_of_answer()
-            stops = stops if end is None else [*stops, end]
-        except ValueError:  # a template may reject a conversation without messages
-            pass
+    stops = chat_stop_tokens(loaded)
     sampling = replace(SamplingParams(temperature=0.0), stop_tokens=stops, n_vocab=loaded.tokeniser.n_vocab)
     lines = []
     for prompt, ids in prompts:
