@@ -264,6 +264,7 @@ def test_second_sweep_in_one_folder_is_rejected(tmp_path: Path, trainer: Trainer
         (["--sampler-seed", "-1"], "--sampler-seed.*0 or more"),
         (["--find-learning-rate"], "flags.*--find-learning-rate"),
         (["--dropout", "0.1"], "dropout.*--over.*both"),
+        (["--over", "optimiser=adamw,muon", "--optimizer", "adamw"], "optimiser.*--over.*both"),
         (["--sampler", "grid"], "--sampler grid: .*dropout"),
     ],
 )
