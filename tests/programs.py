@@ -53,13 +53,7 @@ def run_here(
 
 def call(*arguments, folder: Path = ROOT) -> subprocess.CompletedProcess:
     """Run Python with the given arguments in a new process."""
-    options = {
-        "cwd": folder,
-        "env": environment(),
-        "capture_output": True,
-        "encoding": "utf-8",
-        "timeout": 300,
-    }
+    options = {"cwd": folder, "env": environment(), "capture_output": True, "encoding": "utf-8", "timeout": 300}
     return subprocess.run([sys.executable, *map(str, arguments)], **options)
 
 

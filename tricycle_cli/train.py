@@ -213,6 +213,9 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
     """Parse a new run's command line, with defaults of preset or --init-from; return it, and that loaded model or None.
 
     The preset, or the model of --init-from, is parsed first, because it provides the defaults of the other flags.
+
+    Raises:
+        ValueError: a flag contradicts the model of --init-from.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?")  # `parse` below reports a missing value
@@ -220,7 +223,13 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
     first.add_argument("--init-from", "--init_from", nargs="?")
     known = first.parse_known_args(args)[0]
     if known.init_from:
-        return parse_with_init_from(known, args)
+        if known.preset:
+            raise ValueError(f"expected no --preset with --init-from, got {known.preset}")
+        loaded = load_model(known.init_from, device="cpu")
+        default = Arguments(init_from=known.init_from, config=default_config(loaded.model))
+        arguments = parse(Arguments, default, args, description=DESCRIPTION)
+        check_shape(loaded.model, arguments.config)
+        return arguments, loaded
     preset = known.preset
     if preset not in PRESETS:  # missing or wrong; `parse` below reports a wrong one
         preset = "smol" if known.device != "cpu" and devices.gpu_problem() is None else "laptop"
@@ -229,21 +238,6 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
     tokeniser: Tokenisers = "portable" if preset == "portable" else "own"
     default = Arguments(preset=preset, data=data, tokeniser=tokeniser, config=config)
     return parse(Arguments, default, args, description=DESCRIPTION), None
-
-
-def parse_with_init_from(known: argparse.Namespace, args: Sequence[str]) -> tuple[Arguments, Pretrained]:
-    """Load the --init-from model, parse `args` with its defaults (ValueError if they contradict it); return both.
-
-    Raises:
-        ValueError: a flag contradicts the model.
-    """
-    if known.preset:
-        raise ValueError(f"expected no --preset with --init-from, got {known.preset}")
-    loaded = load_model(known.init_from, device="cpu")
-    default = Arguments(init_from=known.init_from, config=default_config(loaded.model))
-    arguments = parse(Arguments, default, args, description=DESCRIPTION)
-    check_shape(loaded.model, arguments.config)
-    return arguments, loaded
 
 
 # -------------------------------------------------------------------- the task
