@@ -108,6 +108,7 @@ class Trial:
     """A run that gets signals, and is resumed.
 
     Attributes:
+        number: of the signal; 0 for a failure inside the program.
         moments: (phase, number of its occurrence, seconds after its start) for each signal.
         second_signal_delay: seconds after which the signal is repeated; 0 for no repetition.
         limit: the most seconds from a signal to the exit.
@@ -256,9 +257,9 @@ def run_trials(workspace: Workspace, reference: Path, trials: Sequence[Trial], n
         return list(pool.map(lambda pair: run_trial(pair[0], pair[1], reference), zip(trials, cases)))
 
 
-def table(trials: Sequence[Trial]) -> str:
+def table(trials: Sequence[Trial], title: str = "signal") -> str:
     """Return a Markdown table of trials: counts, failures and response times by name."""
-    rows = ["| signal | trials | delivered signals | failed | response time, median and maximum |"]
+    rows = [f"| {title} | trials | delivered | failed | seconds until all had exited, median and maximum |"]
     rows.append("|:---|---:|---:|---:|:---|")
     by_name: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:

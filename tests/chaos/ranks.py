@@ -13,11 +13,9 @@ import os
 import random
 import re
 import signal
-import statistics
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -280,31 +278,18 @@ FAILURES = {
 }
 
 
-@dataclass
-class Failure:
-    """The outcome of a distributed run in which one rank failed.
-
-    Attributes:
-        seconds: from the failure until the last process had exited.
-        problems: descriptions of all failed checks.
-    """
-
-    name: str
-    seconds: float
-    problems: list[str]
-
-
-def run_failure(name: str, case: TrainingRun, reference: Path | None, rank: int, step: int) -> Failure:
-    """Make a rank fail at an update, check the outcome, and resume the run, unless `reference` is None."""
+def run_failure(name: str, case: TrainingRun, reference: Path, rank: int, step: int) -> Trial:
+    """Make a rank fail at an update, check the outcome, and resume the run."""
     act, pattern = FAILURES[name]
     prelude = FAILURE_PRELUDE.format(act=act, rank=rank, step=step, is_nan="NaN" in name)
     case = with_ranks(case)
     words = [*case.start_args, "--on-nan", "stop"]
     program = MonitoredRanks(case, words, prelude, TRICYCLE_MPI_TIMEOUT=str(SILENT_SECONDS))
     if not program.wait_for_phase("failing", 1):
-        return Failure(name, float("nan"), [f"the rank did not fail: {program.finish().error_lines}"])
+        return Trial(name, 0, [], problems=[f"the rank did not fail: {program.finish().error_lines}"])
     outcome, ended = program.finish_within(60)
-    failure = Failure(name, ended - program._begun["failing"][0], [])
+    seconds = ended - program._begun["failing"][0]
+    failure = Trial(name, 0, [], response_seconds=[seconds])
     pattern = pattern.format(rank=rank, other=1 - rank, step=step)
     by_program = pattern.startswith("^")  # in one line; otherwise the launcher prints several lines
     output = "\n".join(outcome.error_lines) if by_program else " ".join([*outcome.error_lines, *outcome.out.split()])
@@ -313,30 +298,12 @@ def run_failure(name: str, case: TrainingRun, reference: Path | None, rank: int,
     n_messages = sum(line.startswith("train_smol_gpt.py: ") for line in outcome.error_lines)
     if n_messages != by_program or "Traceback" in output:
         failure.problems.append(f"{n_messages} messages: {output[-600:]}")
-    if failure.seconds > MAX_SECONDS:
+    if seconds > MAX_SECONDS:
         failure.problems.append(f"{program.late} had not ended after {MAX_SECONDS:.0f} s")
-    if reference is not None:
-        done = resume(case, case.resume_args)
-        found = differences(case.run_folder, reference)
-        failure.problems += [each for each in found if not each.startswith("data.json")]
-        failure.problems += [f"the resumed run ended with {done.status}: {done.error_lines}"] if done.status else []
-    if not failure.problems:
-        case.remove()
-    print(f"{name}: {'; '.join(failure.problems) or 'equal'}; {failure.seconds:.2f} s", file=sys.stderr, flush=True)
+    # data.json has the policy of the flag --on-nan
+    compare = lambda: [each for each in differences(case.run_folder, reference) if not each.startswith("data.json")]
+    finish_trial(failure, case, resume(case, case.resume_args), compare)
     return failure
-
-
-def failure_table(failures: Sequence[Failure]) -> str:
-    """Return a Markdown table of failures."""
-    rows = ["| a rank | trials | failed | seconds until all had exited, median and maximum |", "|:---|---:|---:|:---|"]
-    by_name: dict[str, list[Failure]] = defaultdict(list)
-    for failure in failures:
-        by_name[failure.name].append(failure)
-    for name, group in by_name.items():
-        seconds = [failure.seconds for failure in group]
-        wrong = sum(bool(failure.problems) for failure in group)
-        rows.append(f"| {name} | {len(group)} | {wrong} | {statistics.median(seconds):.1f} s, {max(seconds):.1f} s |")
-    return "\n".join(rows)
 
 
 def main() -> int:
@@ -358,9 +325,9 @@ def main() -> int:
             fail = lambda i: run_failure(cases[i][0], run(f"failure-{i}"), folder, *cases[i][1:])
             failures = list(pool.map(fail, range(len(cases))))
     print(table(tried))
-    print(failure_table(failures))
-    wrong = [f"{trial.name} at {trial.moments}: {'; '.join(trial.problems)}" for trial in tried if trial.problems]
-    wrong += [f"{failure.name}: {'; '.join(failure.problems)}" for failure in failures if failure.problems]
+    print(table(failures, "a rank"))
+    everything = [*tried, *failures]
+    wrong = [f"{trial.name} at {trial.moments}: {'; '.join(trial.problems)}" for trial in everything if trial.problems]
     for line in wrong:
         print(f"FAILED: {line[:1500]}")
     summary = f"{len(tried)} trials with {sum(trial.n_delivered for trial in tried)} signals, {len(failures)} failures"
