@@ -34,7 +34,9 @@ def evaluate(folder, *words):
 
 
 def write(path, items):
-    path.write_text("\n".join(item if isinstance(item, str) else json.dumps(item) for item in items), encoding="utf-8")
+    """Write items to a file as some editors do, with a byte order mark."""
+    lines = "\n".join(item if isinstance(item, str) else json.dumps(item) for item in items)
+    path.write_text(lines, encoding="utf-8-sig")
     return path
 
 

@@ -53,7 +53,7 @@ def read_items(path: Path) -> list[Item]:
         ValueError: a line is not such an object; the message has its number.
     """
     items = []
-    for number, line in enumerate(read_file(path).decode("utf-8", "replace").split("\n"), 1):
+    for number, line in enumerate(read_file(path).decode("utf-8-sig", "replace").split("\n"), 1):
         if line.strip():
             try:
                 items.append(_parse_item(json.loads(line)))
