@@ -483,6 +483,7 @@ TRAIN_WRONG = [
     ("--embedding-dim 100000000", "at least.*memory"),
     ("--data text", "--files.*--data text.*none"),
     ("--files short.txt", "--files.*--data text.*--data python"),
+    ("--files short.txt --find-learning-rate", "--files.*--data text.*--data python"),
     ("--data text --files missing.txt", r"missing\.txt"),
     ("--data text --files empty.txt", "empty"),
     ("--data text --files binary.bin", "text file"),

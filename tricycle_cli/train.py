@@ -140,6 +140,7 @@ def run_range_test(words: Sequence[str]) -> int:
         arguments, start = parse_on_all_ranks(processes, lambda: parse_arguments(words))
         if processes.size > 1:
             raise ValueError(f"expected one process with --find-learning-rate, got {processes.size}")
+        arguments = resolve_arguments(arguments, words, processes)
         task = TrainTask(arguments, None, start)
         config, on_gpu = arguments.config, use_gpu(arguments.device)
         folder = arguments.run_folder or new_folder(f"learning-rate-{arguments.preset}-{arguments.data}")
