@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -145,6 +146,24 @@ def browser():
 
     with browsing() as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Iterator[Path]:
+    """Set TRICYCLE_CACHE to a new folder, so that a text is tokenized once for all programs of a module's tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRICYCLE_CACHE", str(folder := tmp_path_factory.mktemp("cache")))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A file of 30 kB with words in random order."""
+    from chaos.runs import write_text
+
+    path = tmp_path_factory.mktemp("texts") / "a text.txt"
+    write_text(path, n_lines=600)
+    return path
 
 
 @pytest.fixture

@@ -2,13 +2,15 @@
 
 import contextlib
 import io
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chaos.runs import environment, lines_without_progress_bars  # noqa: F401 (for the importers of this file)
+from chaos.runs import environment, lines_without_progress_bars
 
 from tricycle_cli.flags import run_main
 
@@ -51,14 +53,21 @@ def run_here(
 
 def call(*arguments, folder: Path = ROOT) -> subprocess.CompletedProcess:
     """Run Python with the given arguments in a new process."""
-    options = {
-        "cwd": folder,
-        "env": environment(),
-        "capture_output": True,
-        "encoding": "utf-8",
-        "timeout": 300,
-    }
+    options = {"cwd": folder, "env": environment(), "capture_output": True, "encoding": "utf-8", "timeout": 300}
     return subprocess.run([sys.executable, *map(str, arguments)], **options)
+
+
+def one_line(done: subprocess.CompletedProcess, pattern: str) -> None:
+    """Check that a program has failed with one line on stderr, besides progress bars, which the pattern matches."""
+    assert done.returncode not in (0, None), done.stdout
+    assert len(lines := lines_without_progress_bars(done.stderr)) == 1, done.stderr
+    assert re.search(pattern, lines[0]), lines[0]
+    assert lines[0].startswith(("tricycle", "python -m tricycle", "train_smol_gpt.py: ", "inference.py: ")), lines[0]
+
+
+def metrics_of(run_folder: Path) -> list[dict]:
+    """Return all lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def good(done: subprocess.CompletedProcess) -> str:

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
 
-from programs import run_here
+from programs import one_line, run_here
 from tiny_models import smollm2_file, write_folder
 
 from tricycle import generate as generation
@@ -116,14 +116,16 @@ def test_slash_commands_save_and_reset_the_conversation(folder, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
-def test_save_does_not_replace_folders_and_special_files(folder, tmp_path):
+def test_save_rejects_invalid_names_and_does_not_replace_folders_and_special_files(folder, tmp_path):
     """A pipe and a link to it represent devices, which a replacement would delete."""
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
-    done = talk(folder, "/save folder\n/save pipe\n/save link\n", cwd=tmp_path)
+    names = ["folder", "pipe", "link", "~nosuchuser/file", "a\0b"]
+    done = talk(folder, "".join(f"/save {name}\n" for name in names), cwd=tmp_path)
     assert done.returncode == 0
     assert done.stdout.count("(not saved: expected a regular file") == 3
+    assert done.stdout.count("(not saved: ") == len(names)
     assert (tmp_path / "pipe").is_fifo()
     assert (tmp_path / "link").is_symlink()
 
@@ -146,8 +148,7 @@ def test_bad_arguments_and_models_without_a_chat_template_are_rejected_in_one_li
     ):
         done = talk(source, "hi", *words)
         assert done.returncode == (2 if "--softmax" in words else 1)
-        (line,) = done.stderr.splitlines()
-        assert re.search(f"^python -m tricycle chat: .*{message}", line), line
+        one_line(done, f"^python -m tricycle chat: .*{message}")
 
 
 # -------------------------------------------------------------------- the conversation itself

@@ -16,8 +16,9 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
+from chaos.runs import differences
 from programs import call as call_apart
-from programs import good, lines_without_progress_bars, run_here
+from programs import good, metrics_of, one_line, run_here
 from tiny_models import TEXT, tiny_tokeniser, write_folder
 
 import tricycle
@@ -37,26 +38,12 @@ from tricycle_cli import init_from, updates
 from tricycle_cli.main import COMMANDS, MODULE, main
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def call(*words, folder: Path = ROOT) -> subprocess.CompletedProcess:
     """Run `python -m tricycle` with some words in this process."""
     return run_here(functools.partial(main, MODULE), MODULE, words, folder)
-
-
-def refused(done: subprocess.CompletedProcess, message: str) -> None:
-    assert done.returncode not in (0, None), done.stdout
-    lines = lines_without_progress_bars(done.stderr)
-    assert len(lines) == 1, done.stderr
-    assert re.search(message, lines[0]), lines[0]
-    assert lines[0].startswith("python -m tricycle")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRICYCLE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +83,7 @@ def test_help_lists_commands_and_unknown_command_fails():
             assert re.search(rf"^  {name} +{re.escape(summary)}$", out, re.MULTILINE)
     assert good(call_apart("-m", "tricycle", "--version")) == f"tricycle {tricycle.__version__}\n"
     done = call("trian")
-    refused(done, f"a command, one of {', '.join(COMMANDS)}, got 'trian'")
+    one_line(done, f"a command, one of {', '.join(COMMANDS)}, got 'trian'")
     assert done.returncode == 2
 
 
@@ -130,8 +117,9 @@ def test_json_schema_and_regex_constrain_the_text(pretrained_folder, tmp_path):
         (["--regex", "(a"], "--regex: .*unclosed group"),
         (["--regex", "a", "--json-schema", schema], "got both"),
         (["--regex", "a", "--no-stop"], "without --no-stop"),
+        (["--regex", "a", "--beams", "2"], "without --beams"),
     ):
-        refused(call("generate", pretrained_folder, "x", *words), reason)
+        one_line(call("generate", pretrained_folder, "x", *words), reason)
 
 
 def test_flags_override_generation_settings(tmp_path):
@@ -173,7 +161,7 @@ def test_overflow_option_continues_or_raises(pretrained_folder):
     for dtype in ("float16", "int8"):
         assert len(good(call(*words, "--kv-cache-dtype", dtype)).encode()) > 130
     for flag in ("--overflow", "--past_window"):  # the latter is deprecated
-        refused(call(*words, flag, "error"), "generate: the context window of 100 tokens is full")
+        one_line(call(*words, flag, "error"), "generate: the context window of 100 tokens is full")
 
 
 @pytest.mark.parametrize("softmax", ["softmax1", "adaptive", "blocks"])
@@ -198,9 +186,9 @@ def test_invalid_model_sources_and_prompts_are_rejected(tmp_path, pretrained_fol
         ("nothing.gguf", r"nothing\.gguf: .*no such file"),
         ("../a/b/c", r"\.\./a/b/c: .*no such folder or file"),
     ):
-        refused(call("generate", source, "hi", folder=tmp_path), message)
-    refused(call("generate", pretrained_folder, "the quick " * 99), "prompt of 1 to 100 tokens")
-    refused(call("generate", pretrained_folder, ""), "prompt of at least one character")
+        one_line(call("generate", source, "hi", folder=tmp_path), message)
+    one_line(call("generate", pretrained_folder, "the quick " * 99), "prompt of 1 to 100 tokens")
+    one_line(call("generate", pretrained_folder, ""), "prompt of at least one character")
 
 
 # -------------------------------------------------------------------- evaluate
@@ -260,10 +248,12 @@ def test_evaluate_prints_a_line_per_file_and_a_total(pretrained_folder, texts):
         (["gone.txt"], "gone.txt"),
         ([], "at least one file"),
         (["long.txt", "--window", "101"], "--window.*1 to 100.*got 101"),
+        (["long.txt", "--stride", "-1"], "--stride of 0 or more, got -1"),
+        (["--task", "induction", "--batch-size", "-1"], "--batch-size of 0 or more, got -1"),
     ],
 )
-def test_evaluate_rejects_bad_files_and_windows(pretrained_folder, texts, words, message):
-    refused(call("evaluate", pretrained_folder, *words, folder=texts), message)
+def test_evaluate_rejects_bad_files_and_sizes(pretrained_folder, texts, words, message):
+    one_line(call("evaluate", pretrained_folder, *words, folder=texts), message)
 
 
 # -------------------------------------------------------------------- train --init-from
@@ -274,10 +264,6 @@ QUICK = """--data text --steps 4 --minutes 0 --eval-interval 2 --sample-interval
 def start(pretrained_folder: Path, texts: Path, folder: Path, *words) -> list:
     files = ["--files", texts / "long.txt", "--run-folder", folder]
     return ["train", "--init-from", pretrained_folder, *QUICK, *files, *words]
-
-
-def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -328,15 +314,16 @@ def test_run_with_init_from_resumes_bit_exactly(tuned, pretrained_folder, texts,
     assert f"tricycle train --resume {folder}" in out
     good(call("train", "--resume", folder))
 
-    def weights(place: Path) -> dict[str, bytes]:
-        tensors = load_checkpoint(place / "last.safetensors").tensors
-        return {name: array.tobytes() for name, array in tensors.items()}
-
-    assert weights(folder) == weights(tuned[0])
-    for name in ("last.safetensors", "best.safetensors", "metrics.jsonl"):  # as if it had been killed before the first
+    assert differences(folder, tuned[0]) == []
+    for name in (
+        "last.safetensors",
+        "best.safetensors",
+        "metrics.jsonl",
+        "samples.txt",
+    ):  # as if killed before the first
         (folder / name).unlink()
     good(call("train", "--resume", folder))
-    assert weights(folder) == weights(tuned[0])
+    assert differences(folder, tuned[0]) == []
 
 
 @pytest.mark.parametrize(
@@ -351,7 +338,7 @@ def test_run_with_init_from_resumes_bit_exactly(tuned, pretrained_folder, texts,
     ],
 )
 def test_flags_that_contradict_the_model_are_rejected(pretrained_folder, texts, tmp_path, words, message):
-    refused(call(*start(pretrained_folder, texts, tmp_path / "run"), *shlex.split(words)), message)
+    one_line(call(*start(pretrained_folder, texts, tmp_path / "run"), *shlex.split(words)), message)
     assert not (tmp_path / "run").exists()
 
 
@@ -379,8 +366,8 @@ def test_exported_run_folder_gives_equal_logits(tuned, tmp_path):
     ids = load(folder).tokeniser.encode("the quick brown fox")
     logits = [load(place).model(np.array([ids])).array for place in (folder, tuned[0])]
     np.testing.assert_allclose(*logits, atol=1e-5)
-    refused(call("export", tuned[0], folder), "folder .*new or empty")
-    refused(call("export", tuned[0]), "output folder, --gguf, --gguf-adapter or --html")
+    one_line(call("export", tuned[0], folder), "folder .*new or empty")
+    one_line(call("export", tuned[0]), "output folder, --gguf, --gguf-adapter or --html")
 
 
 def test_exported_gguf_gives_equal_logits(pretrained_folder, tmp_path):
@@ -390,7 +377,7 @@ def test_exported_gguf_gives_equal_logits(pretrained_folder, tmp_path):
     assert load(path).tokeniser.encode("the quick brown fox 12") == ids
     logits = [load(place).model(np.array([ids])).array for place in (path, pretrained_folder)]
     np.testing.assert_allclose(*logits, atol=1e-5)
-    refused(call("export", pretrained_folder, "--gguf", path), r"model\.gguf: .*new file.*exists")
+    one_line(call("export", pretrained_folder, "--gguf", path), r"model\.gguf: .*new file.*exists")
 
 
 def test_exported_gguf_adapter_gives_equal_text(pretrained_folder, tmp_path):
@@ -406,9 +393,9 @@ def test_exported_gguf_adapter_gives_equal_text(pretrained_folder, tmp_path):
     words = ("--temperature", 0, "--length", 12)
     texts = [good(call("generate", pretrained_folder, "the quick", "--adapter", a, *words)) for a in (path, flags[1])]
     assert texts[0] == texts[1] == good(call("generate", folder, "the quick", *words))
-    refused(call("export", pretrained_folder, *flags, "--gguf-adapter", path), r"a\.gguf: .*new file.*exists")
-    refused(call("export", pretrained_folder, "--gguf-adapter", path), "--gguf-adapter: expected --adapter")
-    refused(call("generate", path, "the quick"), "expected a model, got general.type 'adapter'")
+    one_line(call("export", pretrained_folder, *flags, "--gguf-adapter", path), r"a\.gguf: .*new file.*exists")
+    one_line(call("export", pretrained_folder, "--gguf-adapter", path), "--gguf-adapter: expected --adapter")
+    one_line(call("generate", path, "the quick"), "expected a model, got general.type 'adapter'")
 
 
 def test_exported_gguf_is_calibrated_with_a_text(pretrained_folder, tmp_path):
@@ -421,13 +408,13 @@ def test_exported_gguf_is_calibrated_with_a_text(pretrained_folder, tmp_path):
     assert load(calibrated).generation == load(plain).generation
     for arguments in (["out"], ["--gguf", "a.gguf"], ["--gguf", "a.gguf", "--type", "Q8_0"]):
         pattern = "--calibrate with --gguf and a --type of at most 6 bits"
-        refused(call("export", pretrained_folder, *arguments, "--calibrate", text), pattern)
+        one_line(call("export", pretrained_folder, *arguments, "--calibrate", text), pattern)
     for content, pattern in {"": "at least 512 tokens, got 0", "a b": "at least 512 tokens"}.items():
         text.write_text(content)
         new = tmp_path / "new.gguf"
-        refused(call("export", pretrained_folder, "--gguf", new, "--type", "Q4_0", "--calibrate", text), pattern)
+        one_line(call("export", pretrained_folder, "--gguf", new, "--type", "Q4_0", "--calibrate", text), pattern)
         assert not new.exists()
-    refused(call("export", pretrained_folder, "--gguf", new, "--type", "Q4_0", "--calibrate", tmp_path / "x"), "x: ")
+    one_line(call("export", pretrained_folder, "--gguf", new, "--type", "Q4_0", "--calibrate", tmp_path / "x"), "x: ")
 
 
 # -------------------------------------------------------------------- quantized weights
@@ -443,4 +430,4 @@ def test_generate_and_evaluate_with_quantized_weights(weights, run_folder, pretr
 
 
 def test_quantized_weights_are_rejected_on_a_gpu(run_folder):
-    refused(call("generate", run_folder, "--weights", "int8", "--device", "gpu"), "--weights int8: .*--device cpu")
+    one_line(call("generate", run_folder, "--weights", "int8", "--device", "gpu"), "--weights int8: .*--device cpu")

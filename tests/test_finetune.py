@@ -75,11 +75,11 @@ def data(tmp_path) -> Path:
     return lines(tmp_path / "chat.jsonl", conversations())
 
 
-def preferences(n: int = 60, chat: bool = True) -> list:
+def preferences(chat: bool = True) -> list:
     """Of two answers the one about birds is chosen."""
     generator = np.random.default_rng(1)
     values = []
-    for _ in range(n):
+    for _ in range(60):
         first, second, third, fourth = generator.choice(WORDS, 4, replace=False)
         chosen, rejected = f"{third} birds sing", f"{fourth} fox jumps"
         if chat:
@@ -103,6 +103,14 @@ def held_out_losses(run: Path) -> list[float]:
     return [before, *(line["held_out_loss"] for line in read_metrics(run / "metrics.jsonl") if "held_out_loss" in line)]
 
 
+def evaluated_loss(capsys, folder: Path, *words: object) -> float:
+    """Return the loss that `tricycle evaluate` prints for a model, with flags, on a text in the folder."""
+    (folder / "text.txt").write_text("the quick brown fox")
+    capsys.readouterr()
+    evaluate([*map(str, words), str(folder / "text.txt"), "--json"])
+    return json.loads(capsys.readouterr().out)["total"]["loss"]
+
+
 # -------------------------------------------------------------------- whole runs
 def test_adapter_lowers_the_loss_and_loads_in_other_commands(base_folder, data, tmp_path, capsys):
     run = tmp_path / "run"
@@ -124,13 +132,8 @@ def test_adapter_lowers_the_loss_and_loads_in_other_commands(base_folder, data, 
     generate_main([str(base_folder), "the quick", "--length", "6", "--temperature", "0", "--adapter", str(run)])
     assert capsys.readouterr().out.startswith(f"the quick{expected}"[:12])
     export([str(base_folder), str(tmp_path / "whole"), "--adapter", str(run / "adapter")])
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox")
-    capsys.readouterr()
-    evaluate([str(tmp_path / "whole"), str(text), "--json"])
-    whole = json.loads(capsys.readouterr().out)["total"]["loss"]
-    evaluate([str(base_folder), str(text), "--json", "--adapter", str(run)])
-    assert json.loads(capsys.readouterr().out)["total"]["loss"] == pytest.approx(whole, rel=1e-5)
+    whole = evaluated_loss(capsys, tmp_path, tmp_path / "whole")
+    assert evaluated_loss(capsys, tmp_path, base_folder, "--adapter", run) == pytest.approx(whole, rel=1e-5)
     with pytest.raises(ValueError, match=r"adapter.*base model"):
         generate_main([str(run), "the"])
 
@@ -206,13 +209,7 @@ def test_each_kind_of_model_is_fine_tuned(name, method, data, tmp_path, capsys):
     generate_main([result, "the quick brown", *greedy, *adapter])
     assert capsys.readouterr().out.rstrip() == f"the quick brown{expected}".rstrip()
     export([result, str(whole), *adapter])
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox")
-    results = []
-    for words in ([result, *adapter], [str(whole)], [str(base)]):
-        capsys.readouterr()
-        evaluate([*words, str(text), "--json"])
-        results.append(json.loads(capsys.readouterr().out)["total"]["loss"])
+    results = [evaluated_loss(capsys, tmp_path, *words) for words in ([result, *adapter], [whole], [base])]
     assert results[1] == pytest.approx(results[0], rel=1e-5) != pytest.approx(results[2], rel=1e-2)
 
 

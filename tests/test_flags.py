@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 
 from tricycle_cli.flags import parse, run_main
+from tricycle_cli.task import present_flags
 
 
 class PanicException(BaseException):
@@ -92,6 +93,12 @@ def test_flag_values_and_deprecated_names_are_parsed(words, expected):
 def test_parse_reads_the_command_line_and_fills_in_defaults():
     assert parse(Outer) == Outer(inner=Inner(7))
     assert parse(Outer, default=Outer("green", Inner(2, 0.25))) == Outer("green", Inner(7, 0.25))
+
+
+def test_flags_of_older_run_folders_get_their_present_names():
+    stored = {"cut_answers": True, "method": "all", "loss": "dpo", "targets": ["q_proj"]}
+    present = {"truncate_answers": True, "method": "full", "loss": "dpo", "targets": ["q_proj"]}
+    assert present_flags(stored) == present == present_flags(present)
 
 
 @pytest.mark.parametrize(

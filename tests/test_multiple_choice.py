@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from programs import run_here
+from programs import one_line, run_here
 from tiny_models import write_folder
 
 from tricycle.pretrained import load
@@ -34,7 +34,9 @@ def evaluate(folder, *words):
 
 
 def write(path, items):
-    path.write_text("\n".join(item if isinstance(item, str) else json.dumps(item) for item in items), encoding="utf-8")
+    """Write items to a file as some editors do, with a byte order mark."""
+    lines = "\n".join(item if isinstance(item, str) else json.dumps(item) for item in items)
+    path.write_text(lines, encoding="utf-8-sig")
     return path
 
 
@@ -74,7 +76,8 @@ def test_groups(folder, tmp_path):
 
 def result(answers):
     """Return the scores of items that a model answers correctly (1) or not (0)."""
-    return [ItemScore("p", ["a", "b"], 0, "", [0.0, 0.0], 1 - right, 1 - right) for right in answers]
+    chosen = ({"chosen": 1 - right, "chosen_per_character": 1 - right} for right in answers)
+    return [ItemScore("p", ["a", "b"], 0, logprobs=[0.0, 0.0], **indices) for indices in chosen]
 
 
 def test_comparison():
@@ -145,7 +148,7 @@ def test_likelihoods_of_shared_prompts(folder, monkeypatch):
 )
 def test_invalid_tasks(line, message, folder, tmp_path):
     done = evaluate(folder, "--task", write(tmp_path / "task.jsonl", [ITEMS[0], line]))
-    assert done.returncode and re.search(message, done.stderr) and done.stderr.count("\n") == 1, done.stderr
+    one_line(done, message)
 
 
 def test_invalid_flags(folder, tmp_path):
@@ -158,5 +161,4 @@ def test_invalid_flags(folder, tmp_path):
         ((task, "--compare-with", "x"), "--compare-with with --task only"),
         (("--task", empty), "at least one item"),
     ):
-        done = evaluate(folder, *words)
-        assert done.returncode and message in done.stderr
+        one_line(evaluate(folder, *words), message)

@@ -73,16 +73,6 @@ def test_extras_and_their_packages():
     for number in ("12", "13"):
         assert f"cupy-cuda{number}x[ctk]>=14.2,<15" in EXTRAS[f"cuda{number}"]
         assert {for_conda(requirement) for requirement in EXTRAS[f"cuda{number}"]} == CONDA_CUDA
-    assert any(requirement.startswith("datasets>=") for requirement in EXTRAS["datasets"])
-    assert {re.match(r"[\w-]+", requirement)[0] for requirement in EXTRAS["test"]} >= {
-        "pytest",
-        "hypothesis",
-        "pyyaml",
-        "pytest-xdist",
-    }
-    assert PROJECT["project"]["name"] == "tricycle-gpt"
-    assert PROJECT["project"]["requires-python"] == ">=3.11"
-    assert "numpy>=2.1" in PROJECT["project"]["dependencies"]
 
 
 def test_a_plain_installation_has_at_most_12_packages():

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pages import DATA, EXTRAS, PAGES, Block, blocks_of, check_flags, commands, python_of
-from test_programs import INFER, NEEDS_SHAKESPEARE, ROOT, TRAIN, cache, call, good, shrink_shakespeare, text  # noqa: F401 (fixtures)
+from test_programs import INFER, NEEDS_SHAKESPEARE, ROOT, TRAIN, call, good, shrink_shakespeare
 
 from tricycle.softmaxes import SOFTMAXES
 
@@ -64,7 +64,7 @@ def numbers(line: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory, cache) -> Path:  # noqa: F811
+def toy(tmp_path_factory, cache) -> Path:
     """The folder with the model.pkl that the toy script leaves, with few steps of a small model."""
     folder = tmp_path_factory.mktemp("toy")
     (script,) = [block for block in python_of(ROOT / "docs" / "start.md") if "pickle.dump" in block]
@@ -119,7 +119,7 @@ QUICK = "--preset debug --steps 2 --context-window 128 --batch-size 32 --sample-
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, cache, text) -> Path:  # noqa: F811
+def place(tmp_path_factory, cache, text) -> Path:
     """A folder as a reader's may be."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "my_notes").mkdir()

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chaos.runs import differences, write_text
+from chaos.runs import differences
 from matplotlib.image import imread
-from programs import call, environment, good, lines_without_progress_bars, run_here
+from programs import call, environment, good, lines_without_progress_bars, metrics_of, one_line, run_here
 
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, DebugConfig, GPTConfig, ShakespeareConfig
@@ -47,23 +47,6 @@ def call_here(program: Path, *words, folder=ROOT) -> subprocess.CompletedProcess
     return run_here(PROGRAMS[program], str(program), words, folder)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    """What is tokenised once serves all programs."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRICYCLE_CACHE", str(folder))
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    """A file of 30 kB with words in random order."""
-    path = tmp_path_factory.mktemp("texts") / "a text.txt"
-    write_text(path, n_lines=600)
-    return path
-
-
 def quick(text: Path, folder: Path, *words) -> list:
     """Return the flags of a run with the settings of `finished`."""
     return [*QUICK, "--data", "text", "--files", text, "--run-folder", folder, *words]
@@ -71,10 +54,6 @@ def quick(text: Path, folder: Path, *words) -> list:
 
 def step_of(folder: Path) -> int:
     return load_checkpoint(folder / "last.safetensors").about["progress"]["step"]
-
-
-def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -449,14 +428,6 @@ def test_inference_generates_reproducible_text_from_a_seed(tmp_path, finished):
 
 
 # -------------------------------------------------------------------- what goes wrong
-def one_line(done: subprocess.CompletedProcess, message: str) -> None:
-    assert done.returncode not in (0, None), done.stdout
-    assert "Traceback" not in done.stderr
-    (line,) = lines_without_progress_bars(done.stderr)
-    assert re.search(message, line), line
-    assert line.startswith(("train_smol_gpt.py: ", "inference.py: "))
-
-
 FILES = ("config.json", "data.json", "last.safetensors", "best.safetensors")
 
 
@@ -487,6 +458,7 @@ def odd(tmp_path_factory, finished) -> Path:
     copy("other data", data=b'{"data": "nonsense", "files": []}')
     copy("no checkpoint", last=None, best=None)
     copy("numbers", data=b'{"data": "text", "files": [3]}')
+    copy("odd source", data=b'{"data": "text", "files": [], "init_from": 3}')
     copy("gone text", data=b'{"data": "text", "files": ["gone.txt"]}')
 
     class Evil:
@@ -511,6 +483,7 @@ TRAIN_WRONG = [
     ("--embedding-dim 100000000", "at least.*memory"),
     ("--data text", "--files.*--data text.*none"),
     ("--files short.txt", "--files.*--data text.*--data python"),
+    ("--files short.txt --find-learning-rate", "--files.*--data text.*--data python"),
     ("--data text --files missing.txt", r"missing\.txt"),
     ("--data text --files empty.txt", "empty"),
     ("--data text --files binary.bin", "text file"),
@@ -523,6 +496,7 @@ RESUME_WRONG = [
     ("--resume missing", r"missing: .*run folder.*config\.json"),
     ("--resume nothing", r"nothing: .*run folder.*config\.json"),
     ("--resume numbers", r"data\.json: .*data and files"),
+    ("--resume 'odd source'", r"data\.json: .*data and files"),
     ("--resume 'no data'", r"no data: .*run folder.*data\.json"),
     ("--resume 'half config'", "JSON"),
     ("--resume 'other data'", r"data\.json: .*data and files"),

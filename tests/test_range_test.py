@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from test_programs import TRAIN, cache, call, good, lines_without_progress_bars, text  # noqa: F401 (fixtures)
+from test_programs import TRAIN, call, good
 from test_training import CONFIG, TOKENS
 
 from tricycle.models import GPT
@@ -135,7 +135,7 @@ def test_the_suggestion_is_a_good_rate(tmp_path: Path, capsys: pytest.CaptureFix
         state = new_state(changed, TOKENS)
         means.append(np.mean([train_step(state)[0] for _ in range(60)][-10:]))
     assert means[1] == min(means)
-    find_learning_rate(config, TOKENS, None, False, tmp_path / "rate", show_progress=False)
+    find_learning_rate(config, TOKENS, None, False, tmp_path / "rate")
     output = capsys.readouterr().out
     assert f"suggestion: --max-learning-rate {rate:.1e} --min-learning-rate " in output
     rows = list(csv.DictReader((tmp_path / "rate" / "learning_rate.csv").open()))
@@ -144,7 +144,7 @@ def test_the_suggestion_is_a_good_rate(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_learning_rate_range_test_flag(tmp_path: Path, cache: Path, text: Path) -> None:  # noqa: F811
+def test_learning_rate_range_test_flag(tmp_path: Path, cache: Path, text: Path) -> None:
     folder = tmp_path / "rate"
     words = ["--preset", "debug", "--data", "text", "--files", text, "--run-folder", folder]
     out = good(call(TRAIN, *words, "--find-learning-rate", "--context-window", "16", "--batch-size", "4"))

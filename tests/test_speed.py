@@ -76,11 +76,12 @@ def test_rounds_are_interleaved_and_end():
 
 
 # -------------------------------------------------------------------- arithmetic
-def test_rates_and_shares():
+def test_rates_and_shares(monkeypatch):
+    monkeypatch.setattr(speed, "PRODUCT_SIZE", 100)
     side = speed.PrecisionTiming("float32", "numba", lambda: None, lambda: None)
     side.product_seconds, side.step_seconds = [0.001, 0.002, 9.0], [1.0, 4.0, 1.0]
     side.kernel_seconds.update({"matmul": 3.0, "attention": 1.0, "attention_backward": 0.5, "adamw": 0.25, "add": 1.0})
-    found = speed.summarize(side, TINY, n=100)
+    found = speed.summarize(side, TINY)
     assert found.product_rate == 2 * 100**3 / 0.002
     assert found.tokens_per_second == 16
     assert found.fraction == pytest.approx(speed.flops_per_token(TINY) * 16 / 1e9)
@@ -122,17 +123,18 @@ def test_faster_bfloat16_and_the_largest_group_unless_it_is_products_are_suggest
 
 # -------------------------------------------------------------------- a run
 def test_a_run_with_tiny_sizes_and_without_a_provider_for_16_bits(monkeypatch):
-    speeds = speed.measure_precisions(TINY, n=32, seconds=0)
+    monkeypatch.setattr(speed, "PRODUCT_SIZE", 32)
+    speeds = speed.measure_precisions(TINY, seconds=0)
     assert [x.precision for x in speeds] in (["float32"], ["float32", "bfloat16"])
     for found in speeds:
         assert found.product_rate > 0 and found.tokens_per_second > 0 and found.fraction > 0
         assert sum(found.shares.values()) == pytest.approx(1) and min(found.shares.values()) >= 0
         assert found.shares["matmul"] > 0 and found.shares["attention"] > 0 and found.shares["optimizer"] > 0
-    assert "width 8, 1 layers, 8 tokens, batch 2" in speed.report(speeds, TINY, 32)
+    assert "width 8, 1 layers, 8 tokens, batch 2" in speed.report(speeds, TINY)
     monkeypatch.setattr(speed.onednn, "unavailable_reason", lambda: "not installed")
-    speeds = speed.measure_precisions(TINY, n=32, seconds=0)
+    speeds = speed.measure_precisions(TINY, seconds=0)
     assert [x.precision for x in speeds] == ["float32"]
-    assert speed.report(speeds, TINY, 32).endswith("\nno bfloat16: not installed")
+    assert speed.report(speeds, TINY).endswith("\nno bfloat16: not installed")
 
 
 def test_speed_flag_prints_fraction_of_peak_and_advice(monkeypatch, capsys):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 from programs import environment
-from test_programs import POSIX_ONLY, call, good, lines_without_progress_bars, text  # noqa: F401 (fixtures)
+from test_programs import POSIX_ONLY, call, good, lines_without_progress_bars
 
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.system.locks import FolderLock, LockedError
@@ -264,6 +264,7 @@ def test_second_sweep_in_one_folder_is_rejected(tmp_path: Path, trainer: Trainer
         (["--sampler-seed", "-1"], "--sampler-seed.*0 or more"),
         (["--find-learning-rate"], "flags.*--find-learning-rate"),
         (["--dropout", "0.1"], "dropout.*--over.*both"),
+        (["--over", "optimiser=adamw,muon", "--optimizer", "adamw"], "optimiser.*--over.*both"),
         (["--sampler", "grid"], "--sampler grid: .*dropout"),
     ],
 )
@@ -314,11 +315,9 @@ REAL = (
 
 
 @pytest.fixture(scope="module")
-def words(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: F811
+def words(text: Path, cache: Path) -> list[str]:
     pytest.importorskip("optuna")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRICYCLE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield [*REAL, str(text)]
+    return [*REAL, str(text)]
 
 
 @pytest.mark.nightly

@@ -9,6 +9,7 @@ Both columns come from `Family`: its `model_types` and `models`.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import groupby
 
 import reading_list
@@ -30,10 +31,7 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def page_with_table(page: str) -> str:
-    """Return the text of the page with the current table between its markers; ValueError unless each is there once."""
-    return reading_list.page_with_table(page, BEGIN, END, table)
-
+page_with_table = partial(reading_list.page_with_table, begin=BEGIN, end=END, new_table=table)
 
 if __name__ == "__main__":
     sys.exit(reading_list.main(sys.argv[1:], PAGE, page_with_table))

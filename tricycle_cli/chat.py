@@ -24,10 +24,10 @@ from tricycle_cli.models import (
     DecodingFlags,
     ModelFlags,
     SamplingFlags,
+    chat_stop_tokens,
     check_constraint,
     load_model,
     new_decoder,
-    stop_tokens,
 )
 from tricycle_cli.signals import Signals
 
@@ -88,14 +88,10 @@ class Conversation:
             raise ValueError(f"expected --length to be 1 or more, got {n_tokens}")
         self.model, self.tokeniser = loaded.model, loaded.tokeniser
         self.n_tokens, self.decoding = n_tokens, decoding or DecodingFlags()
-        self.stops = stop_tokens(loaded)
+        self.stops = chat_stop_tokens(loaded)
         self.first_messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
         self._ids([*self.messages, {"role": "user", "content": "Hello!"}])  # the template raises its errors now
-        with contextlib.suppress(ValueError):  # a template may reject a conversation without messages
-            end = self.tokeniser.end_of_answer()
-            if end is not None and end not in self.stops:  # the model's settings may lack the end-of-answer token
-                self.stops.append(end)
         self.sampling = replace(sampling, stop_tokens=self.stops)
 
     def reset(self) -> None:
@@ -207,7 +203,7 @@ def save(messages: list[Message], name: str) -> None:
             else:
                 file.write("".join(f"{message['role']}: {message['content']}\n\n" for message in messages))
         print(f"(saved: {name})")
-    except OSError as error:
+    except (OSError, RuntimeError, ValueError) as error:  # also of an unknown ~user, or a NUL character in the name
         print(f"(not saved: {error})")
 
 

@@ -43,7 +43,7 @@ def flags_of(command: str) -> list[Flag]:
     The flags of the modules in `TASKS`, which the word after the command selects, are included.
     """
     module = importlib.import_module(f"tricycle_cli.{command}")
-    modules = [module, *map(importlib.import_module, getattr(module, "TASKS", {}).values())]
+    modules = [module, *(importlib.import_module(f"tricycle_cli.{task}") for task in getattr(module, "TASKS", ()))]
     names = ("ResumeArguments", "Arguments")
     kinds = [getattr(each, name) for each in modules for name in names if hasattr(each, name)]
     flags = {flag.name: flag for kind in kinds for flag in field_flags(kind)}

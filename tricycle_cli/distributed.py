@@ -136,8 +136,6 @@ def parse_on_all_ranks(processes: ProcessGroup, parse: Callable[[], T]) -> T:
 # -------------------------------------------------------------------- properties that must be the same on all ranks
 def check_same(processes: ProcessGroup, properties: dict[str, Any]) -> None:
     """Raise ValueError on all ranks if a property differs from rank zero's; the message names ranks and properties."""
-    if processes.size == 1:
-        return
     gathered = processes.all_gather((socket.gethostname(), properties))
     expected = gathered[0][1]
     problems = [
@@ -203,7 +201,7 @@ def n_threads() -> int:
 
 def share_threads(processes: ProcessGroup) -> None:
     """Set and print TRICYCLE_NUM_THREADS, the fewest usable CPUs per rank; skip if it or OMP_NUM_THREADS is set."""
-    if processes.size == 1 or os.environ.get("TRICYCLE_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS"):
+    if os.environ.get("TRICYCLE_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS"):
         return
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     gathered = processes.all_gather((socket.gethostname(), sorted(own)))
@@ -225,8 +223,6 @@ def share_gpus(processes: ProcessGroup) -> None:
     visible = [name for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     if VISIBLE not in os.environ:
         visible = [path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
-    if processes.size == 1:
-        return
     gathered = processes.all_gather((socket.gethostname(), visible))
     local_rank = gathered[: processes.rank].count(gathered[processes.rank])
     if visible:

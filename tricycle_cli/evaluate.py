@@ -21,6 +21,7 @@ from tricycle.pretrained import Pretrained
 from tricycle.system.files import read_file
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
+from tricycle_cli.likelihoods import MAX_LOGITS
 from tricycle_cli.made_tasks import NAMES, TaskName, make_task
 from tricycle_cli.models import ModelFlags, load_model
 from tricycle_cli.multiple_choice import (
@@ -35,7 +36,6 @@ from tricycle_cli.multiple_choice import (
     write_log,
 )
 
-MAX_LOGITS = 2**26  # of a batch
 MAX_DEFAULT_WINDOW = 1024
 
 
@@ -84,6 +84,9 @@ class Score:
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle evaluate`: print loss and bits per byte of each file and in total, or with --task the accuracy."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
+    for name in ("stride", "batch_size"):
+        if getattr(arguments, name) < 0:
+            raise ValueError(f"expected --{name.replace('_', '-')} of 0 or more, got {getattr(arguments, name)}")
     if bool(arguments.files) == (arguments.task is not None):
         raise ValueError("expected at least one file, or --task, got " + ("both" if arguments.files else "none"))
     if arguments.task is not None:

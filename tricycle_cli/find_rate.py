@@ -15,9 +15,7 @@ from tricycle_lab.range_test import N_STEPS, plot_range_test, range_test
 PICTURE, TABLE = "learning_rate.png", "learning_rate.csv"
 
 
-def find_learning_rate(
-    config: GPTConfig, tokens: Any, model: GPT | None, on_gpu: bool, folder: Path, show_progress: bool = True
-) -> None:
+def find_learning_rate(config: GPTConfig, tokens: Any, model: GPT | None, on_gpu: bool, folder: Path) -> None:
     """Run a learning-rate range test; write learning_rate.png and .csv to a folder, and print a suggestion.
 
     Args:
@@ -26,13 +24,12 @@ def find_learning_rate(
         model: the initial model; None for a new one.
         on_gpu: compute on a GPU.
         folder: the folder of both files, which is created. In the table, values that are not finite are empty.
-        show_progress: show a progress bar.
     """
     from tqdm import tqdm
 
     require_matplotlib("--find-learning-rate")
     folder.mkdir(parents=True, exist_ok=True)
-    with tqdm(total=N_STEPS, unit="step", disable=not show_progress) as bar:
+    with tqdm(total=N_STEPS, unit="step") as bar:
         test = range_test(config, tokens, model, on_gpu, progress=lambda step: bar.update())
     with atomic_write(folder / TABLE, text=True) as file:
         file.write("learning_rate,loss,smoothed\n")

@@ -43,19 +43,18 @@ from tricycle.training_state import TrainingState, activation_bytes, new_optimis
 from tricycle_cli.distributed import require_one_process
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk
-from tricycle_cli.init_from import initialize_from
+from tricycle_cli.init_from import MAX_DEFAULT_WINDOW, initialize_from
 from tricycle_cli.models import Device, Weights, load_model
 from tricycle_cli.run import OnNaN, Run, read_metrics
 from tricycle_cli.session import open_session, print_line
 from tricycle_cli.task import Task, claim_new_folder, command_name, read_stored_flags, write_run_description
 from tricycle_cli.trackers import TrackerName, check_trackers
 from tricycle_cli.tuning import ADAPTER, HeldOutPairs, HeldOutRows, TuningState, write_samples
-from tricycle_cli.updates import advise_on_memory, check_training_memory, evaluate_and_record
+from tricycle_cli.updates import advise_on_memory, check_training_memory
 from tricycle_datasets.examples import PREFERENCES, ExampleEncoder, ExampleSplit, Record, load_examples, read_records
 from tricycle_lab.plot import plot_losses
 
 DESCRIPTION = __doc__ or ""
-MAX_DEFAULT_WINDOW = 512  # memory grows with the context window
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
 DPO_RATE_FACTOR = 0.1  # of the learning rate with --loss dpo
 LOSSES = ("cross-entropy", "dpo")
@@ -218,6 +217,7 @@ class FinetuneTask(Task):
 
     Attributes:
         loaded: the model with its tokenizer.
+        base: the `fingerprint` of the model before training.
         dataset: the training examples.
         held_out: the held-out examples.
         before: the results of `measure` before training.
@@ -227,6 +227,7 @@ class FinetuneTask(Task):
     command = "finetune"
     learning_rate_flag = "--learning-rate"
     loaded: Pretrained
+    base: str
     dataset: PackedDataset
     held_out: HeldOutRows | HeldOutPairs
     before: dict[str, float]
@@ -266,9 +267,8 @@ class FinetuneTask(Task):
         examples = load_examples(records, encoder, held_out)
         self._split(examples, window)
         config = training_config(arguments, loaded, self.dataset)
-        base, adapter = fingerprint(loaded.model), None
-        if lora is not None:
-            adapter = new_adapter(loaded, lora, arguments.seed, arguments.model)
+        self.base = fingerprint(loaded.model)
+        adapter = None if lora is None else new_adapter(loaded, lora, arguments.seed, arguments.model)
         on_gpu = next(loaded.model.parameters()).on_gpu
         with advise_on_memory(on_gpu, self.memory_advice(config, on_gpu)):
             check_training_memory(finetuning_bytes(config, self.dataset, adapter or loaded.model), on_gpu)
@@ -277,7 +277,7 @@ class FinetuneTask(Task):
         loaded.model.use_precision(config.precision)
         if isinstance(self.held_out, HeldOutPairs):  # a new adapter does not change the model's outputs
             compute_reference_logprobs(loaded.model, [self.dataset, self.held_out.dataset])
-        state = self._new_state(config, adapter, base)
+        state = self._new_state(config, adapter)
         print_summary(examples, self.dataset, state, arguments)
         self._begin_or_resume(state, run, examples)
         self.patience = arguments.patience
@@ -297,17 +297,15 @@ class FinetuneTask(Task):
         self.dataset = PackedDataset(examples.train, *order, pack)
         self.held_out = HeldOutRows.from_dataset(rows, n_held, loaded.tokeniser)
 
-    def _new_state(self, config: GPTConfig, adapter: Adapter | None, base: str) -> TuningState:
+    def _new_state(self, config: GPTConfig, adapter: Adapter | None) -> TuningState:
         """Return the initial training state, the model in training mode; `beta` is 0 without DPO."""
         arguments, model = self.arguments, self.loaded.model
         model.recompute = checkpoint_activations if config.recompute else None
         model.train()
         dataset: Any = self.dataset
         beta = arguments.beta if arguments.loss == "dpo" else 0.0
-        parts: dict[str, Any] = {"adapter": adapter, "loaded": self.loaded, "base": base, "beta": beta}
-        state = TuningState(config, model, new_optimiser(config), dataset, **parts)
-        state.total_steps = config.steps
-        return state
+        parts: dict[str, Any] = {"adapter": adapter, "loaded": self.loaded, "beta": beta}
+        return TuningState(config, model, new_optimiser(config), dataset, total_steps=config.steps, **parts)
 
     def _begin_or_resume(self, state: TuningState, run: Run, examples: ExampleSplit) -> None:
         """Resume the last checkpoint (ValueError: data or model changed); or measure and sample the base, write files.
@@ -321,7 +319,7 @@ class FinetuneTask(Task):
             expected = "that the run was started with, got"
             if description.get("corpus") != examples.digest:
                 raise ValueError(f"{run.folder}: expected the data {expected} changed data")
-            if description.get("base", state.base) != state.base:
+            if description.get("base", self.base) != self.base:
                 raise ValueError(f"{run.folder}: expected the model {expected} a changed {self.arguments.model}")
             before = description.get("before", {})
             self.before = {"held_out_loss": before.get("loss", math.nan), **before}
@@ -340,7 +338,7 @@ class FinetuneTask(Task):
         self.prompts = _prompts(self.arguments, examples)
         self._write_samples(run, "before")
         description = {"data": "finetune", "files": [], "tokeniser": "own", "corpus": examples.digest}
-        description |= {"base": state.base, "arguments": _as_json(self.arguments)}
+        description |= {"base": self.base, "arguments": _as_json(self.arguments)}
         description |= {"before": {"loss": self.before["held_out_loss"], **self.before}}
         description["prompts"] = [[text, ids] for text, ids in self.prompts]
         write_run_description(run.folder, state.config, description, run.tokeniser)
@@ -368,8 +366,12 @@ class FinetuneTask(Task):
         return self.held_out.measure(state.model)
 
     def format_metrics(self, metrics: Mapping[str, float]) -> str:
-        """Format the results of `measure` as one line of text with units; a missing metric is "nan"."""
-        return self.held_out.format_metrics(metrics)
+        """Format the results of `measure` (DPO: nats per pair, reward margin and accuracy); a missing one is "nan"."""
+        if self.arguments.loss != "dpo":
+            return super().format_metrics(metrics)
+        names = ("held_out_loss", "reward_margin", "reward_accuracy")
+        loss, margin, accuracy = (metrics.get(name, math.nan) for name in names)
+        return f"{loss:.4f} nats/pair, reward margin {margin:.3f}, reward accuracy {accuracy:.0%}"
 
     def _write_samples(self, run: Run, title: str) -> None:
         """Append samples of the prompts to samples.txt and print them; skip it without prompts or --sample-tokens 0."""
@@ -378,8 +380,6 @@ class FinetuneTask(Task):
 
     def report(self, state: Any, run: Run) -> None:
         """Load the best checkpoint into `state`, write samples and loss.png, print losses before and after training."""
-        if state.evaluated_step != state.step:
-            evaluate_and_record(state, run, self)
         checkpoint = load_checkpoint(run.best)
         state.read(checkpoint)
         best_step = checkpoint.about["progress"]["step"]

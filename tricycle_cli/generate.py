@@ -72,6 +72,10 @@ def main(args: Sequence[str] | None = None) -> None:
     if isinstance(loaded.model, EncoderDecoderTransformer):
         return print_stream("", target_text(loaded, ids, arguments, sampling))
     if arguments.beams not in (None, 1):
+        if sampling.constraint is not None:
+            raise ValueError(
+                "expected --json-schema and --regex without --beams, because beam search does not apply them"
+            )
         found = generate_beam_search(
             loaded.model, [ids], arguments.length, arguments.beams, 1.0, sampling.stop_tokens, sampling.n_vocab
         )

@@ -8,8 +8,6 @@ from typing import Any
 from tricycle.configs import GPTConfig, LaptopConfig
 from tricycle.configs.presets import trainable_fields
 from tricycle.models import GPT
-from tricycle.pretrained import Pretrained
-from tricycle_cli.models import load_model
 
 # Fields that may differ from the model's config; the other fields are its shape.
 FREE_FIELDS = ("context_window", "dropout", "precision", "softmax", "softmax_blocks", "seed")
@@ -24,11 +22,6 @@ TRAINING: dict[str, Any] = {
     "steps": 0,
 }
 MAX_DEFAULT_WINDOW = 512  # memory grows with the context window
-
-
-def load_base_model(source: str) -> Pretrained:
-    """Load the model of --init-from on the CPU, with float32 weights for training."""
-    return load_model(source, device="cpu")
 
 
 def default_config(model: GPT) -> GPTConfig:

@@ -58,14 +58,7 @@ class Arguments(InspectFlags):
     """the number of entries of each table"""
 
 
-TASKS = {
-    "circuit": "tricycle_cli.circuit",
-    "features": "tricycle_cli.features",
-    "lens": "tricycle_cli.lens",
-    "probe": "tricycle_cli.probe",
-    "scores": "tricycle_cli.scores",
-    "steer": "tricycle_cli.steer",
-}  # modules of the subcommands, which have other flags
+TASKS = ("circuit", "features", "lens", "probe", "scores", "steer")  # subcommands with other flags, by their modules
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -74,7 +67,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if words and words[0] in TASKS:
         if args is None:
             sys.argv[0] += f" {words[0]}"  # the program's name in the help and in errors
-        importlib.import_module(TASKS[words[0]]).main(words[1:])
+        importlib.import_module(f"tricycle_cli.{words[0]}").main(words[1:])
         return
     arguments = parse(Arguments, args=words, description=__doc__ or "")
     _check(arguments)

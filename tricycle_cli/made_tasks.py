@@ -50,7 +50,8 @@ def make_task(
         if window <= 2 * REPEATED_TOKENS:
             raise ValueError(f"induction: expected a window above {2 * REPEATED_TOKENS} tokens, got {window}")
         pairs = list(_induction_pairs(tokeniser, n_items, generator))
-        return [_describe(tokeniser, own) for own in pairs], pairs
+        choices = [[tokeniser.decode(pair.continuation) for pair in own] for own in pairs]
+        return [Item(tokeniser.decode(own[0].context), texts, 0) for own, texts in zip(pairs, choices)], pairs
     if name == "arithmetic":
         items = list(_arithmetic_items(n_items, generator))
     else:
@@ -93,11 +94,6 @@ def _induction_pairs(tokeniser: Tokeniser, n_items: int, generator: np.random.Ge
         wrong = generator.choice([i for i in range(REPEATED_TOKENS) if i != n_seen], N_CHOICES - 1, replace=False)
         context = [tokeniser.new_text, *ids, *ids[:n_seen]]
         yield [Pair(context, [ids[i]]) for i in (n_seen, *wrong)]
-
-
-def _describe(tokeniser: Tokeniser, pairs: list[Pair]) -> Item:
-    """Return an item of token ids as text, for the log."""
-    return Item(tokeniser.decode(pairs[0].context), [tokeniser.decode(pair.continuation) for pair in pairs], 0)
 
 
 def _retrieval_items(tokeniser: Tokeniser, window: int, n_items: int, generator: np.random.Generator) -> Iterator[Item]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -287,3 +288,13 @@ def default_sampling(loaded: Pretrained) -> PenalizedSamplingParams:
 def stop_tokens(loaded: Pretrained) -> list[int]:
     """Return the sorted ids of the tokens that end a text: those of the generation settings, else end-of-text."""
     return sorted({*loaded.generation.stop_tokens} or {loaded.tokeniser.end_of_text})
+
+
+def chat_stop_tokens(loaded: Pretrained) -> list[int]:
+    """Return `stop_tokens`, and the token that ends an answer by the chat template, which the settings may lack."""
+    stops = stop_tokens(loaded)
+    if loaded.tokeniser.chat_template:
+        with contextlib.suppress(ValueError):  # a template may reject the short conversation that this uses
+            end = loaded.tokeniser.end_of_answer()
+            stops += [] if end is None or end in stops else [end]
+    return stops

@@ -31,9 +31,9 @@ class Item:
     group: str = ""
 
 
-@dataclass(frozen=True)
-class ItemScore:
-    """The result of an item.
+@dataclass(frozen=True, kw_only=True)
+class ItemScore(Item):
+    """An item and its result.
 
     Attributes:
         logprobs: the log-likelihood of each choice after the prompt, in nats.
@@ -41,10 +41,6 @@ class ItemScore:
         chosen_per_character: index of the choice with the largest log-likelihood per character.
     """
 
-    prompt: str
-    choices: list[str]
-    answer: int
-    group: str
     logprobs: list[float]
     chosen: int
     chosen_per_character: int
@@ -57,7 +53,7 @@ def read_items(path: Path) -> list[Item]:
         ValueError: a line is not such an object; the message has its number.
     """
     items = []
-    for number, line in enumerate(read_file(path).decode("utf-8", "replace").split("\n"), 1):
+    for number, line in enumerate(read_file(path).decode("utf-8-sig", "replace").split("\n"), 1):
         if line.strip():
             try:
                 items.append(_parse_item(json.loads(line)))

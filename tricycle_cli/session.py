@@ -22,7 +22,7 @@ from tricycle_cli.signals import Interrupted, Signals, exit_by_signal
 from tricycle_cli.streams import tolerant_streams
 from tricycle_cli.task import Task, command_name
 from tricycle_cli.tracking import Tracking
-from tricycle_cli.updates import RunSession, update_session
+from tricycle_cli.updates import RunSession, evaluate_and_record, update_session
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def open_session(new_task: Callable[[ProcessGroup], Task]) -> Iterator[RunSessio
 
 @contextlib.contextmanager
 def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterator[RunSession]:
-    """Prepare, yield the session of the updates, and report; print the resume command of an unfinished run."""
+    """Prepare, yield the session of the updates, evaluate and report; print the resume command of an unfinished run."""
     resume = f"{command_name(task.command, task.command)} --resume {shlex.quote(run.folder.as_posix())}"
     try:
         with signals.restore_interrupts():
@@ -84,6 +84,8 @@ def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterato
                     yield session
                 if session.finished:
                     signals.check()
+                    if state.evaluated_step != state.step:
+                        evaluate_and_record(state, run, task)
                     task.report(state, run)
         if not session.finished:
             print(f"stopped after step {state.step}; all progress is saved. Resume with\n  {resume}")

@@ -28,7 +28,7 @@ SMALL_GPT = GPTConfig(
     vocab_size=1024, context_window=256, embedding_dim=384, n_heads=6, n_layers=2, batch_size=4, tied=False
 )
 CONFIG = replace(SMALL_GPT, n_layers=6, batch_size=8)
-PRODUCT_SIZE = 2048
+PRODUCT_SIZE = 2048  # rows and columns of the large product's matrices
 N_ROUNDS, MAX_ROUNDS = 3, 7
 SECONDS = 9.0  # after which no further round starts, once there were N_ROUNDS
 MIN_TURN = 0.5  # minimum seconds of training steps in a round; matrix products take half of it
@@ -116,19 +116,19 @@ def flops_per_token(config: GPTConfig) -> int:
     return 3 * 2 * (weights + attention)
 
 
-def product_benchmark(precision: str = "float32", n: int = PRODUCT_SIZE) -> tuple[Callable[[], object], str]:
-    """Return a function that multiplies an n x n matrix by itself at each call, and its kernel's provider by name."""
-    numbers = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)
+def product_benchmark(precision: str = "float32") -> tuple[Callable[[], object], str]:
+    """Return a function that multiplies a large matrix by itself at each call, and its kernel's provider by name."""
+    numbers = np.random.default_rng(0).standard_normal((PRODUCT_SIZE, PRODUCT_SIZE), dtype=np.float32)
     operand = kernels.matmul_operand(numbers, precision)
     provider = kernels.explain(kernels.matmul, operand, operand, precision=precision).provider
     return lambda: kernels.matmul(operand, operand, precision=precision), provider
 
 
-def product_rate(n: int = PRODUCT_SIZE) -> float:
-    """Measure the FLOP/s of a float32 matrix product (n, n) @ (n, n), after one product for warm-up."""
-    multiply, _ = product_benchmark(n=n)
+def product_rate() -> float:
+    """Measure the FLOP/s of a large float32 matrix product, after one product for warm-up."""
+    multiply, _ = product_benchmark()
     multiply()
-    return 2 * n**3 / time_repeatedly(multiply, 0.0, time.perf_counter)[0]
+    return 2 * PRODUCT_SIZE**3 / time_repeatedly(multiply, 0.0, time.perf_counter)[0]
 
 
 def training_step(config: GPTConfig, precision: str = "float32") -> Callable[[], object]:
@@ -194,9 +194,9 @@ def time_repeatedly(work: Callable[[], object], min_seconds: float, clock: Calla
     return times
 
 
-def summarize(timing: PrecisionTiming, config: GPTConfig, n: int = PRODUCT_SIZE) -> Speed:
-    """Return `Speed` from the medians of the measured times; the large product multiplies n x n matrices."""
-    product_rate = 2 * n**3 / statistics.median(timing.product_seconds)
+def summarize(timing: PrecisionTiming, config: GPTConfig) -> Speed:
+    """Return `Speed` from the medians of the measured times."""
+    product_rate = 2 * PRODUCT_SIZE**3 / statistics.median(timing.product_seconds)
     n_tokens = config.batch_size * config.context_window
     tokens_per_second = n_tokens / statistics.median(timing.step_seconds)
     total = sum(timing.step_seconds)
@@ -241,33 +241,32 @@ def show_progress(message: str) -> None:
         print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
 
 
-def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float = SECONDS) -> list[Speed]:
+def measure_precisions(config: GPTConfig, seconds: float = SECONDS) -> list[Speed]:
     """Measure matmul and training speed, with a progress line; return a `Speed` for float32, and bfloat16 if supported.
 
     Args:
         config: the config of the GPT that is trained.
-        n: rows and columns of the large product's matrices.
         seconds: the time after which no further round starts; 0 for a quick measurement.
     """
     precisions = ["float32"] + ["bfloat16"] * (onednn.unavailable_reason() is None)
     timings = []
     try:
         for precision in precisions:
-            multiply, provider = product_benchmark(precision, n)
+            multiply, provider = product_benchmark(precision)
             timings.append(PrecisionTiming(precision, provider, multiply, training_step(config, precision)))
         measure(timings, seconds, min_turn=MIN_TURN if seconds else 0.0)
     finally:
         show_progress("")
-    return [summarize(timing, config, n) for timing in timings]
+    return [summarize(timing, config) for timing in timings]
 
 
-def report(speeds: Sequence[Speed], config: GPTConfig, n: int = PRODUCT_SIZE) -> str:
+def report(speeds: Sequence[Speed], config: GPTConfig) -> str:
     """Format the measured speeds as text: threads, sizes, two tables, and the reason if there is no bfloat16."""
     problem, n_threads = onednn.unavailable_reason(), threads.n_threads()
     size = f"width {config.embedding_dim}, {config.n_layers} layers, {config.context_window} tokens"
     lines = [
         f"CPU, {n_threads} thread{'s' * (n_threads > 1)}; medians of {N_ROUNDS} or more interleaved rounds",
-        f"matmul: matrices of {n:,} x {n:,}",
+        f"matmul: matrices of {PRODUCT_SIZE:,} x {PRODUCT_SIZE:,}",
         f"step: forward, loss, backward and AdamW of a GPT ({size}, batch {config.batch_size})",
         "",
         tables(speeds),

@@ -28,7 +28,7 @@ from tricycle.system.files import atomic_write, read_json_object
 from tricycle.system.locks import FolderLock, LockedError
 from tricycle_cli.databases import sqlite_url
 from tricycle_cli.distributed import require_one_process
-from tricycle_cli.flags import on_one_line, parse, parse_known
+from tricycle_cli.flags import ALIASES, on_one_line, parse, parse_known
 from tricycle_cli.made_tasks import TaskName
 from tricycle_cli.run import read_metrics
 from tricycle_cli.search_space import (
@@ -175,8 +175,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def fields_on_command_line(words: Sequence[str]) -> list[str]:
-    """Return the names of all --flags in a command line, with underscores and without "no-", as config fields have."""
+    """Return the present names of all --flags in a command line, with underscores and without "no-", as fields have."""
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
+    flags = [ALIASES.get(flag, flag) for flag in flags]
     return [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
 
 

@@ -7,6 +7,7 @@ of `Task` and a dataclass of their flags.
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 import sys
 from collections.abc import Collection, Mapping
@@ -18,12 +19,10 @@ from tricycle.configs.size import min_n_weights
 from tricycle.distributed.processes import ProcessGroup
 from tricycle.system.files import atomic_write, read_json_object
 from tricycle.training_state import TrainingState
+from tricycle_cli.flags import ALIASES, VALUE_ALIASES
 from tricycle_cli.run import Run
 
 SCRIPTS = {"train": "python train_smol_gpt.py", "generate": "python inference.py"}
-# Former names and values of flags, as older run folders store them.
-FORMER_FLAGS = {"cut_answers": "truncate_answers", "rank_stabilised": "rslora"}
-FORMER_VALUES = {"method=all": "full", "loss=likelihood": "cross-entropy"}
 
 
 class Task:
@@ -86,8 +85,9 @@ class Task:
         raise NotImplementedError
 
     def format_metrics(self, metrics: Mapping[str, float]) -> str:
-        """Format the results of `measure` as one line of text with units; subclasses implement it."""
-        raise NotImplementedError
+        """Format the results of `measure` as "1.2345 nats/token, 0.678 bits/byte"; a missing metric is "nan"."""
+        loss, bits = (metrics.get(name, math.nan) for name in ("held_out_loss", "bits_per_byte"))
+        return f"{loss:.4f} nats/token, {bits:.3f} bits/byte"
 
     def sample(self, state: TrainingState, run: Run) -> None:
         """Print samples and append them to samples.txt, every `sample_interval` updates; by default do nothing."""
@@ -128,8 +128,12 @@ def claim_new_folder(folder: Path) -> None:
 
 def present_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of an older run folder's flags with their present names and values; other flags are unchanged."""
-    named = {FORMER_FLAGS.get(name, name): value for name, value in stored.items()}
-    return {name: FORMER_VALUES.get(f"{name}={value}", value) for name, value in named.items()}
+    flags = {"--" + name.replace("_", "-"): value for name, value in stored.items()}
+    present = {ALIASES.get(flag, flag): value for flag, value in flags.items()}
+    return {
+        flag.removeprefix("--").replace("-", "_"): VALUE_ALIASES.get((flag, str(value)), value)
+        for flag, value in present.items()
+    }
 
 
 def read_stored_flags(path: Path, key: str, defaults: Any, names: Collection[str]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import bz2
 import lzma
 import shlex
 import zlib
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from tricycle_cli.distributed import on_rank_zero
 from tricycle_cli.models import SAMPLING
 from tricycle_cli.run import Run, read_metrics
 from tricycle_cli.task import Task, command_name
-from tricycle_cli.updates import evaluate_and_record
 from tricycle_lab.plot import plot_losses
 
 SAMPLE_TOKENS, FINAL_SAMPLE_TOKENS = 160, 250
@@ -59,10 +57,6 @@ class TextTask(Task):
         tokens, size, n_context = self.held_out.tokens, config.batch_size, self.held_out.n_context
         return evaluate(model, tokens, size, n_batches, stride, n_context=n_context, processes=state.processes)
 
-    def format_metrics(self, metrics: Mapping[str, float]) -> str:
-        """Format "held_out_loss" and "bits_per_byte" as text such as "1.2345 nats/token, 0.678 bits/byte"."""
-        return f"{metrics['held_out_loss']:.4f} nats/token, {metrics['bits_per_byte']:.3f} bits/byte"
-
     def closing_seconds(self, seconds_per_batch: float, config: GPTConfig) -> float:
         """Estimate the seconds of the final report, from the seconds of a forward pass of one batch."""
         n_batches = OVERLAP * len(self.held_out.tokens) / (config.batch_size * config.context_window)
@@ -79,8 +73,6 @@ class TextTask(Task):
     def report(self, state: TrainingState, run: Run) -> None:
         """Evaluate the best checkpoint, put its model into `state`, plot loss.png, print metrics, samples, command."""
         config = state.config
-        if state.evaluated_step != state.step:
-            evaluate_and_record(state, run, self)
         checkpoint = on_rank_zero(run.processes, lambda: load_checkpoint(run.best))
         best_step = checkpoint.about["progress"]["step"]
         model = checkpoint.model()

@@ -15,9 +15,10 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from tricycle.configs.validated import OneOf
 from tricycle_cli.databases import sqlite_url
 
 PROJECT = "tricycle"
@@ -252,10 +253,7 @@ class Trackio(WandB):
 # By name, which is the name of the library and of the extra that installs it.
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
 NAMES = tuple(TRACKERS)
-if TYPE_CHECKING:
-    TrackerName = str
-else:
-    TrackerName = Literal[NAMES]
+TrackerName = OneOf[str, NAMES]
 
 
 def check_trackers(names: Sequence[str]) -> None:

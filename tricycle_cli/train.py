@@ -39,11 +39,11 @@ from tricycle_cli.distributed import (
 from tricycle_cli.find_rate import find_learning_rate
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk, describe_disk_space
-from tricycle_cli.init_from import check_shape, default_config, initialize_from, load_base_model
+from tricycle_cli.init_from import check_shape, default_config, initialize_from
 from tricycle_cli.likelihoods import Pair
 from tricycle_cli.made_tasks import NAMES as TASK_NAMES
 from tricycle_cli.made_tasks import TaskName, make_task
-from tricycle_cli.models import use_gpu
+from tricycle_cli.models import load_model, use_gpu
 from tricycle_cli.multiple_choice import Item, score_items, summarize
 from tricycle_cli.run import OnNaN, Run
 from tricycle_cli.session import new_folder, open_session
@@ -140,6 +140,7 @@ def run_range_test(words: Sequence[str]) -> int:
         arguments, start = parse_on_all_ranks(processes, lambda: parse_arguments(words))
         if processes.size > 1:
             raise ValueError(f"expected one process with --find-learning-rate, got {processes.size}")
+        arguments = resolve_arguments(arguments, words, processes)
         task = TrainTask(arguments, None, start)
         config, on_gpu = arguments.config, use_gpu(arguments.device)
         folder = arguments.run_folder or new_folder(f"learning-rate-{arguments.preset}-{arguments.data}")
@@ -201,12 +202,8 @@ def run_description(arguments: Arguments) -> dict[str, Any]:
         raise ValueError("expected no --evaluate-tasks with an encoder-decoder, whose continuations they do not score")
     description: dict[str, Any] = {"data": arguments.data, "files": [str(path.resolve()) for path in arguments.files]}
     description |= {"tokeniser": arguments.tokeniser, "on_nan": arguments.on_nan}
-    if arguments.track:
-        description["track"] = list(arguments.track)
-    if arguments.evaluate_tasks:
-        description["evaluate_tasks"] = list(arguments.evaluate_tasks)
-    if arguments.score_heads:
-        description["score_heads"] = True
+    optional = {name: getattr(arguments, name) for name in ("track", "evaluate_tasks", "score_heads")}
+    description |= {name: value for name, value in optional.items() if value}
     if arguments.init_from:
         path = Path(arguments.init_from)
         description["init_from"] = str(path.resolve()) if path.exists() else arguments.init_from
@@ -217,6 +214,9 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
     """Parse a new run's command line, with defaults of preset or --init-from; return it, and that loaded model or None.
 
     The preset, or the model of --init-from, is parsed first, because it provides the defaults of the other flags.
+
+    Raises:
+        ValueError: a flag contradicts the model of --init-from.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?")  # `parse` below reports a missing value
@@ -224,7 +224,13 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
     first.add_argument("--init-from", "--init_from", nargs="?")
     known = first.parse_known_args(args)[0]
     if known.init_from:
-        return parse_with_init_from(known, args)
+        if known.preset:
+            raise ValueError(f"expected no --preset with --init-from, got {known.preset}")
+        loaded = load_model(known.init_from, device="cpu")
+        default = Arguments(init_from=known.init_from, config=default_config(loaded.model))
+        arguments = parse(Arguments, default, args, description=DESCRIPTION)
+        check_shape(loaded.model, arguments.config)
+        return arguments, loaded
     preset = known.preset
     if preset not in PRESETS:  # missing or wrong; `parse` below reports a wrong one
         preset = "smol" if known.device != "cpu" and devices.gpu_problem() is None else "laptop"
@@ -233,21 +239,6 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
     tokeniser: Tokenisers = "portable" if preset == "portable" else "own"
     default = Arguments(preset=preset, data=data, tokeniser=tokeniser, config=config)
     return parse(Arguments, default, args, description=DESCRIPTION), None
-
-
-def parse_with_init_from(known: argparse.Namespace, args: Sequence[str]) -> tuple[Arguments, Pretrained]:
-    """Load the --init-from model, parse `args` with its defaults (ValueError if they contradict it); return both.
-
-    Raises:
-        ValueError: a flag contradicts the model.
-    """
-    if known.preset:
-        raise ValueError(f"expected no --preset with --init-from, got {known.preset}")
-    loaded = load_base_model(known.init_from)
-    default = Arguments(init_from=known.init_from, config=default_config(loaded.model))
-    arguments = parse(Arguments, default, args, description=DESCRIPTION)
-    check_shape(loaded.model, arguments.config)
-    return arguments, loaded
 
 
 # -------------------------------------------------------------------- the task
@@ -304,7 +295,7 @@ class TrainTask(TextTask):
             check_training_memory(self.needed_memory(config), on_gpu)  # before the text is loaded
         has_last = run.has(run.last)
         if arguments.init_from and not has_last and self.start is None:
-            self.start = load_base_model(arguments.init_from)
+            self.start = load_model(arguments.init_from, device="cpu")
         print(f"data: {arguments.data} (tokenized once, then cached)")
         corpus = self.load_corpus(self.first_tokeniser(run, has_last))
         run.tokeniser = tokeniser = corpus.tokeniser
@@ -426,8 +417,8 @@ def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
     are_trackers = isinstance(track, list) and all(name in NAMES for name in track)
     tasks = data.get("evaluate_tasks", [])
     are_tasks = isinstance(tasks, list) and all(name in TASK_NAMES for name in tasks)
-    is_flag = isinstance(data.get("score_heads", False), bool)
-    if not (is_known and are_paths and are_trackers and are_tasks and is_flag):
+    are_flags = isinstance(data.get("score_heads", False), bool) and isinstance(data.get("init_from", ""), str)
+    if not (is_known and are_paths and are_trackers and are_tasks and are_flags):
         got = reprlib.repr(data)
         raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {got}")
     if data.get("command", "train") != command:

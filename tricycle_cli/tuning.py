@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,10 @@ from tricycle.system.files import append_lines
 from tricycle.tensor import Tensor
 from tricycle.training import BatchLossFn
 from tricycle.training_state import TrainingState
-from tricycle_cli.models import stop_tokens
+from tricycle_cli.models import chat_stop_tokens
 from tricycle_cli.run import Run
 
 ADAPTER = "adapter"  # the folder in a run's folder
-PAIR_FIGURES = ("held_out_loss", "reward_margin", "reward_accuracy")
 
 
 class _Learning(Layer):
@@ -49,14 +48,12 @@ class TuningState(TrainingState):
     Attributes:
         adapter: the trained adapter; None where the whole model is trained.
         loaded: the model to which the adapter is attached.
-        base: the `finetune.fingerprint` of the model before training.
         beta: the coefficient of DPO; 0 for the cross-entropy of the tokens that count.
         margins: the reward margins of the batches of an update (DPO).
     """
 
     adapter: Adapter | None = None
     loaded: Pretrained | None = None
-    base: str = ""
     beta: float = 0.0
     margins: list[Any] = field(default_factory=list)
 
@@ -170,12 +167,6 @@ class HeldOutRows:
         bits = total / math.log(2) / max(1, self.n_bytes)
         return {"held_out_loss": total / count, "bits_per_byte": bits}
 
-    @staticmethod
-    def format_metrics(metrics: Mapping[str, float]) -> str:
-        """Format the results of `measure` as "1.2345 nats/token, 0.678 bits/byte"; a missing one is "nan"."""
-        bits = metrics.get("bits_per_byte", math.nan)
-        return f"{metrics.get('held_out_loss', math.nan):.4f} nats/token, {bits:.3f} bits/byte"
-
 
 @dataclass
 class HeldOutPairs:
@@ -205,12 +196,6 @@ class HeldOutPairs:
             joined = np.concatenate(margins)
             return {"held_out_loss": float(preference_losses(joined).mean()), **reward_metrics(joined)}
 
-    @staticmethod
-    def format_metrics(metrics: Mapping[str, float]) -> str:
-        """Format the results of `measure`: nats/pair, reward margin, reward accuracy in %; a missing one is "nan"."""
-        loss, margin, share = (metrics.get(name, math.nan) for name in PAIR_FIGURES)
-        return f"{loss:.4f} nats/pair, reward margin {margin:.3f}, reward accuracy {share:.0%}"
-
 
 # -------------------------------------------------------------------- samples
 def write_samples(
@@ -218,13 +203,7 @@ def write_samples(
 ) -> None:
     """Generate a greedy continuation of each prompt, print all texts, and append them to samples.txt under `title`."""
     window = loaded.model.config.context_window
-    stops = stop_tokens(loaded)
-    if loaded.tokeniser.chat_template:
-        try:
-            end = loaded.tokeniser.end_of_answer()
-            stops = stops if end is None else [*stops, end]
-        except ValueError:  # a template may reject a conversation without messages
-            pass
+    stops = chat_stop_tokens(loaded)
     sampling = replace(SamplingParams(temperature=0.0), stop_tokens=stops, n_vocab=loaded.tokeniser.n_vocab)
     lines = []
     for prompt, ids in prompts:

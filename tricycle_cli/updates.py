@@ -97,8 +97,7 @@ class RunSession(StateSession):
         from tqdm import tqdm
 
         self.waiting: list[tuple[Any, Any]] = []
-        self._rates: list[float] = []
-        self._figures: list[dict[str, float]] = []
+        self._metrics: list[dict[str, float]] = []  # further metrics of the waiting updates
         self._times: list[float] = []  # seconds of the updates that have been read
         self._bad: dict[int, str] = {}  # by step, the NaN or infinity of waiting updates
         self._started = 0.0
@@ -128,16 +127,17 @@ class RunSession(StateSession):
         skipped update, because a rollback may discard the weights.
         """
         state, run = self.state, self.run
-        is_due = state.step not in (0, state.total_steps) and _is_due(state) and not state.n_skips
-        if not is_due or self.should_stop():
+        evaluation_is_due, sample_is_due = _due(state)
+        is_due = (evaluation_is_due or sample_is_due) and state.step not in (0, state.total_steps)
+        if not is_due or state.n_skips or self.should_stop():
             return
         self.save()
         self._saved_step = state.step
         try:
             with run.interruptible():
-                if _evaluation_is_due(state):
+                if evaluation_is_due:
                     evaluate_and_record(state, run, self.task)
-                if _sample_is_due(state):
+                if sample_is_due:
                     self.task.sample(state, run)
         except Interrupted:
             self._is_interrupted = True
@@ -169,8 +169,7 @@ class RunSession(StateSession):
         """Queue an update's loss and norm; if due, read and record the queue (or NonFiniteError); advance the bar."""
         self._is_updating = self._is_new = False
         self.waiting.append((loss, norm))
-        self._rates.append(self.state.optimiser.learning_rate)
-        self._figures.append(self.state.extra_metrics())
+        self._metrics.append({**self.state.extra_metrics(), "learning_rate": self.state.optimiser.learning_rate})
         self._is_stopping = self.limit > 1 and self.run.should_stop()
         if self._is_stopping or self._must_be_read():
             text = self._read()
@@ -209,7 +208,7 @@ class RunSession(StateSession):
         state = self.state
         timing_starts = len(self._times) + len(self.waiting) == UNTIMED_STEPS
         estimate_is_due = state.step in (*ESTIMATE_STEPS, state.total_steps)
-        return len(self.waiting) >= self.limit or timing_starts or estimate_is_due or _is_due(state)
+        return len(self.waiting) >= self.limit or timing_starts or estimate_is_due or any(_due(state))
 
     def _read(self) -> str:
         """Record the waiting updates; return a line about the last update for the progress bar."""
@@ -222,21 +221,20 @@ class RunSession(StateSession):
         state.seconds += seconds * n_results
         self._times += [seconds] * n_results
         speed = state.n_tokens / seconds
-        rates, figures = self._rates, self._figures
-        self.waiting, self._rates, self._figures, self._bad = [], [], [], {}
+        metrics = self._metrics
+        self.waiting, self._metrics, self._bad = [], [], {}
         steps = range(state.step + 1 - n_results, state.step + 1)
-        for step, (loss, norm), rate, more in zip(steps, results, rates, figures):
+        for step, (loss, norm), more in zip(steps, results, metrics):
             if step in bad:
                 self._skip(step, bad[step])
                 continue
             state.n_skips = 0
-            values = {"learning_rate": rate, "gradient_norm": norm, "tokens_per_second": speed}
-            self.run.record(step=step, loss=loss, **more, **values)
+            self.run.record(step=step, loss=loss, **more, gradient_norm=norm, tokens_per_second=speed)
         if config.minutes and len(self._times) > UNTIMED_STEPS:
             if self.run.processes.is_rank_zero:
                 self._estimate_total_steps()
             state.total_steps = self.run.processes.broadcast(state.total_steps)
-        return f"loss {loss:.3f}, lr {rate:.1e}, {speed:,.0f} tokens/s"
+        return f"loss {loss:.3f}, lr {more['learning_rate']:.1e}, {speed:,.0f} tokens/s"
 
     def _skip(self, step: int, reason: str) -> None:
         """Record an update skipped for NaN or infinity; NonFiniteError if `on_nan` is not "skip", or after too many.
@@ -290,19 +288,12 @@ def _roll_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
     run.save(state, run.last)
 
 
-def _evaluation_is_due(state: TrainingState) -> bool:
-    """Return whether the state's step is a multiple of `eval_interval`."""
-    return state.step % state.config.eval_interval == 0
-
-
-def _sample_is_due(state: TrainingState) -> bool:
-    """Return whether a sample is due after the state's step; never if `sample_interval` is 0."""
-    return state.config.sample_interval > 0 and state.step % state.config.sample_interval == 0
-
-
-def _is_due(state: TrainingState) -> bool:
-    """Return whether an evaluation or a sample is due after the state's step."""
-    return _evaluation_is_due(state) or _sample_is_due(state)
+def _due(state: TrainingState) -> tuple[bool, bool]:
+    """Return whether an evaluation, and whether a sample, is due after the state's step."""
+    config = state.config
+    return state.step % config.eval_interval == 0, bool(
+        config.sample_interval
+    ) and not state.step % config.sample_interval
 
 
 @np.errstate(all="ignore")  # a loss that is not finite is recorded

@@ -151,7 +151,8 @@ class Corpus:
             shutil.rmtree(left_over, ignore_errors=True)
         with add_path_to_errors(folder), tempfile.TemporaryDirectory(dir=folder, prefix=_BUILDING) as temporary:
             self._write(Path(temporary), self._given or untrained.train(self._sample(), self._progress))
-            hashes = json.dumps({name: _size_and_hash(Path(temporary, name)) for name in _FILES})
+            paths = {name: Path(temporary, name) for name in _FILES}
+            hashes = json.dumps({name: (path.stat().st_size, file_sha256(path)) for name, path in paths.items()})
             Path(temporary, "hashes.json").write_text(hashes, encoding="utf-8")
             try:
                 for name in (*_FILES, "hashes.json"):
@@ -316,11 +317,6 @@ def _intact(folder: Path) -> bool:
         return all(file_sha256(path) == sha256 for path, _, sha256 in files)
     except (OSError, ValueError, TypeError, LookupError):
         return False
-
-
-def _size_and_hash(path: Path) -> tuple[int, str]:
-    """Return a file's number of bytes and its SHA-256."""
-    return path.stat().st_size, file_sha256(path)
 
 
 def _digest(folder: Path) -> str:

@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -319,9 +319,9 @@ class ExampleSplit:
     held_out: list[Example]
     prompts: list[tuple[str, list[int]]]
     encoder: ExampleEncoder
-    digest: str = ""
-    n_records: int = 0
-    kinds: set[str] = field(default_factory=set)
+    digest: str
+    n_records: int
+    kinds: set[str]
 
 
 def load_examples(records: Sequence[Record], encoder: ExampleEncoder, held_out: Sequence[Record] = ()) -> ExampleSplit:

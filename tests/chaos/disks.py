@@ -14,7 +14,6 @@ python -m tests.chaos.disks --short       a sample of the trials
 
 from __future__ import annotations
 
-import argparse
 import builtins
 import contextlib
 import errno
@@ -44,7 +43,7 @@ from typing import Any
 from tricycle.checkpoint import load_checkpoint
 from tricycle.system.files import atomic_write
 
-from .runs import Outcome, TrainingRun, Workspace, differences
+from .runs import Outcome, TrainingRun, Workspace, differences, new_parser
 
 # The faults of each kind of call.
 ERRORS = ("ENOSPC", "EIO", "EROFS")
@@ -765,16 +764,14 @@ def all_faults(calls: Sequence[tuple[str, str]]) -> list[tuple[Fault, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
+    parser = new_parser(__doc__, jobs=2)
     parser.add_argument("--short", action="store_true", help="a sample of the trials")
-    parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     arguments = parser.parse_args()
     for module in IMPORTED:  # that each forked process needs
         importlib.import_module(module)
     if importlib.util.find_spec("numba"):
         importlib.import_module("tricycle_accelerators.compiled.loops")
-    folder = Path(tempfile.mkdtemp(prefix="disks-"))
+    folder = Path(tempfile.mkdtemp(prefix="disks-", dir=arguments.folder))
     n_bad = 0
     try:
         setup = new_setup(folder)

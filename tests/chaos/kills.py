@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,16 +55,7 @@ def hook_phase(handle, name, place):
 SIGNALS = [signal.SIGTERM, signal.SIGINT] + ([signal.SIGHUP] if os.name == "posix" else [])
 MAX_SECONDS = 2.0  # from a signal to the exit of the program
 PATIENT = 30.0  # seconds: for slow machines; `python -m tests.chaos.kills` has the documented limit
-
-
-@dataclass
-class PhaseTimes:
-    """The durations of each occurrence of the phases of an uninterrupted run."""
-
-    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def max_seconds(self, phase: str) -> float:
-        return max(self.seconds[phase], default=0.0)
+PhaseTimes = defaultdict[str, list[float]]  # the durations in seconds of each occurrence of each phase of a run
 
 
 class MonitoredProcess:
@@ -79,7 +70,7 @@ class MonitoredProcess:
 
     def start_reader(self, reading: int) -> None:
         """Start the thread that reads the reported phases."""
-        self.phase_times = PhaseTimes()
+        self.phase_times: PhaseTimes = defaultdict(list)
         self._begun: dict[str, list[float]] = defaultdict(list)
         self._changed = threading.Condition()
         self._over = False
@@ -92,7 +83,7 @@ class MonitoredProcess:
                 name = line.strip().removeprefix("end of ")
                 with self._changed:
                     if line.startswith("end of "):
-                        self.phase_times.seconds[name].append(time.monotonic() - self._begun[name][-1])
+                        self.phase_times[name].append(time.monotonic() - self._begun[name][-1])
                     else:
                         self._begun[name].append(time.monotonic())
                     self._changed.notify_all()
@@ -117,6 +108,7 @@ class Trial:
     """A run that gets signals, and is resumed.
 
     Attributes:
+        number: of the signal; 0 for a failure inside the program.
         moments: (phase, number of its occurrence, seconds after its start) for each signal.
         second_signal_delay: seconds after which the signal is repeated; 0 for no repetition.
         limit: the most seconds from a signal to the exit.
@@ -142,11 +134,16 @@ def run_trial(trial: Trial, case: TrainingRun, reference: Path) -> Trial:
     """Send the signals of a trial, resume the run, and compare it with the reference run folder."""
     for moment in trial.moments:
         interrupt(trial, case, moment)
-    done = case.resume()
-    if done.status != 0 or "Traceback" in done.err:
-        trial.problems.append(f"the resumed run: {done.failure}")
+    finish_trial(trial, case, case.resume(), lambda: differences(case.run_folder, reference))
+    return trial
+
+
+def finish_trial(trial: Trial, case: TrainingRun, resumed: Outcome, compare: Callable[[], list[str]]) -> None:
+    """Check the resumed run, and its folder by `compare`; remove a run without problems, and print the result."""
+    if resumed.status != 0 or "Traceback" in resumed.err:
+        trial.problems.append(f"the resumed run: {resumed.failure}")
     else:
-        trial.problems += differences(case.run_folder, reference)
+        trial.problems += compare()
         # locks and unfinished files of killed processes are removed by the next run
         left = [path.name for path in (case.folder / "cache").rglob(".*") if path.name != ".lock"]
         trial.problems += [f"left in the cache: {left}"] if left else []
@@ -155,7 +152,6 @@ def run_trial(trial: Trial, case: TrainingRun, reference: Path) -> Trial:
     response = ", ".join(f"{seconds:.2f} s" for seconds in trial.response_seconds)
     result = "; ".join(trial.problems)[:1500] or "equal"
     print(f"{trial.name}: {result}; ended after {response}", file=sys.stderr, flush=True)
-    return trial
 
 
 def check_trial(trial: Trial, case: TrainingRun, reference: TrainingRun) -> None:
@@ -217,8 +213,8 @@ def check_exit(trial: Trial, outcome: Outcome) -> None:
 # -------------------------------------------------------------------- trials
 def random_moment(generator: random.Random, phase_times: PhaseTimes, phase: str) -> tuple[str, int, float]:
     """Return a random moment in a random occurrence of a phase."""
-    number = generator.randint(1, len(phase_times.seconds[phase]))
-    return phase, number, generator.uniform(0, statistics.median(phase_times.seconds[phase]))
+    number = generator.randint(1, len(phase_times[phase]))
+    return phase, number, generator.uniform(0, statistics.median(phase_times[phase]))
 
 
 def random_kills(generator: random.Random, phase_times: PhaseTimes, n: int, number: int) -> list[Trial]:
@@ -261,9 +257,9 @@ def run_trials(workspace: Workspace, reference: Path, trials: Sequence[Trial], n
         return list(pool.map(lambda pair: run_trial(pair[0], pair[1], reference), zip(trials, cases)))
 
 
-def table(trials: Sequence[Trial]) -> str:
+def table(trials: Sequence[Trial], title: str = "signal") -> str:
     """Return a Markdown table of trials: counts, failures and response times by name."""
-    rows = ["| signal | trials | delivered signals | failed | response time, median and maximum |"]
+    rows = [f"| {title} | trials | delivered | failed | seconds until all had exited, median and maximum |"]
     rows.append("|:---|---:|---:|---:|:---|")
     by_name: dict[str, list[Trial]] = defaultdict(list)
     for trial in trials:

@@ -13,25 +13,24 @@ import os
 import random
 import re
 import signal
-import statistics
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from benchmarks.ranks import MPI_VARIABLES, mpiexec
+from tricycle.checkpoint import load_checkpoint
 from tricycle_cli.run import read_metrics
 
-from .kills import PHASE_HOOKS, SIGNALS, MonitoredProcess, PhaseTimes, Trial, random_moment, table
+from .kills import PHASE_HOOKS, SIGNALS, MonitoredProcess, PhaseTimes, Trial, finish_trial, random_moment, table
 from .runs import PHASES, Outcome, TrainingRun, differences, finish, new_parser, temporary_workspace
 
+N_RANKS = 2  # of each run before it is resumed
 MAX_SECONDS = 10.0  # until all processes have exited
 ROUNDING = 1e-3  # of weights and moments, after a few updates with another order of summation
 STANDSTILL = 1.0  # seconds without progress of the monitoring process: the whole machine stalled
@@ -47,7 +46,7 @@ os.write(handle, f"rank {{rank}} is {{os.getpid()}}\\n".encode())
 """
 
 
-def with_ranks(case: TrainingRun, n: int) -> TrainingRun:
+def with_ranks(case: TrainingRun, n: int = N_RANKS) -> TrainingRun:
     """Return the same run with n ranks; a single process for 1."""
     return replace(case, launcher=(mpiexec() or "mpiexec", "-n", str(n)) if n > 1 else ())
 
@@ -139,35 +138,26 @@ class RankTrial(Trial):
     """
 
     target: str = "rank 0"
-    n_after: int = 2
+    n_after: int = N_RANKS
 
 
-def run_trial(trial: RankTrial, case: TrainingRun, reference: Path, n: int = 2) -> RankTrial:
+def run_trial(trial: RankTrial, case: TrainingRun, reference: Path) -> RankTrial:
     """Send the signals of a trial, resume the run, and compare it with the reference run folder."""
     for moment in trial.moments:
-        send_signal_at(trial, with_ranks(case, n), moment)
+        send_signal_at(trial, with_ranks(case), moment)
     after = with_ranks(case, trial.n_after)
-    done = resume(after, adjusted_resume_args(after, n, trial.n_after))
-    if done.status != 0 or "Traceback" in done.err:
-        trial.problems.append(f"the resumed run ended with status {done.status}: {' '.join(done.error_lines)[-400:]}")
-    elif trial.n_after == n:
-        trial.problems += differences(case.run_folder, reference)
-    else:
-        trial.problems += approximate_differences(case.run_folder, reference)
-    if not trial.problems:
-        case.remove()
-    response = ", ".join(f"{seconds:.2f} s" for seconds in trial.response_seconds)
-    ended = "; ".join(trial.problems)[:1500] or "equal"
-    print(f"{trial.name}, resumed with {trial.n_after}: {ended}; ended after {response}", file=sys.stderr, flush=True)
+    compare = differences if trial.n_after == N_RANKS else approximate_differences
+    done = resume(after, adjusted_resume_args(after, trial.n_after))
+    finish_trial(trial, case, done, lambda: compare(case.run_folder, reference))
     return trial
 
 
-def adjusted_resume_args(case: TrainingRun, n: int, n_after: int) -> list[str]:
-    """Return the flags that resume a run of n ranks with `n_after`; or start it, with the same number of batches."""
+def adjusted_resume_args(case: TrainingRun, n_after: int) -> list[str]:
+    """Return the flags that resume a run with `n_after` ranks; or start it, with the same number of batches."""
     words = list(case.resume_args)
     if "--accumulation-steps" in words:
         place = words.index("--accumulation-steps") + 1
-        words[place] = str(int(words[place]) * n // n_after)
+        words[place] = str(int(words[place]) * N_RANKS // n_after)
     return words
 
 
@@ -215,8 +205,7 @@ def approximate_differences(run: Path, other: Path) -> list[str]:
     names = ("loss", "held_out_loss", "final_loss")
     pairs = [(one[name], two[name]) for one, two in zip(*metrics) for name in names if name in one]
     differing = [f"metrics.jsonl: {a} and {b}" for a, b in pairs if abs(a - b) > ROUNDING]
-    load_file = pytest.importorskip("safetensors.numpy").load_file
-    tensors, other_tensors = (load_file(folder / "last.safetensors") for folder in (run, other))
+    tensors, other_tensors = (load_checkpoint(folder / "last.safetensors").tensors for folder in (run, other))
     if tensors.keys() != other_tensors.keys():
         return [*differing, "last.safetensors: other tensors"]
     far = [name for name in tensors if not np.allclose(tensors[name], other_tensors[name], rtol=0.01, atol=ROUNDING)]
@@ -235,24 +224,24 @@ def new_trials(
         for target in TARGETS:
             rank = "1" if target == "rank 1" else "0"
             phases = [f"{rank}:run"] * n
-            phases += [name for name in map(f"{rank}:{{}}".format, PHASES) if phase_times.seconds[name]] * n_phases
+            phases += [name for name in map(f"{rank}:{{}}".format, PHASES) if phase_times[name]] * n_phases
             for i, phase in enumerate(phases):
                 moments = [random_moment(generator, phase_times, phase) for _ in range(1 + i % 2)]
                 name = f"{signal.Signals(number).name} to {target}"
-                trials.append(RankTrial(name, number, moments, target=target, n_after=1 if i % 3 == 2 else 2))
+                trials.append(RankTrial(name, number, moments, target=target, n_after=1 if i % 3 == 2 else N_RANKS))
     return trials
 
 
-def measure_phases(case: TrainingRun, n: int = 2) -> PhaseTimes:
+def measure_phases(case: TrainingRun) -> PhaseTimes:
     """Measure the phases of an uninterrupted run.
 
     Raises:
         RuntimeError: the run fails.
     """
-    program = MonitoredRanks(with_ranks(case, n), case.start_args)
+    program = MonitoredRanks(with_ranks(case), case.start_args)
     outcome, _ = program.finish_within(120)
     if outcome.status != 0:
-        raise RuntimeError(f"the uninterrupted run ended with status {outcome.status}: {outcome.err[-400:]}")
+        raise RuntimeError(f"the uninterrupted run: {outcome.failure}")
     return program.phase_times
 
 
@@ -289,31 +278,18 @@ FAILURES = {
 }
 
 
-@dataclass
-class Failure:
-    """The outcome of a distributed run in which one rank failed.
-
-    Attributes:
-        seconds: from the failure until the last process had exited.
-        problems: descriptions of all failed checks.
-    """
-
-    name: str
-    seconds: float
-    problems: list[str]
-
-
-def run_failure(name: str, case: TrainingRun, reference: Path | None, rank: int, step: int) -> Failure:
-    """Make a rank fail at an update, check the outcome, and resume the run, unless `reference` is None."""
+def run_failure(name: str, case: TrainingRun, reference: Path, rank: int, step: int) -> Trial:
+    """Make a rank fail at an update, check the outcome, and resume the run."""
     act, pattern = FAILURES[name]
     prelude = FAILURE_PRELUDE.format(act=act, rank=rank, step=step, is_nan="NaN" in name)
-    case = with_ranks(case, 2)
+    case = with_ranks(case)
     words = [*case.start_args, "--on-nan", "stop"]
     program = MonitoredRanks(case, words, prelude, TRICYCLE_MPI_TIMEOUT=str(SILENT_SECONDS))
     if not program.wait_for_phase("failing", 1):
-        return Failure(name, float("nan"), [f"the rank did not fail: {program.finish().error_lines}"])
+        return Trial(name, 0, [], problems=[f"the rank did not fail: {program.finish().error_lines}"])
     outcome, ended = program.finish_within(60)
-    failure = Failure(name, ended - program._begun["failing"][0], [])
+    seconds = ended - program._begun["failing"][0]
+    failure = Trial(name, 0, [], response_seconds=[seconds])
     pattern = pattern.format(rank=rank, other=1 - rank, step=step)
     by_program = pattern.startswith("^")  # in one line; otherwise the launcher prints several lines
     output = "\n".join(outcome.error_lines) if by_program else " ".join([*outcome.error_lines, *outcome.out.split()])
@@ -322,30 +298,12 @@ def run_failure(name: str, case: TrainingRun, reference: Path | None, rank: int,
     n_messages = sum(line.startswith("train_smol_gpt.py: ") for line in outcome.error_lines)
     if n_messages != by_program or "Traceback" in output:
         failure.problems.append(f"{n_messages} messages: {output[-600:]}")
-    if failure.seconds > MAX_SECONDS:
+    if seconds > MAX_SECONDS:
         failure.problems.append(f"{program.late} had not ended after {MAX_SECONDS:.0f} s")
-    if reference is not None:
-        done = resume(case, case.resume_args)
-        found = differences(case.run_folder, reference)
-        failure.problems += [each for each in found if not each.startswith("data.json")]
-        failure.problems += [f"the resumed run ended with {done.status}: {done.error_lines}"] if done.status else []
-    if not failure.problems:
-        case.remove()
-    print(f"{name}: {'; '.join(failure.problems) or 'equal'}; {failure.seconds:.2f} s", file=sys.stderr, flush=True)
+    # data.json has the policy of the flag --on-nan
+    compare = lambda: [each for each in differences(case.run_folder, reference) if not each.startswith("data.json")]
+    finish_trial(failure, case, resume(case, case.resume_args), compare)
     return failure
-
-
-def failure_table(failures: Sequence[Failure]) -> str:
-    """Return a Markdown table of failures."""
-    rows = ["| a rank | trials | failed | seconds until all had exited, median and maximum |", "|:---|---:|---:|:---|"]
-    by_name: dict[str, list[Failure]] = defaultdict(list)
-    for failure in failures:
-        by_name[failure.name].append(failure)
-    for name, group in by_name.items():
-        seconds = [failure.seconds for failure in group]
-        wrong = sum(bool(failure.problems) for failure in group)
-        rows.append(f"| {name} | {len(group)} | {wrong} | {statistics.median(seconds):.1f} s, {max(seconds):.1f} s |")
-    return "\n".join(rows)
 
 
 def main() -> int:
@@ -367,9 +325,9 @@ def main() -> int:
             fail = lambda i: run_failure(cases[i][0], run(f"failure-{i}"), folder, *cases[i][1:])
             failures = list(pool.map(fail, range(len(cases))))
     print(table(tried))
-    print(failure_table(failures))
-    wrong = [f"{trial.name} at {trial.moments}: {'; '.join(trial.problems)}" for trial in tried if trial.problems]
-    wrong += [f"{failure.name}: {'; '.join(failure.problems)}" for failure in failures if failure.problems]
+    print(table(failures, "a rank"))
+    everything = [*tried, *failures]
+    wrong = [f"{trial.name} at {trial.moments}: {'; '.join(trial.problems)}" for trial in everything if trial.problems]
     for line in wrong:
         print(f"FAILED: {line[:1500]}")
     summary = f"{len(tried)} trials with {sum(trial.n_delivered for trial in tried)} signals, {len(failures)} failures"

@@ -127,12 +127,12 @@ def test_full_disk_gives_the_expected_outcome(tmp_path, effect, expected):
 
 
 # -------------------------------------------------------------------- contents of a disk after a power cut
-def contents(events, path, seed: int = 0) -> set:
+def contents(events, path) -> set:
     """Return the possible contents of a file after a power cut; None if it may be missing."""
     system = FileSystem({})
     for event in events:
         system.apply(*event)
-    generator = random.Random(seed)
+    generator = random.Random(0)
     return {image.get(path) for _ in range(50) for image in system.images(generator)}
 
 
