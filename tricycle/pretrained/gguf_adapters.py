@@ -21,10 +21,9 @@ from tricycle.pretrained.gguf import GGUFModel, TensorConversion
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
 from tricycle.pretrained.gguf_metadata_writer import match_architecture
 from tricycle.pretrained.gguf_model_metadata import ModelMetadata
-from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
-from tricycle.pretrained.gguf_writer import WrittenTensor, write_gguf
+from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping
+from tricycle.pretrained.gguf_writer import write_arrays
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
-from tricycle.system.files import atomic_write
 
 _SUFFIXES = ".lora_a", ".lora_b"
 
@@ -97,7 +96,6 @@ def write_gguf_adapter(
         scaled = np.asarray(up * np.float32(alphas[name] / alpha), np.float32)
         tensors[f"{layer}.weight.lora_a"] = np.ascontiguousarray(down, np.float32)
         tensors[f"{layer}.weight.lora_b"] = np.ascontiguousarray(transform.to_gguf(scaled, heads))
-    plan = [WrittenTensor(name, "F32", array.shape, WeightTransform()) for name, array in tensors.items()]
     metadata = {
         "general.type": "adapter",
         "general.name": Path(path).stem,
@@ -105,8 +103,7 @@ def write_gguf_adapter(
         "adapter.type": "lora",
         "adapter.lora.alpha": float(alpha),
     }
-    with atomic_write(path) as file:
-        write_gguf(file.name, architecture, metadata, plan, zip(plan, tensors.values()))
+    write_arrays(path, architecture, metadata, tensors)
 
 
 # -------------------------------------------------------------------- reading
