@@ -97,15 +97,11 @@ class SentenceEncoder:
 
     def _encode_batch(self, encodings: list[Any]) -> np.ndarray:
         """Return the embeddings (N, C) of one batch of encodings, padded to the longest."""
-        shape = len(encodings), max(1, *(len(encoding.ids) for encoding in encodings))
-        tokens = np.zeros(shape, int)
-        types = np.zeros(shape, int)
-        mask = np.zeros(shape, bool)
-        for row, encoding in enumerate(encodings):
-            n_tokens = len(encoding.ids)
-            tokens[row, :n_tokens] = encoding.ids
-            types[row, :n_tokens] = encoding.type_ids
-            mask[row, :n_tokens] = True
+        n_tokens = max(1, *(len(encoding.ids) for encoding in encodings))
+        for encoding in encodings:
+            encoding.pad(n_tokens)
+        tokens, types = (np.array([getattr(each, name) for each in encodings]) for name in ("ids", "type_ids"))
+        mask = np.array([encoding.attention_mask for encoding in encodings], bool)
         model = self.model
         with model.evaluating():
             known_types = model.place(types) if model.config.token_types > 1 else None
