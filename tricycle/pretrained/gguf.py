@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ class GGUFModel(StoredModel):
         metadata: all keys and values of the file; `tricycle.pretrained.load` removes the tokenizer's lists.
     """
 
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:

@@ -46,7 +46,7 @@ def find_architecture(source: StoredModel | None, config: Any) -> str:
     Raises:
         ValueError: llama.cpp has no architecture that computes the config.
     """
-    if isinstance(source, GGUFModel) and source.metadata is not None:
+    if isinstance(source, GGUFModel):
         return str(source.metadata["general.architecture"])
     with error_prefix("llama.cpp cannot run this model: "):
         return match_architecture(config)[0]

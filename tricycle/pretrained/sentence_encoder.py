@@ -154,9 +154,8 @@ def source_pooling(source: StoredModel) -> SentencePooling:
     if not isinstance(source, GGUFModel):
         return read_pooling(path.parent if path.is_file() else path)
     modes = {0: "mean"} | {value: mode for mode, value in POOLING_TYPES.items()}
-    metadata = source.metadata or {}
-    key = f"{metadata.get('general.architecture')}.pooling_type"
-    value = metadata.get(key, 0)
+    key = f"{source.metadata.get('general.architecture')}.pooling_type"
+    value = source.metadata.get(key, 0)
     if not isinstance(value, int) or value not in modes:
         raise field_error(key, " or ".join(map(str, modes)), value)
     return SentencePooling(modes[value], normalize=False)

@@ -133,7 +133,6 @@ def template_processing(before: Mapping[str, int], after: Mapping[str, int]) -> 
 def to_tokenizer_json(tokeniser: BPETokeniser) -> str:
     """Convert a `BPETokeniser` to tokenizer.json text that gives the ids of `encode(text, allowed_special=True)`.
 
-    Its ids are those of `encode(text, allowed_special=True)`.
     `BPETokeniser` merges any two neighbors whose concatenation is a token, not only the pair of the training merge. So
     the document contains a merge for each such pair; and it keeps a piece that is a token (`ignore_merges`).
     """
