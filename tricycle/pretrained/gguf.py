@@ -14,7 +14,7 @@ from tricycle.pretrained.families.family import fill_numbers
 from tricycle.pretrained.gguf_config import CONFIG_READERS, WITH_FUSED_GATES
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
 from tricycle.pretrained.gguf_model_metadata import LONGROPE_DIVISORS, ROPE_DIVISORS, Fields, ModelMetadata
-from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
+from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, GGUFTensorMapping, WeightTransform
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 
 _BLOCK = re.compile(r"^((?:enc\.|dec\.)?blk)\.(0|[1-9][0-9]{0,8})\.")  # of a decoder, or of one after an encoder
@@ -117,7 +117,7 @@ class TensorConversion:
 
     file: GGUFFile
     metadata: ModelMetadata
-    mapping: TensorMapping
+    mapping: GGUFTensorMapping
     heads: AttentionHeads
 
     def tensors(self) -> dict[str, StoredTensor]:

@@ -21,7 +21,7 @@ from tricycle.pretrained.gguf import GGUFModel, TensorConversion
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
 from tricycle.pretrained.gguf_metadata_writer import match_architecture
 from tricycle.pretrained.gguf_model_metadata import ModelMetadata
-from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping
+from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, GGUFTensorMapping
 from tricycle.pretrained.gguf_writer import write_arrays
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 
@@ -52,7 +52,7 @@ def find_architecture(source: StoredModel | None, config: Any) -> str:
         return match_architecture(config)[0]
 
 
-def _adapter_mapping(architecture: str) -> TensorMapping:
+def _adapter_mapping(architecture: str) -> GGUFTensorMapping:
     """Return the names of layers that can have adapters, with the transforms that also apply to the rows of B.
 
     PEFT's A and B have the same layout for a transposed matrix (Conv1D), so no transposition is needed.
