@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from chat_templates import CHATML
 from transformers_families import LIKE_LLAMA
 
 from tricycle.configs import ModelConfig
+from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.pretrained import tokenizer_json
 from tricycle.pretrained.export import export_folder
@@ -18,6 +20,7 @@ from tricycle.pretrained.smollm2 import smollm2_path
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.tokeniser import BPETokeniser
 
+Model = TypeVar("Model", bound=Layer)
 NAMES = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 TEXT = "the quick brown fox jumps over the lazy dogs while seven small birds sing of rain. " * 20
 SIZES = {"vocab_size": 420, "context_window": 4096, "embedding_dim": 32, "n_layers": 2}
@@ -46,6 +49,15 @@ def lively_model(**changes) -> GPT:
         if parameter.ndim > 1:
             parameter.array[...] = generator.normal(0, 0.3, parameter.shape)
     return model.eval()
+
+
+def add_noise(model: Model, std: float) -> Model:
+    """Add random numbers to all weights, so that every part affects the outputs; return the model for evaluation."""
+    rng = np.random.default_rng(0)
+    for parameter in model.parameters():
+        parameter.array += rng.standard_normal(parameter.shape).astype(np.float32) * np.float32(std)
+    model.eval()
+    return model
 
 
 def write_folder(folder: Path, chat_template: str | None = CHATML, settings=None, **changes) -> Path:
