@@ -11,6 +11,7 @@ from chat_templates import CHATML
 from transformers_families import LIKE_LLAMA
 
 from tricycle.configs import ModelConfig
+from tricycle.finetuning.lora import Adapter
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.pretrained import tokenizer_json
@@ -58,6 +59,17 @@ def add_noise(model: Model, std: float) -> Model:
         parameter.array += rng.standard_normal(parameter.shape).astype(np.float32) * np.float32(std)
     model.eval()
     return model
+
+
+def enliven_adapter(adapter: Adapter) -> Adapter:
+    """Replace the zeros of B by random numbers, scale magnitudes (DoRA) at random, and return the adapter."""
+    generator = np.random.default_rng(7)
+    for low_rank in adapter.low_ranks.values():
+        for up in low_rank.ups:
+            up.array[...] = generator.normal(0, 0.2, up.shape)
+        for magnitude in low_rank.magnitudes:
+            magnitude.array *= generator.uniform(0.7, 1.4, magnitude.shape).astype(np.float32)
+    return adapter
 
 
 def write_folder(folder: Path, chat_template: str | None = CHATML, settings=None, **changes) -> Path:
