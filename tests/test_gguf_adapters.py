@@ -261,9 +261,8 @@ def refused(loaded: Pretrained, path: Path, pattern: str) -> None:
     assert not any(isinstance(layer, AdaptedDense) for layer in loaded.model.layers())
 
 
-@pytest.mark.parametrize("name", REJECTED)
-def test_unsupported_and_damaged_adapters_are_rejected(name, tmp_path):
-    metadata, tensors, pattern = REJECTED[name]
+@pytest.mark.parametrize(("metadata", "tensors", "pattern"), REJECTED.values(), ids=REJECTED)
+def test_unsupported_and_damaged_adapters_are_rejected(metadata, tensors, pattern, tmp_path):
     refused(llama_base(), write_adapter(tmp_path / "a.gguf", metadata, **tensors), pattern)
 
 

@@ -231,9 +231,8 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_fields_that_llama_cpp_cannot_express_are_rejected(name):
-    family, changes, message = UNSUPPORTED[name]
+@pytest.mark.parametrize(("family", "changes", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_fields_that_llama_cpp_cannot_express_are_rejected(family, changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         match_architecture(replace(CONFIGS[family], **changes))
     assert "\n" not in str(caught.value)

@@ -183,9 +183,8 @@ WRONG_KEYS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_KEYS)
-def test_invalid_metadata_is_rejected(tmp_path, name):
-    keys, message = WRONG_KEYS[name]
+@pytest.mark.parametrize(("keys", "message"), WRONG_KEYS.values(), ids=WRONG_KEYS)
+def test_invalid_metadata_is_rejected(tmp_path, keys, message):
     export_gguf(TextEncoder(CONFIG), None, tmp_path / "a.gguf")
     with pytest.raises(ValueError, match=message) as caught:
         read_gguf(rewritten(tmp_path / "a.gguf", keys))

@@ -157,9 +157,8 @@ WRONG_KEYS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_KEYS)
-def test_invalid_metadata_is_rejected(tmp_path: Path, name: str) -> None:
-    keys, message = WRONG_KEYS[name]
+@pytest.mark.parametrize(("keys", "message"), WRONG_KEYS.values(), ids=WRONG_KEYS)
+def test_invalid_metadata_is_rejected(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     export_gguf(new_model("qwen3next"), None, tmp_path / "a.gguf")
     with pytest.raises(ValueError, match=message) as caught:
         read_gguf(rewritten(tmp_path / "a.gguf", keys))
@@ -181,9 +180,8 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_TENSORS)
-def test_tensors_that_do_not_fit_are_rejected(tmp_path: Path, name: str) -> None:
-    keys, tensor, message = WRONG_TENSORS[name]
+@pytest.mark.parametrize(("keys", "tensor", "message"), WRONG_TENSORS.values(), ids=WRONG_TENSORS)
+def test_tensors_that_do_not_fit_are_rejected(tmp_path: Path, keys: dict[str, Any], tensor: str, message: str) -> None:
     export_gguf(new_model("qwen3next"), None, tmp_path / "a.gguf")
     path = rewritten(tmp_path / "a.gguf", keys, {tensor: np.zeros(192, np.float32)} if tensor else {})
     with pytest.raises(ValueError, match=message) as caught:

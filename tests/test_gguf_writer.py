@@ -306,9 +306,8 @@ def rewritten(
     return gguf_models.write(path.with_name("b.gguf"), architecture, metadata, values | (tensors or {}))
 
 
-@pytest.mark.parametrize("case", WRONG_STATES)
-def test_invalid_metadata_of_states_is_rejected(tmp_path, case):
-    name, keys, message = WRONG_STATES[case]
+@pytest.mark.parametrize(("name", "keys", "message"), WRONG_STATES.values(), ids=WRONG_STATES)
+def test_invalid_metadata_of_states_is_rejected(tmp_path, name, keys, message):
     export_gguf(new_model(name), None, tmp_path / "a.gguf")
     with pytest.raises(ValueError, match=message):
         load(rewritten(tmp_path / "a.gguf", keys))
@@ -554,9 +553,8 @@ UNSUPPORTED_T5 = {
 }
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED_T5)
-def test_unsupported_encoder_decoders_are_rejected(tmp_path, name):
-    changes, pattern = UNSUPPORTED_T5[name]
+@pytest.mark.parametrize(("changes", "pattern"), UNSUPPORTED_T5.values(), ids=UNSUPPORTED_T5)
+def test_unsupported_encoder_decoders_are_rejected(tmp_path, changes, pattern):
     with pytest.raises(ValueError, match=pattern):
         export_gguf(new_t5({**T5, **changes}), None, tmp_path / "a.gguf")
     assert not list(tmp_path.iterdir())
@@ -812,9 +810,8 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_unsupported_config_fields_are_rejected(tmp_path, name):
-    base, changes, pattern = FIELDS[name]
+@pytest.mark.parametrize(("base", "changes", "pattern"), FIELDS.values(), ids=FIELDS)
+def test_unsupported_config_fields_are_rejected(tmp_path, base, changes, pattern):
     with pytest.raises(ValueError, match=rf"^export_gguf: llama\.cpp cannot.*{pattern}"):
         export_gguf(GPT(ModelConfig(**{**base, **changes})), None, tmp_path / "a.gguf")
     assert not list(tmp_path.iterdir())

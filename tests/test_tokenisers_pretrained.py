@@ -433,9 +433,8 @@ NOT_WRITABLE = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_WRITABLE)
-def test_tokenizers_that_gguf_cannot_express_are_rejected(name):
-    make, message = NOT_WRITABLE[name]
+@pytest.mark.parametrize(("make", "message"), NOT_WRITABLE.values(), ids=NOT_WRITABLE)
+def test_tokenizers_that_gguf_cannot_express_are_rejected(make, message):
     tokeniser = make()
     with pytest.raises(ValueError, match=message):
         tokenizer_metadata(tokeniser, tokeniser.n_vocab)
