@@ -37,8 +37,8 @@ from tricycle.pretrained.gguf_tokenizer_writer import _unigrams
 from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.pretrained.importance import measure_importance
 from tricycle.pretrained.sentence_encoder import SentenceEncoder, load_sentence_encoder, source_pooling
-from tricycle.pretrained.sentencepiece_model import metaspace, unigram_parts
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
+from tricycle.pretrained.tokenizer_json import metaspace, unigram_parts
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
 from tricycle.state_spaces.delta_net import DeltaNetConfig
