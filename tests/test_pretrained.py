@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from tiny_models import SHARDS, split_weights, write_arrays
 from transformers_families import LIKE_LLAMA
 
 from tricycle.checkpoint import save_checkpoint
@@ -57,11 +58,6 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     values = json.loads(path.read_text())
     change(values)
     path.write_text(json.dumps(values))
-
-
-def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    with path.open("wb") as file:
-        write_tensors(file, {name: array.shape for name, array in arrays.items()}, arrays.items(), "F32")
 
 
 def refuse(path: Path, message: str, kind: type[Exception] = ValueError) -> None:
@@ -512,47 +508,31 @@ def test_tied_head_that_differs_from_the_embedding(folder: Path) -> None:
 
 
 # -------------------------------------------------------------------- many files
-@pytest.fixture
-def shards(folder: Path) -> Path:
-    """The folder with its weights in two files."""
-    tensors, _ = read_tensors(folder / "model.safetensors")
-    names = sorted(tensors)
-    parts = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
-    for file_name, part in parts.items():
-        write_arrays(folder / file_name, {name: tensors[name].read() for name in part})
-    places = {name: file_name for file_name, part in parts.items() for name in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    return folder
+def test_sharded_weights_load(folder: Path) -> None:
+    expected = load(folder).model(TOKENS).array
+    split_weights(folder)
+    assert np.array_equal(load(folder).model(TOKENS).array, expected)
 
 
-def test_sharded_weights_load(shards: Path) -> None:
-    expected = load(shards).model(TOKENS).array
-    (shards / "model.safetensors").unlink()
-    assert np.array_equal(load(shards).model(TOKENS).array, expected)
-
-
-FIRST = "model-00001-of-00002.safetensors"
-
-
-def test_bad_model_folders_raise(shards: Path) -> None:
-    (shards / "model.safetensors").unlink()
-    index = shards / "model.safetensors.index.json"
+def test_bad_model_folders_raise(folder: Path) -> None:
+    split_weights(folder)
+    index = folder / "model.safetensors.index.json"
     before = index.read_text()
     for change, message in [
-        (lambda values: values["weight_map"].update(more=FIRST), "more is in none of the files"),
+        (lambda values: values["weight_map"].update(more=SHARDS[0]), "more is in none of the files"),
         (lambda values: values["weight_map"].update({NORM: "../model.safetensors"}), "same folder, got '../model"),
         (lambda values: values["weight_map"].update({NORM: "/etc/passwd"}), "same folder"),
         (lambda values: values["weight_map"].update({NORM: 3}), "weight_map to be an object"),
         (lambda values: values.pop("weight_map"), "weight_map to be an object"),
     ]:
         edit(index, change)
-        refuse(shards, message)
+        refuse(folder, message)
         index.write_text(before)
-    second = shards / "model-00002-of-00002.safetensors"
-    second.rename(shards / "elsewhere")
-    refuse(shards, "model-00002-of-00002.safetensors: .* missing", FileNotFoundError)
-    second.write_bytes((shards / FIRST).read_bytes())
-    refuse(shards, "is also in another file")
+    first, second = (folder / shard for shard in SHARDS)
+    second.rename(folder / "elsewhere")
+    refuse(folder, "model-00002-of-00002.safetensors: .* missing", FileNotFoundError)
+    second.write_bytes(first.read_bytes())
+    refuse(folder, "is also in another file")
 
 
 # -------------------------------------------------------------------- names

@@ -17,12 +17,14 @@ from tricycle.models import GPT
 from tricycle.pretrained import tokenizer_json
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.generation_settings import GenerationSettings
+from tricycle.pretrained.safetensors_weights import read_tensors, write_tensors
 from tricycle.pretrained.smollm2 import smollm2_path
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.tokeniser import BPETokeniser
 
 Model = TypeVar("Model", bound=Layer)
 NAMES = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 TEXT = "the quick brown fox jumps over the lazy dogs while seven small birds sing of rain. " * 20
 SIZES = {"vocab_size": 420, "context_window": 4096, "embedding_dim": 32, "n_layers": 2}
 LLAMA = ModelConfig(**SIZES, **LIKE_LLAMA, n_heads=4, n_key_heads=2)
@@ -77,6 +79,25 @@ def write_folder(folder: Path, chat_template: str | None = CHATML, settings=None
     settings = settings or GenerationSettings(top_k=40, stop_tokens=(2,))  # greedy decoding
     export_folder(lively_model(**changes), tiny_tokeniser(chat_template), folder, generation=settings)
     return folder
+
+
+def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write a safetensors file of float32 arrays."""
+    with path.open("wb") as file:
+        write_tensors(file, {name: array.shape for name, array in arrays.items()}, arrays.items(), "F32")
+
+
+def split_weights(folder: Path) -> None:
+    """Divide the weights of a folder between two files with an index, and remove the single file."""
+    tensors, _ = read_tensors(folder / "model.safetensors")
+    places: dict[str, str] = {}
+    for i, shard in enumerate(SHARDS):
+        arrays = {name: tensors[name].read() for name in sorted(tensors)[i::2]}
+        write_arrays(folder / shard, arrays)
+        places |= dict.fromkeys(arrays, shard)
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / "model.safetensors").unlink()
 
 
 def smollm2_file() -> Path:
