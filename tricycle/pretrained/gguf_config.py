@@ -131,12 +131,6 @@ def _check_epsilon(metadata: ModelMetadata, normalized: str) -> None:
         raise metadata.error(f"{expected}, got {metadata.get(key)}")
 
 
-def _mixtral(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return Mixtral's config.json fields, for GGUF metadata of the architecture llama with experts."""
-    fields = _like_llama(metadata, divisors, "mixtral", is_mixture=True) | _expert_fields(metadata)
-    return fields | {"sliding_window": metadata.optional_int("attention.sliding_window")}
-
-
 def _qwen3moe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return Qwen3-MoE's config.json fields, with normalized expert weights, as llama.cpp always normalizes them."""
     fields = _like_llama(metadata, divisors, "qwen3_moe", is_mixture=True) | _expert_fields(metadata)
@@ -211,7 +205,8 @@ def _gpt_oss(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return config.json fields of Llama, or of Mixtral, Qwen 2 or Mistral, by experts, biases and window."""
     if metadata.n_experts():
-        return _mixtral(metadata, divisors)
+        fields = _like_llama(metadata, divisors, "mixtral", is_mixture=True) | _expert_fields(metadata)
+        return fields | {"sliding_window": metadata.optional_int("attention.sliding_window")}
     fields = _like_llama(metadata, divisors, "llama") | _biases(metadata)
     # Llama in transformers has biases in all attention matrices or in none.
     if fields["attention_bias"] and not metadata.has_tensor("blk.0.attn_output.bias"):

@@ -22,7 +22,6 @@ from tricycle.latent_attention import LatentConfig
 from tricycle.multi_stream.decoder import MultiStreamConfig
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import (
-    ConfigFields,
     activation_name,
     field_error,
     rotary_scaling_fields,
@@ -109,7 +108,7 @@ def _as_family(architecture: str, family: Family) -> Family:
         family,
         model_types=(architecture,),
         to_fields=partial(_read_back, architecture),
-        to_config=_to_config,
+        to_config=lambda fields: FAMILIES[fields.get("model_type")].to_config(fields),
         stacks=stacks,
         applies_to=lambda fields: family.applies_to(fields) and ("num_experts_per_tok" in fields) in kinds,
     )
@@ -124,11 +123,6 @@ def _read_back(architecture: str, config: ModelConfig) -> dict[str, Any]:
     if divisors is not None:  # several scalings have these divisors, and the reader chooses one of them
         fields["rope_scaling"] = rotary_scaling_fields(config)
     return fields
-
-
-def _to_config(fields: ConfigFields) -> Any:
-    """Return the config that the fields' model family makes of them."""
-    return FAMILIES[fields.get("model_type")].to_config(fields)
 
 
 def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
