@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import add_noise, smollm2_file
+from tiny_models import add_noise, smollm2_file, write_pooling
 from transformers_families import LIKE_LLAMA
 
 from tricycle.configs import EncoderConfig, ModelConfig
@@ -492,11 +492,7 @@ def test_pooling_type_of_a_gguf_file(tmp_path, value, mode):
 
 def test_export_command_writes_the_pooling_of_an_encoder(tmp_path):
     export_folder(new_encoder(), wordpiece(), tmp_path / "encoder")
-    (tmp_path / "encoder" / "1_Pooling").mkdir()
-    (tmp_path / "encoder" / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
-    places = {"Transformer": "", "Pooling": "1_Pooling"}
-    modules = [{"path": place, "type": f"sentence_transformers.models.{kind}"} for kind, place in places.items()]
-    (tmp_path / "encoder" / "modules.json").write_text(json.dumps(modules))
+    write_pooling(tmp_path / "encoder", {"pooling_mode": "cls"}, ["Transformer", "Pooling"])
     export_main([str(tmp_path / "encoder"), "--gguf", str(tmp_path / "a.gguf"), "--type", "F32"])
     back, expected = load_sentence_encoder(tmp_path / "a.gguf"), load_sentence_encoder(tmp_path / "encoder")
     assert back.pooling.mode == "first"

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from tricycle.tokeniser import BPETokeniser
 Model = TypeVar("Model", bound=Layer)
 NAMES = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+MODULES = ["Transformer", "Pooling", "Normalize"]
 TEXT = "the quick brown fox jumps over the lazy dogs while seven small birds sing of rain. " * 20
 SIZES = {"vocab_size": 420, "context_window": 4096, "embedding_dim": 32, "n_layers": 2}
 LLAMA = ModelConfig(**SIZES, **LIKE_LLAMA, n_heads=4, n_key_heads=2)
@@ -98,6 +99,18 @@ def split_weights(folder: Path) -> None:
     index = {"metadata": {"total_size": 1}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     (folder / "model.safetensors").unlink()
+
+
+def write_pooling(folder: Path, pooling: dict[str, Any], modules: list[str] = MODULES) -> None:
+    """Write the files of modules and of the pooling in an encoder's folder as sentence-transformers does."""
+    places = ["", "1_Pooling", "2_Normalize", "3_Dense"]
+    entries = [
+        {"idx": i, "name": str(i), "path": places[i], "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(entries))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
 def smollm2_file() -> Path:

@@ -204,6 +204,8 @@ def write_model_folders(root: Path) -> None:
 
 
 def write_sentence_encoder(root: Path) -> None:
+    from tiny_models import write_pooling
+
     from tricycle.configs.encoder import EncoderConfig
     from tricycle.pretrained.export import export_folder
     from tricycle.sequences.text_encoder import TextEncoder
@@ -213,17 +215,8 @@ def write_sentence_encoder(root: Path) -> None:
     config = EncoderConfig(vocab_size=len(words), context_window=16, embedding_dim=8, n_heads=2, n_layers=1)
     export_folder(TextEncoder(config), None, folder)
     (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(
-        '{"word_embedding_dimension": 8, "pooling_mode_mean_tokens": true}', encoding="utf-8"
-    )
+    write_pooling(folder, {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True})
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 12, "do_lower_case": true}', encoding="utf-8")
-    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (kind, path) in enumerate(kinds.items())
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
 
 
 IMPORTED = """
