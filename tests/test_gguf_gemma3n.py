@@ -137,6 +137,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], str]] = {
     "streams": ({"altup.num_inputs": 3}, {}, r"gemma3n\.altup\.num_inputs to be missing or 4, got 3"),
     "shared layers": ({"attention.shared_kv_layers": 1}, {}, "shared_kv_layers to be missing or 0, got 1"),
     "sparsity": ({"activation_sparsity_scale": [1.5, 1.5, 0.0]}, {}, "activation_sparsity_scale .*first 10 layers"),
+    "one sparsity": ({"activation_sparsity_scale": 1.5}, {}, "activation_sparsity_scale .*first 10 layers"),
     "sparsity of other layers": ({"activation_sparsity_scale": [1.5]}, {}, "activation_sparsity_scale"),
     "pattern": ({"attention.sliding_window_pattern": [True, False, True]}, {}, "full attention in each 5th layer"),
     "no window": ({"attention.sliding_window": None}, {}, r"a key gemma3n\.attention\.sliding_window"),

@@ -372,7 +372,8 @@ def _gemma3n(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     if isinstance(metadata.get(key), list) and metadata.get(key) != [kind == "sliding_attention" for kind in types]:
         raise metadata.error(f"expected {metadata.architecture}.{key} to be that of full attention in each 5th layer")
     scales = metadata.get("activation_sparsity_scale")
-    if scales is not None and [isinstance(scale, float) and scale > 0 for scale in scales] != is_sparse:
+    are_set = [isinstance(scale, float) and scale > 0 for scale in scales] if isinstance(scales, list) else None
+    if scales is not None and are_set != is_sparse:
         expected = f"above 0 in the first {GEMMA3N_SPARSE_LAYERS} layers only"
         raise metadata.error(f"expected {metadata.architecture}.activation_sparsity_scale to be {expected}")
     # llama.cpp fails without a window, and shares the keys of layers 18 and 19 in any case.
