@@ -15,14 +15,21 @@ from transformers_families import FAMILIES, HF_SIZES, LLAMA3_SCALING, new_hf_mod
 
 RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 RENAMED |= {"cohere": "command-r", "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"}
-ARCHITECTURES = {name: RENAMED.get(family.model_type, family.model_type) for name, family in FAMILIES.items()}
-NOT_READ = (
-    "mistral",
-    "opt",
-    "gptj",
-    "granitemoehybrid",
-)
-ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in NOT_READ}
+NOT_READ = ("mistral", "opt", "gptj")
+KINDS = {name: family.model_type for name, family in FAMILIES.items() if family.model_type not in NOT_READ}
+ARCHITECTURES = {name: RENAMED.get(kind, kind) for name, kind in KINDS.items()}
+# From fields of a config to the keys that the converter writes for them.
+KEYS = {
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    **dict.fromkeys(("norm_eps", "layer_norm_eps", "layer_norm_epsilon"), "attention.layer_norm_epsilon"),
+    "num_key_value_heads": "attention.head_count_kv",
+    **dict.fromkeys(("sliding_window", "local_attention"), "attention.sliding_window"),
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    **dict.fromkeys(("logits_scaling", "logit_scale"), "logit_scale"),
+    **{name: name for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_parallel_residual")},
+}
 # What a file cannot say: llama.cpp knows it by heart.
 KNOWN = {
     "Qwen2": {"use_sliding_window": False, "sliding_window": None},
@@ -178,16 +185,10 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
         "feed_forward_length": hidden,
         "attention.head_count": config.num_attention_heads,
     }
+    keys |= {key: getattr(config, name) for name, key in KEYS.items() if getattr(config, name, None) is not None}
     if architecture == "modern-bert":
-        keys |= {"attention.layer_norm_epsilon": config.norm_eps, "attention.sliding_window": config.local_attention}
         for ending, kind in (("", "full_attention"), ("_swa", "sliding_attention")):
             keys[f"rope.freq_base{ending}"] = float(config.rope_parameters[kind]["rope_theta"])
-    elif eps := getattr(config, "rms_norm_eps", None):
-        keys["attention.layer_norm_rms_epsilon"] = eps
-    else:
-        keys["attention.layer_norm_epsilon"] = getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon
-    if hasattr(config, "num_key_value_heads"):
-        keys["attention.head_count_kv"] = config.num_key_value_heads
     if architecture == "falcon":
         keys["attention.head_count_kv"] = config.num_kv_heads if config.new_decoder_architecture else 1
         keys["feed_forward_length"] = config.ffn_hidden_size
@@ -198,27 +199,10 @@ def metadata_of(architecture: str, config: Any) -> dict[str, Any]:
         keys |= {"expert_count": n_experts, "expert_used_count": config.num_experts_per_tok}
     if architecture == "qwen3moe":
         keys["expert_feed_forward_length"] = config.moe_intermediate_size
-    if getattr(config, "model_type", "") == "mixtral" and config.sliding_window:
-        keys["attention.sliding_window"] = config.sliding_window
-    if architecture == "phi3":
-        keys["attention.sliding_window"] = config.sliding_window
     if architecture == "gpt-oss":
-        keys |= {"attention.sliding_window": config.sliding_window}
         keys["expert_feed_forward_length"] = config.intermediate_size
-    if architecture in ("granite", "granitemoe"):
-        keys |= {"attention.scale": config.attention_multiplier, "embedding_scale": config.embedding_multiplier}
-        keys |= {"residual_scale": config.residual_multiplier, "logit_scale": config.logits_scaling}
     if architecture == "deepseek2":
         keys |= _deepseek_metadata(config)
-    if architecture == "command-r":
-        keys["logit_scale"] = config.logit_scale
-    if architecture == "gptneox":
-        keys["use_parallel_residual"] = config.use_parallel_residual
-    if architecture in ("gemma2", "gemma3"):
-        keys["attention.sliding_window"] = config.sliding_window
-    if architecture == "gemma2":
-        keys["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
-        keys["final_logit_softcapping"] = float(config.final_logit_softcapping)
     return keys
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import enliven_adapter
 from transformers_families import FAMILIES, VOCABULARY, difference, hf_logits, new_hf_model
 
 from tricycle.finetuning.lora import ALL_LINEAR, AdaptedDense, LoRAConfig
@@ -28,6 +29,7 @@ F = torch.nn.functional
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 AGREED = 2e-5
+TOKENS = np.random.default_rng(5).integers(0, VOCABULARY, (2, 12))
 N_STEPS = 20
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS: dict[str, str | tuple[str, ...]] = {
@@ -74,21 +76,8 @@ def both(name: str, folder: Path) -> tuple[Any, Pretrained]:
     return hf_model, load(folder)
 
 
-def some_tokens(shape: tuple[int, ...] = (2, 12)) -> np.ndarray:
-    return np.random.default_rng(5).integers(0, VOCABULARY, shape)
-
-
 def gradients(model: GPT, tokens: np.ndarray) -> Any:
     return compute_gradients(model, supervised_loss(model, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
-
-
-def enliven_adapter(adapter: Any) -> None:
-    generator = np.random.default_rng(7)
-    for low_rank in adapter.low_ranks.values():
-        for up in low_rank.ups:
-            up.array[...] = generator.normal(0, 0.2, up.shape)
-        for magnitude in low_rank.magnitudes:
-            magnitude.array *= generator.uniform(0.7, 1.4, magnitude.shape).astype(np.float32)
 
 
 # -------------------------------------------------------------------- adapter files of PEFT and Tricycle
@@ -97,42 +86,39 @@ def enliven_adapter(adapter: Any) -> None:
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 def test_saved_adapter_gives_equal_logits_in_peft(name, dora, tmp_path):
     hf_model, loaded = both(name, tmp_path / "base")
-    before = loaded.model(some_tokens()).numpy()
+    before = loaded.model(TOKENS).numpy()
     targets = TARGETS[name] if name in ATTENTION_ONLY else (ALL_LINEAR,)
     adapter = new_adapter(loaded, LoRAConfig(3, 5, targets, dora=dora), seed=1)
-    np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), before)  # B is 0
+    np.testing.assert_array_equal(loaded.model(TOKENS).numpy(), before)  # B is 0
     enliven_adapter(adapter)
-    actual = loaded.model(some_tokens()).numpy()
+    actual = loaded.model(TOKENS).numpy()
     assert difference(actual, before) > 0.01
     save_adapter(adapter, loaded, tmp_path / "adapter")
     peft_model = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter").eval()
-    assert difference(actual, hf_logits(peft_model, some_tokens())) < AGREED
+    assert difference(actual, hf_logits(peft_model, TOKENS)) < AGREED
     adapter.detach()
-    np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), before)
+    np.testing.assert_array_equal(loaded.model(TOKENS).numpy(), before)
     again = load_adapter(loaded, tmp_path / "adapter")
     with pytest.raises(ValueError, match="without an adapter"):
         export_folder(loaded.model, None, tmp_path / "whole")
-    np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), actual)
+    np.testing.assert_array_equal(loaded.model(TOKENS).numpy(), actual)
     again.merge()
-    assert difference(loaded.model(some_tokens()).numpy(), actual) < AGREED
+    assert difference(loaded.model(TOKENS).numpy(), actual) < AGREED
     assert not any(isinstance(layer, AdaptedDense) for layer in loaded.model.layers())
     export_folder(loaded.model, None, tmp_path / "whole")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole", attn_implementation="eager")
-    assert difference(actual, hf_logits(whole.eval(), some_tokens())) < AGREED
+    assert difference(actual, hf_logits(whole.eval(), TOKENS)) < AGREED
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "OLMoE"])
 def test_experts_and_routers_have_adapters_as_in_peft(name, tmp_path):
     hf_model, loaded = both(name, tmp_path / "base")
-    adapter = new_adapter(loaded, LoRAConfig(3, 5), seed=1)
-    enliven_adapter(adapter)
-    assert any(".experts." in layer for layer in adapter.low_ranks) and any(
-        "router" in each for each in adapter.low_ranks
-    )
+    adapter = enliven_adapter(new_adapter(loaded, LoRAConfig(3, 5), seed=1))
+    assert all(any(part in layer for layer in adapter.low_ranks) for part in (".experts.", "router"))
     save_adapter(adapter, loaded, tmp_path / "adapter")
     peft_model = peft.PeftModel.from_pretrained(hf_model, tmp_path / "adapter").eval()
-    assert difference(loaded.model(some_tokens()).numpy(), hf_logits(peft_model, some_tokens())) < AGREED
+    assert difference(loaded.model(TOKENS).numpy(), hf_logits(peft_model, TOKENS)) < AGREED
 
 
 @pytest.mark.nightly_except(2)
@@ -149,27 +135,25 @@ def test_peft_adapters_load(name, kind, tmp_path):
             parameter.data *= torch.linspace(0.7, 1.4, parameter.numel())
     model.save_pretrained(tmp_path / "adapter")
     adapter = load_adapter(loaded, tmp_path / "adapter")
-    expected = hf_logits(model, some_tokens())
-    assert difference(loaded.model(some_tokens()).numpy(), expected) < AGREED
+    expected = hf_logits(model, TOKENS)
+    assert difference(loaded.model(TOKENS).numpy(), expected) < AGREED
     save_adapter(adapter, loaded, tmp_path / "again")
     again = peft.PeftModel.from_pretrained(new_base(name), tmp_path / "again").eval()
-    assert difference(hf_logits(again, some_tokens()), expected) < AGREED
+    assert difference(hf_logits(again, TOKENS), expected) < AGREED
 
 
 def test_switching_adapters_restores_their_logits(tmp_path):
     loaded = both("Llama", tmp_path)[1]
-    first = new_adapter(loaded, LoRAConfig(rank=2), seed=1)
-    enliven_adapter(first)
-    logits = loaded.model(some_tokens()).numpy()
+    first = enliven_adapter(new_adapter(loaded, LoRAConfig(rank=2), seed=1))
+    logits = loaded.model(TOKENS).numpy()
     with pytest.raises(ValueError, match="without an adapter"):
         new_adapter(loaded, LoRAConfig(rank=2), seed=2)
     first.detach()
-    second = new_adapter(loaded, LoRAConfig(rank=5, targets=("q_proj",)), seed=2)
-    enliven_adapter(second)
-    assert difference(loaded.model(some_tokens()).numpy(), logits) > 0.01
+    second = enliven_adapter(new_adapter(loaded, LoRAConfig(rank=5, targets=("q_proj",)), seed=2))
+    assert difference(loaded.model(TOKENS).numpy(), logits) > 0.01
     second.detach()
     first.attach()
-    np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), logits)
+    np.testing.assert_array_equal(loaded.model(TOKENS).numpy(), logits)
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
@@ -179,18 +163,16 @@ def test_gradients_over_low_precision_weights_match_float32(kind, dora, tmp_path
     loaded = load(tmp_path, weights=kind)
     loaded.model.use_precision("float32")
     config = LoRAConfig(rank=2, targets=("q_proj", "down_proj"), dora=dora)
-    adapter = new_adapter(loaded, config)
-    enliven_adapter(adapter)
+    adapter = enliven_adapter(new_adapter(loaded, config))
     state = {name: tensor.numpy() for name, tensor in loaded.model.named_parameters() if "low_rank" not in name}
-    tokens = some_tokens()
-    gradients(loaded.model, tokens)
+    gradients(loaded.model, TOKENS)
     got = {name: tensor.grad.numpy() for name, tensor in adapter.named_parameters()}
     other = GPT(loaded.model.config, draw_weights=False)  # with the same values in 32 bits
     other.load_state_dict(state)
     twin = Pretrained(other, None, GenerationSettings(), loaded.source)
     with_twin = new_adapter(twin, config)
     with_twin.load_state_dict(adapter.state_dict())
-    gradients(other, tokens)
+    gradients(other, TOKENS)
     for name, tensor in with_twin.named_parameters():
         assert difference(got[name], tensor.grad.numpy()) < 2e-3  # products with int8 weights round the activations
     assert loaded.model.blocks[0].attention.qkv.weights.array.dtype.itemsize < 4
@@ -261,11 +243,6 @@ def test_all_gradients_match_peft(name, kind, tmp_path):
 
 
 # -------------------------------------------------------------------- rejected input
-def rewrite(folder: Path, **fields: Any) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -284,7 +261,8 @@ def test_unsupported_adapter_configs_are_rejected(fields, message, tmp_path):
     adapter = new_adapter(loaded)
     save_adapter(adapter, loaded, tmp_path / "adapter")
     adapter.detach()
-    rewrite(tmp_path / "adapter", **fields)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     with pytest.raises(ValueError, match=message) as error:
         load_adapter(loaded, tmp_path / "adapter")
     assert "\n" not in str(error.value)
@@ -316,8 +294,8 @@ def test_dropout_is_applied_only_in_training(tmp_path):
     loaded = both("Llama", tmp_path)[1]
     enliven_adapter(new_adapter(loaded, LoRAConfig(dropout=0.5)))
     model = loaded.model
-    still = model(some_tokens()).numpy()
-    np.testing.assert_array_equal(model(some_tokens()).numpy(), still)
+    still = model(TOKENS).numpy()
+    np.testing.assert_array_equal(model(TOKENS).numpy(), still)
     model.train()
-    first, second = model(some_tokens()).numpy(), model(some_tokens()).numpy()
+    first, second = model(TOKENS).numpy(), model(TOKENS).numpy()
     assert difference(first, second) > 1e-3

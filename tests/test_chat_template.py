@@ -117,6 +117,9 @@ HOSTILE = {
     "indent": ("{{ 'a'|indent(10**9, true) }}", "width"),
     "indent by a text": ("{{ ('a\n' * 10000)|indent('x' * 10000) }}", "4,194,304 characters"),
     "tojson": ("{{ [1]|tojson(indent=10**9) }}", "width"),
+    "round": ("{{ 1|round(10**6, 'ceil') }}", "width"),
+    "encode": ("{{ 'a'.encode() * 10**7 }}", "encode"),
+    "to_bytes": ("{{ (1).to_bytes(10**7, 'big') }}", "to_bytes"),
     "translate": ("{{ 'a'.translate({97: 'b'}) }}", "translate"),
     "output": (LARGE + "{% for i in range(1000) %}{{ b }}{% endfor %}", "33,554,432 characters"),
     "block": (LARGE + "{% set c %}{% for i in range(1000) %}{{ b }}{% endfor %}{% endset %}", "33,554,432"),
@@ -126,9 +129,8 @@ HOSTILE = {
 
 
 @pytest.mark.nightly_except(4)
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_are_rejected_quickly_in_one_line(name):
-    source, reason = HOSTILE[name]
+@pytest.mark.parametrize(("source", "reason"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_templates_are_rejected_quickly_in_one_line(source, reason):
     started = time.perf_counter()
     with pytest.raises(ValueError, match=rf"^chat template, line \d+: .*({reason}|more than 5 seconds)") as caught:
         print(ChatTemplate(source).render(messages=HELLO)[:100])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +38,18 @@ def files(tmp_path_factory) -> dict[str, tuple[Path, object]]:
     return {name: (gguf_models.write_model(paths[name], name, model), model) for name, model in models.items()}
 
 
-def written(tmp_path: Path, architecture: str, model, keys=None, tensors=None, kind: str = "F32") -> Path:
-    """Write a model with other keys or tensors (None removes one) to a file, and return its path."""
-    all_keys = gguf_models.metadata_of(architecture, model.config) | (keys or {})
-    all_tensors = gguf_models.convert_tensors(architecture, model) | (tensors or {})
-    parts = ({key: value for key, value in part.items() if value is not None} for part in (all_keys, all_tensors))
-    return gguf_models.write(tmp_path / "a.gguf", architecture, *parts, kind)
+@pytest.fixture
+def write(files, tmp_path) -> Callable[..., Path]:
+    """Return a function that writes a model with other keys or tensors (None removes one), and returns the path."""
+
+    def write(name: str, keys=None, tensors=None, architecture: str = "") -> Path:
+        architecture, (_, model) = architecture or gguf_models.ARCHITECTURES[name], files[name]
+        all_keys = gguf_models.metadata_of(architecture, model.config) | (keys or {})
+        all_tensors = gguf_models.convert_tensors(architecture, model) | (tensors or {})
+        parts = ({key: value for key, value in part.items() if value is not None} for part in (all_keys, all_tensors))
+        return gguf_models.write(tmp_path / "a.gguf", architecture, *parts)
+
+    return write
 
 
 # -------------------------------------------------------------------- models
@@ -96,7 +103,8 @@ def test_quantized_blocks_dequantize_as_in_transformers(tmp_path, kind):
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "pad_token_id": None}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
-    path = written(tmp_path, "llama", model, kind=kind)
+    parts = gguf_models.metadata_of("llama", model.config), gguf_models.convert_tensors("llama", model)
+    path = gguf_models.write(tmp_path / "a.gguf", "llama", *parts, kind)
     state = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).state_dict()
     source = read_gguf(path)
     assert {tensor.dtype_name for tensor in source.tensors.values()} == {kind, "F32"}
@@ -104,17 +112,17 @@ def test_quantized_blocks_dequantize_as_in_transformers(tmp_path, kind):
         np.testing.assert_array_equal(tensor.read(), state[key].numpy(), err_msg=key)
 
 
-def test_output_layer_equal_to_the_embedding_is_tied(files, tmp_path):
+def test_output_layer_equal_to_the_embedding_is_tied(files, write):
     _, model = files["GPT-2"]
     embedding = gguf_models.convert_tensors("gpt2", model)["token_embd.weight"]
-    copied = read_gguf(written(tmp_path, "gpt2", model, tensors={"output.weight": embedding}))
+    copied = read_gguf(write("GPT-2", tensors={"output.weight": embedding}))
     assert copied.fields["tie_word_embeddings"] and "lm_head.weight" not in copied.tensors
-    converted = read_gguf(written(tmp_path, "gpt2", model, tensors={"output.weight": 2 * embedding}))
+    converted = read_gguf(write("GPT-2", tensors={"output.weight": 2 * embedding}))
     assert not converted.fields["tie_word_embeddings"]
     np.testing.assert_array_equal(converted.tensors["lm_head.weight"].read(), 2 * embedding)
 
 
-def test_fused_qkv_matrix_is_split(files, tmp_path):
+def test_fused_qkv_matrix_is_split(files, write):
     _, model = files["Phi"]
     tensors, fused = gguf_models.convert_tensors("phi2", model), {}
     for block in range(2):
@@ -122,61 +130,53 @@ def test_fused_qkv_matrix_is_split(files, tmp_path):
             parts = [f"blk.{block}.attn_{part}.{suffix}" for part in "qkv"]
             fused |= dict.fromkeys(parts)
             fused[f"blk.{block}.attn_qkv.{suffix}"] = np.concatenate([tensors[part] for part in parts])
-    source = read_gguf(written(tmp_path, "phi2", model, tensors=fused))
+    source = read_gguf(write("Phi", tensors=fused))
     for key, expected in model.state_dict().items():
         assert source.tensors[key].shape == expected.shape
         np.testing.assert_array_equal(source.tensors[key].read(), expected.numpy())
 
 
-def test_llama_with_sliding_window_becomes_mistral(files, tmp_path):
-    _, model = files["Llama"]
-    fields = read_gguf(written(tmp_path, "llama", model, {"attention.sliding_window": 7})).fields
+def test_llama_with_sliding_window_becomes_mistral(write):
+    fields = read_gguf(write("Llama", {"attention.sliding_window": 7})).fields
     assert (fields["model_type"], fields["sliding_window"]) == ("mistral", 7)
 
 
-def test_llama_with_only_qkv_biases_becomes_qwen2(files, tmp_path):
+def test_llama_with_only_qkv_biases_becomes_qwen2(files, write):
     """Hugging Face's Llama has no biases of Q, K and V alone; its Qwen2 does, and is equal otherwise."""
     _, model = files["Qwen2"]
-    source = read_gguf(written(tmp_path, "llama", model))
+    source = read_gguf(write("Qwen2", architecture="llama"))
     assert source.fields["model_type"] == "qwen2"
     for key, tensor in source.tensors.items():
         np.testing.assert_array_equal(tensor.read(), model.state_dict()[key].numpy(), err_msg=key)
     build_model(source)
 
 
-def test_models_that_llama_cpp_does_not_compute_are_rejected(files, tmp_path):
-    _, olmo2 = files["OLMo 2"]
-    refused(written(tmp_path, "olmo2", olmo2, {"attention.sliding_window": 9}), "OLMo 3, which is not supported")
+def test_models_that_llama_cpp_does_not_compute_are_rejected(write):
+    refused(write("OLMo 2", {"attention.sliding_window": 9}), "OLMo 3, which is not supported")
     with pytest.raises(ValueError, match=r"missing lm_head\.weight"):
-        build_model(read_gguf(written(tmp_path, "olmo2", olmo2, tensors={"output.weight": None})))
-    _, qwen3 = files["Qwen3"]
+        build_model(read_gguf(write("OLMo 2", tensors={"output.weight": None})))
     divisors = {"rope_freqs.weight": np.ones(8, np.float32)}
-    refused(written(tmp_path, "qwen3", qwen3, tensors=divisors), r"rope_freqs\.weight.*unknown.*qwen3")
+    refused(write("Qwen3", tensors=divisors), r"rope_freqs\.weight.*unknown.*qwen3")
 
 
-def test_gemma_3_without_a_window_has_full_attention(files, tmp_path):
-    _, model = files["Gemma 3"]
-    source = read_gguf(written(tmp_path, "gemma3", model, {"attention.sliding_window": None}))
-    assert build_model(source).config.window == 0
+def test_gemma_3_without_a_window_has_full_attention(write):
+    assert build_model(read_gguf(write("Gemma 3", {"attention.sliding_window": None}))).config.window == 0
 
 
-def test_special_tokens_and_sampling_settings_are_read(files, tmp_path):
-    _, model = files["Llama"]
+def test_special_tokens_and_sampling_settings_are_read(write):
     keys = {f":tokenizer.ggml.{name}_token_id": i for i, name in enumerate(["bos", "eos", "eot", "padding"], 1)}
     keys |= {":general.sampling.temp": 0.5, ":general.sampling.top_k": 20, ":tokenizer.ggml.eom_token_id": 2**31}
-    source = read_gguf(written(tmp_path, "llama", model, keys))
+    source = read_gguf(write("Llama", keys))
     ids = {key: value for key, value in source.fields.items() if key.endswith("token_id")}
     assert ids == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 4}
     assert source.generation == {"eos_token_id": [2, 3], "temperature": 0.5, "top_k": 20, "do_sample": True}
 
 
-def test_per_layer_values_must_be_equal(files, tmp_path):
+def test_per_layer_values_must_be_equal(write):
     """A key may be a list with one value per layer; equal values are read as one."""
-    _, model = files["Llama"]
-    fields = read_gguf(written(tmp_path, "llama", model, {"attention.head_count_kv": [3, 3]})).fields
+    fields = read_gguf(write("Llama", {"attention.head_count_kv": [3, 3]})).fields
     assert fields["num_key_value_heads"] == 3
-    path = written(tmp_path, "llama", model, {"attention.head_count_kv": [3, 9]})
-    refused(path, r"llama\.attention\.head_count_kv.*the same in all")
+    refused(write("Llama", {"attention.head_count_kv": [3, 9]}), r"llama\.attention\.head_count_kv.*the same in all")
 
 
 # -------------------------------------------------------------------- llama3's scaling from its divisors
@@ -233,11 +233,9 @@ WRONG_KEYS = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_KEYS)
-def test_invalid_metadata_is_rejected(files, tmp_path, name):
-    _, model = files["Llama"]
-    wrong, pattern = WRONG_KEYS[name]
-    refused(written(tmp_path, "llama", model, wrong), pattern)
+@pytest.mark.parametrize(("wrong", "pattern"), WRONG_KEYS.values(), ids=WRONG_KEYS)
+def test_invalid_metadata_is_rejected(write, wrong, pattern):
+    refused(write("Llama", wrong), pattern)
 
 
 WRONG_EXPERTS = {
@@ -251,11 +249,9 @@ WRONG_EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_EXPERTS)
-def test_invalid_metadata_of_experts_is_rejected(files, tmp_path, name):
-    _, model = files["Qwen3-MoE"]
-    wrong, pattern = WRONG_EXPERTS[name]
-    refused(written(tmp_path, "qwen3moe", model, wrong), pattern)
+@pytest.mark.parametrize(("wrong", "pattern"), WRONG_EXPERTS.values(), ids=WRONG_EXPERTS)
+def test_invalid_metadata_of_experts_is_rejected(write, wrong, pattern):
+    refused(write("Qwen3-MoE", wrong), pattern)
 
 
 WRONG_LATENTS: dict[str, tuple[dict[str, object], dict[str, np.ndarray | None], str]] = {
@@ -275,16 +271,13 @@ WRONG_LATENTS: dict[str, tuple[dict[str, object], dict[str, np.ndarray | None], 
 }
 
 
-@pytest.mark.parametrize("name", WRONG_LATENTS)
-def test_invalid_latent_attention_is_rejected(files, tmp_path, name):
-    _, model = files["DeepSeek-V3"]
-    keys, tensors, pattern = WRONG_LATENTS[name]
-    refused(written(tmp_path, "deepseek2", model, keys, tensors), pattern)
+@pytest.mark.parametrize(("keys", "tensors", "pattern"), WRONG_LATENTS.values(), ids=WRONG_LATENTS)
+def test_invalid_latent_attention_is_rejected(write, keys, tensors, pattern):
+    refused(write("DeepSeek-V3", keys, tensors), pattern)
 
 
-def test_missing_parts_of_an_expansion_are_named(files, tmp_path):
-    _, model = files["DeepSeek-V3"]
-    path = written(tmp_path, "deepseek2", model, tensors={"blk.2.attn_v_b.weight": None})
+def test_missing_parts_of_an_expansion_are_named(write):
+    path = write("DeepSeek-V3", tensors={"blk.2.attn_v_b.weight": None})
     with pytest.raises(ValueError, match=r"missing model\.layers\.2\.self_attn\.kv_b_proj.*unexpected .*2.*k_b_proj"):
         build_model(read_gguf(path))
 
@@ -306,18 +299,15 @@ def test_parts_of_an_expansion_are_joined_in_any_format(tmp_path, kind):
         np.testing.assert_allclose(array.T, values, rtol=0, atol=error * np.abs(values).max())
 
 
-def test_invalid_tensors_of_experts_are_rejected(files, tmp_path, monkeypatch):
-    _, model = files["Qwen3-MoE"]
+def test_invalid_tensors_of_experts_are_rejected(write, monkeypatch):
     name = "blk.1.ffn_down_exps.weight"
     for shape in ((5, 24, 12), (24, 12)):
-        path = written(tmp_path, "qwen3moe", model, tensors={name: np.zeros(shape, np.float32)})
+        path = write("Qwen3-MoE", tensors={name: np.zeros(shape, np.float32)})
         refused(path, rf"'blk\.1\.ffn_down_exps\.weight' of 6 matrices, got shape \({shape[0]}, ")
     monkeypatch.setattr(gguf, "_MAX_EXPERT_TENSORS", 35)
-    refused(written(tmp_path, "qwen3moe", model), "expected at most 35 matrices of experts, got 36")
-    _, dense = files["Qwen3"]
+    refused(write("Qwen3-MoE"), "expected at most 35 matrices of experts, got 36")
     experts = {"blk.0.ffn_up_exps.weight": np.zeros((2, 40, 24), np.float32)}
-    path = written(tmp_path, "qwen3", dense, {"expert_count": 2}, experts)
-    refused(path, "is a mixture of 2 experts, which is not supported")
+    refused(write("Qwen3", {"expert_count": 2}, experts), "is a mixture of 2 experts, which is not supported")
 
 
 def test_quantized_blocks_of_experts_stay_as_they_are(tmp_path):
@@ -340,8 +330,7 @@ def refused(path: Path, pattern: str) -> None:
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
 
-def test_unknown_and_missing_tensors_are_rejected(files, tmp_path):
-    _, model = files["Llama"]
+def test_unknown_and_missing_tensors_are_rejected(write):
     vector = np.zeros(32, np.float32)
     wrong = {
         "blk.0.attn_sinks.weight": r"'blk\.0\.attn_sinks\.weight'.*unknown.*llama",
@@ -350,9 +339,9 @@ def test_unknown_and_missing_tensors_are_rejected(files, tmp_path):
         "rope_factors_long.weight": r"rope_factors_long\.weight.*longrope",
     }
     for name, pattern in wrong.items():
-        refused(written(tmp_path, "llama", model, tensors={name: vector}), pattern)
+        refused(write("Llama", tensors={name: vector}), pattern)
     for name in ("token_embd.weight", "blk.0.ffn_up.weight"):
-        refused(written(tmp_path, "llama", model, tensors={name: None}), f"matrix {name}.*none")
-    path = written(tmp_path, "llama", model, tensors={"blk.1.attn_norm.weight": None})
+        refused(write("Llama", tensors={name: None}), f"matrix {name}.*none")
+    path = write("Llama", tensors={"blk.1.attn_norm.weight": None})
     with pytest.raises(ValueError, match=r"missing model\.layers\.1\.input_layernorm\.weight$"):
         build_model(read_gguf(path))

@@ -11,9 +11,7 @@ from tiny_models import lively_model
 
 from tricycle.pretrained.gguf_control_vectors import read_control_vectors, write_control_vectors
 from tricycle.pretrained.gguf_file import read_gguf_header
-from tricycle.pretrained.gguf_names import WeightTransform
-from tricycle.pretrained.gguf_writer import WrittenTensor, export_gguf, write_gguf
-from tricycle.system.files import atomic_write
+from tricycle.pretrained.gguf_writer import export_gguf, write_arrays
 from tricycle.tensor import no_grad
 from tricycle_lab.steering import steer
 
@@ -32,19 +30,6 @@ def test_vectors_come_back(tmp_path) -> None:
     assert metadata["controlvector.model_hint"] == "llama" and metadata["controlvector.layer_count"] == 2
 
 
-@pytest.fixture(scope="module")
-def write(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vectors")
-
-    def write(architecture: str, tensors: dict[str, np.ndarray]):
-        plan = [WrittenTensor(name, "F32", array.shape, WeightTransform()) for name, array in tensors.items()]
-        with atomic_write(folder / "a.gguf") as file:
-            write_gguf(file.name, architecture, {}, plan, zip(plan, tensors.values()))
-        return read_control_vectors(folder / "a.gguf", 3, 4)
-
-    return write
-
-
 @pytest.mark.parametrize(
     ("architecture", "name", "array", "message"),
     [
@@ -56,9 +41,10 @@ def write(tmp_path_factory):
         ("controlvector", "direction.1", np.full(4, np.nan), "finite values"),
     ],
 )
-def test_wrong_files_are_rejected(write, architecture, name, array, message) -> None:
+def test_wrong_files_are_rejected(tmp_path, architecture, name, array, message) -> None:
+    write_arrays(tmp_path / "a.gguf", architecture, {}, {name: array.astype(np.float32)})
     with pytest.raises(ValueError, match=message):
-        write(architecture, {name: array.astype(np.float32)})
+        read_control_vectors(tmp_path / "a.gguf", 3, 4)
 
 
 test_invalid_arguments = bad_input(

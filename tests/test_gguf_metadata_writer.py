@@ -185,6 +185,11 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "capped scores of Gemma 3": ("Gemma 3", {"score_cap": 5.0}, "gemma3 .*score_cap=5.0"),
     "other eps of norms": ("Gemma 3", {"qk_norm_eps": 1e-2}, "gemma3 .*qk_norm_eps=0.01"),
     "scale of embeddings": ("Gemma 3", {"embedding_scale": 1.0}, "gemma3 .*embedding_scale=1.0"),
+    "norms of queries in Llama": ("Llama", {"qk_norm": True}, "llama.* qk_norm=True"),
+    "activation of Llama": ("Llama", {"activation": "relu"}, "llama.* activation='relu'"),
+    "activation of GPT-2": ("GPT-2", {"activation": "gelu_exact"}, "gpt2.* activation='gelu_exact'"),
+    "scores without a scale": ("GPT-2", {"score_scale": 1.0}, "gpt2.* score_scale=1.0"),
+    "parallel blocks": ("GPT-2", {"parallel": True}, "gpt2.* parallel=True"),
     "tied GPT-NeoX": ("Pythia", {"tied": True}, "gptneox .*tied=True"),
     "key heads of GPT-NeoX": ("Pythia", {"n_key_heads": 1}, "gptneox .*n_key_heads=1"),
     "activation": ("Pythia", {"activation": "gelu"}, "gptneox .*activation='gelu'"),
@@ -228,12 +233,16 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "norm of the first block": ("ModernBERT", {"first_norm": True}, "first_norm=True"),
     "partial RoPE of ModernBERT": ("ModernBERT", {"rotary_fraction": 0.5}, "modern-bert .*rotary_fraction=0.5"),
     "no token types": ("BERT", {"token_types": 0}, "bert.*token_types"),
+    "scaled logits of T5": ("T5", {"tied": True, "output_scale": 0.125}, "t5: expected tied to be False.*by 0.125"),
+    "distance of T5": ("T5", {"relative_distance": 64}, "t5 does not support relative_distance=64"),
+    "activation of T5": ("T5", {"activation": "swish", "gated": True}, "t5 does not support activation='swish'"),
+    "a deeper decoder": ("T5", {"n_layers": 8}, "t5: expected n_decoder_layers to be at most n_layers, 8, got 9"),
+    "scale of scores of T5": ("T5", {"score_scale": 0.5}, "t5 does not support score_scale=0.5"),
 }
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_fields_that_llama_cpp_cannot_express_are_rejected(name):
-    family, changes, message = UNSUPPORTED[name]
+@pytest.mark.parametrize(("family", "changes", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_fields_that_llama_cpp_cannot_express_are_rejected(family, changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         match_architecture(replace(CONFIGS[family], **changes))
     assert "\n" not in str(caught.value)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_gguf_writer import QWEN3_NEXT, TOKENS, bpe_tokeniser, lively, logits, new_model, open_llama_cpp, rewritten
+from tiny_models import enliven_adapter
 from transformers_families import checkpoint_arrays, difference, hf_logits, randomize_weights
 
 from tricycle.finetuning.lora import LoRAConfig
@@ -109,10 +110,7 @@ def test_adapters_of_a_file_round_trip(tmp_path: Path) -> None:
     loaded = load(tmp_path / "base.gguf")
     before = logits(loaded.model, TOKENS)
     targets = ("q_proj", "in_proj_qkv", "in_proj_z", "in_proj_ba", "out_proj", "shared_expert_gate")
-    adapter = new_adapter(loaded, LoRAConfig(rank=2, targets=targets))
-    for low_rank in adapter.low_ranks.values():
-        for up in low_rank.ups:
-            up.array[...] = np.random.default_rng(up.size).normal(0, 0.2, up.shape)
+    adapter = enliven_adapter(new_adapter(loaded, LoRAConfig(rank=2, targets=targets)))
     expected = logits(loaded.model, TOKENS)
     assert difference(expected, before) > 0.01
     assert save_gguf_adapter(adapter, loaded, tmp_path / "adapter.gguf") == "qwen3next"
@@ -159,9 +157,8 @@ WRONG_KEYS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_KEYS)
-def test_invalid_metadata_is_rejected(tmp_path: Path, name: str) -> None:
-    keys, message = WRONG_KEYS[name]
+@pytest.mark.parametrize(("keys", "message"), WRONG_KEYS.values(), ids=WRONG_KEYS)
+def test_invalid_metadata_is_rejected(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     export_gguf(new_model("qwen3next"), None, tmp_path / "a.gguf")
     with pytest.raises(ValueError, match=message) as caught:
         read_gguf(rewritten(tmp_path / "a.gguf", keys))
@@ -183,9 +180,8 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_TENSORS)
-def test_tensors_that_do_not_fit_are_rejected(tmp_path: Path, name: str) -> None:
-    keys, tensor, message = WRONG_TENSORS[name]
+@pytest.mark.parametrize(("keys", "tensor", "message"), WRONG_TENSORS.values(), ids=WRONG_TENSORS)
+def test_tensors_that_do_not_fit_are_rejected(tmp_path: Path, keys: dict[str, Any], tensor: str, message: str) -> None:
     export_gguf(new_model("qwen3next"), None, tmp_path / "a.gguf")
     path = rewritten(tmp_path / "a.gguf", keys, {tensor: np.zeros(192, np.float32)} if tensor else {})
     with pytest.raises(ValueError, match=message) as caught:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import add_noise
 from transformers_families import LIKE_LLAMA
 
 from tricycle.configs import ModelConfig
@@ -15,11 +16,7 @@ TOKENS = np.random.default_rng(0).integers(0, 50, 700).astype(np.uint16)
 
 
 def new_model(**fields: Any) -> GPT:
-    model = GPT(ModelConfig(**{**SIZES, **fields}))
-    rng = np.random.default_rng(0)
-    for parameter in model.parameters():
-        parameter.array += rng.standard_normal(parameter.shape).astype(np.float32) * np.float32(0.2)
-    return model
+    return add_noise(GPT(ModelConfig(**{**SIZES, **fields})), 0.2)
 
 
 @pytest.mark.parametrize("fields", [{}, {"tied": False}, {**LIKE_LLAMA, "hidden_size": 40, "n_key_heads": 2}])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import add_noise
 from transformers_families import FAMILIES, LIKE_LLAMA, difference, hf_logits
 
 from tricycle.configs import PRESETS, EncoderConfig, ModelConfig
@@ -52,15 +53,6 @@ SIZES = {"vocab_size": 310, "context_window": 128, "embedding_dim": 24, "n_heads
 @pytest.fixture(scope="module")
 def tokeniser() -> BPETokeniser:
     return BPETokeniser(310).train(TEXT, progress=False)
-
-
-def lively(config: ModelConfig) -> GPT:
-    """A model whose every weight shows."""
-    model = GPT(config).eval()
-    generator = np.random.default_rng(1)
-    for p in model.parameters():
-        p.array[...] += 0.2 * generator.standard_normal(p.shape, dtype=np.float32)
-    return model
 
 
 def load_hf_model(folder: Path) -> Any:
@@ -130,7 +122,7 @@ EXPRESSED: dict[str, tuple[str, ModelConfig]] = {
 @pytest.mark.parametrize("name", EXPRESSED)
 def test_transformers_loads_exported_folder(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
     model_type, config = EXPRESSED[name]
-    model = lively(config)
+    model = add_noise(GPT(config), 0.2)
     written = tokeniser if tokeniser.n_vocab <= config.vocab_size else None
     assert export_folder(model, written, tmp_path / "model") == model_type
     compare(model, tmp_path / "model")
@@ -166,7 +158,7 @@ def command(*words: Any, cache: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_export_in_16_bits_stores_the_rounded_model(dtype: str, tmp_path: Path) -> None:
     """What is in the file is the rounded model."""
-    model = lively(EXPRESSED["Llama"][1])
+    model = add_noise(GPT(EXPRESSED["Llama"][1]), 0.2)
     export_folder(model, None, tmp_path / "model", dtype=dtype)
     rounded = load(tmp_path / "model", weights="stored").model
     hf_model = load_hf_model(tmp_path / "model")
@@ -181,7 +173,7 @@ def test_export_in_16_bits_stores_the_rounded_model(dtype: str, tmp_path: Path) 
 
 # -------------------------------------------------------------------- tokens
 def test_generation_settings_are_exported_and_unknown_ids_suppressed(tokeniser: BPETokeniser, tmp_path: Path) -> None:
-    model = lively(replace(EXPRESSED["GPT-2"][1], vocab_size=320))
+    model = GPT(replace(EXPRESSED["GPT-2"][1], vocab_size=320))
     settings = GenerationSettings(do_sample=True, temperature=0.7, top_k=0, min_p=0.1, stop_tokens=(3, 4))
     export_folder(model, tokeniser, tmp_path / "model", generation=settings)
     assert load(tmp_path / "model").generation == settings
@@ -217,10 +209,7 @@ ENCODERS = {
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_exported_encoders_load_in_transformers(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
-    model = TextEncoder(ENCODERS[name]).eval()
-    generator = np.random.default_rng(0)
-    for p in model.parameters():
-        p.array += 0.3 * generator.standard_normal(p.shape).astype(np.float32)
+    model, generator = add_noise(TextEncoder(ENCODERS[name]), 0.3), np.random.default_rng(0)
     kind = export_folder(model, tokeniser, tmp_path / "model")
     assert kind == name.split(",")[0]
     assert not (tmp_path / "model" / "generation_config.json").exists()
@@ -272,7 +261,7 @@ def test_export_of_other_objects_raises() -> None:
 
 # -------------------------------------------------------------------- the folder
 def test_exported_folder_has_the_expected_files(tokeniser: BPETokeniser, tmp_path: Path) -> None:
-    model = lively(EXPRESSED["Llama"][1])
+    model = add_noise(GPT(EXPRESSED["Llama"][1]), 0.2)
     card = {"bits per byte": 1.23456789, "text": 'a "quoted" | one\nand more'}
     export_folder(model, tokeniser, tmp_path / "deep" / "model", card)
     folder = tmp_path / "deep" / "model"
@@ -289,7 +278,7 @@ def test_exported_folder_has_the_expected_files(tokeniser: BPETokeniser, tmp_pat
 
 
 def test_export_overwrites_nothing(tmp_path: Path) -> None:
-    model = lively(EXPRESSED["Llama"][1])
+    model = add_noise(GPT(EXPRESSED["Llama"][1]), 0.2)
     (tmp_path / "empty").mkdir()
     export_folder(model, None, tmp_path / "empty")
     before = (tmp_path / "empty" / "model.safetensors").read_bytes()
@@ -302,7 +291,7 @@ def test_export_overwrites_nothing(tmp_path: Path) -> None:
 
 
 def test_export_of_nan_weights_writes_no_file(tmp_path: Path) -> None:
-    model = lively(EXPRESSED["Llama"][1])
+    model = add_noise(GPT(EXPRESSED["Llama"][1]), 0.2)
     model.norm.gain.array[3] = np.nan
     with pytest.raises(ValueError, match=r"finite weights.*norm\.gain.*NaN"):
         export_folder(model, None, tmp_path / "model")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import MODULES, write_pooling
 
 from tricycle.configs import EncoderConfig
 from tricycle.pretrained.sentence_encoder import SentenceEncoder, load_sentence_encoder
@@ -19,19 +20,6 @@ tokenizers = pytest.importorskip("tokenizers")
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] a b c d e f g h".split()
 TEXTS = ["a b c", "", "h", "d e f g h a b c d e f g h a b", "  c a  ", "A?"]
-MODULES = ["Transformer", "Pooling", "Normalize"]
-
-
-def write_pooling(folder: Path, pooling: dict[str, Any], modules: list[str] = MODULES) -> None:
-    """As sentence-transformers does."""
-    places = ["", "1_Pooling", "2_Normalize", "3_Dense"]
-    entries = [
-        {"idx": i, "name": str(i), "path": places[i], "type": f"sentence_transformers.models.{kind}"}
-        for i, kind in enumerate(modules)
-    ]
-    (folder / "modules.json").write_text(json.dumps(entries))
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
 def flags(**kinds: bool) -> dict[str, Any]:

@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing of rain".split()
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ DOWNLOADS = (*["response.http"] * 3, "cache/d/input.txt", "cache/d/input.txt.par
 TOKENISER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 SENTENCES = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config.json", "vocab.txt")
 CACHE = ("tokeniser.json", "train.npy", "validation.npy", "validation.bin", "hashes.json")
-INDEX = "model.safetensors.index.json"
+SHARDS = ("model.safetensors.index.json", *(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)))
 EVALUATE = ("best.safetensors", "texts/a.txt", "--device", "cpu")
 KINDS = [
     Kind("checkpoint", "run", ("best.safetensors",), generate("best.safetensors")),
@@ -114,7 +112,7 @@ KINDS = [
     Kind("tokeniser of others", "others", TOKENISER, program("chat", ".")),
     Kind("tokeniser in two files", "two files", ("vocab.json", "merges.txt"), generate(".")),
     Kind("safetensors", "others", ("model.safetensors",), generate(".")),
-    Kind("safetensors with an index", "shards", (INDEX, *SHARDS), generate(".")),
+    Kind("safetensors with an index", "shards", SHARDS, generate(".")),
     Kind("GGUF", "gguf", ("model.gguf",), generate("model.gguf")),
     Kind("GGUF, Q8_0", "gguf", ("small.gguf",), generate("small.gguf", "--weights", "stored")),
     Kind("sentence embeddings", "sentences", SENTENCES, read_sentences),
@@ -177,8 +175,7 @@ def write_run_files(root: Path) -> None:
 
 
 def write_model_folders(root: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy")
-    from tiny_models import lively_model, tiny_tokeniser, write_folder
+    from tiny_models import lively_model, split_weights, tiny_tokeniser, write_folder
 
     from tricycle.pretrained.gguf_writer import export_gguf
 
@@ -195,18 +192,8 @@ def write_model_folders(root: Path) -> None:
     model = lively_model(n_layers=1, context_window=64)
     export_gguf(model, tokeniser, root / "gguf" / "model.gguf", "F32")
     export_gguf(model, tokeniser, root / "gguf" / "small.gguf", "Q8_0")
-    shards = root / "shards"
-    shutil.copytree(others, shards)
-    (shards / "model.safetensors").unlink()
-    tensors = safetensors.load_file(others / "model.safetensors")
-    names = sorted(tensors)
-    places = {}
-    for i, shard in enumerate(SHARDS):
-        part = {name: tensors[name] for name in names[i::2]}
-        safetensors.save_file(part, shards / shard)
-        places |= dict.fromkeys(part, shard)
-    index = {"metadata": {"total_size": 1}, "weight_map": places}
-    (shards / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    shutil.copytree(others, root / "shards")
+    split_weights(root / "shards")
     two = root / "two files"
     shutil.copytree(others, two)
     document = json.loads((two / "tokenizer.json").read_text(encoding="utf-8"))
@@ -217,6 +204,8 @@ def write_model_folders(root: Path) -> None:
 
 
 def write_sentence_encoder(root: Path) -> None:
+    from tiny_models import write_pooling
+
     from tricycle.configs.encoder import EncoderConfig
     from tricycle.pretrained.export import export_folder
     from tricycle.sequences.text_encoder import TextEncoder
@@ -226,17 +215,8 @@ def write_sentence_encoder(root: Path) -> None:
     config = EncoderConfig(vocab_size=len(words), context_window=16, embedding_dim=8, n_heads=2, n_layers=1)
     export_folder(TextEncoder(config), None, folder)
     (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(
-        '{"word_embedding_dimension": 8, "pooling_mode_mean_tokens": true}', encoding="utf-8"
-    )
+    write_pooling(folder, {"word_embedding_dimension": 8, "pooling_mode_mean_tokens": True})
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 12, "do_lower_case": true}', encoding="utf-8")
-    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (kind, path) in enumerate(kinds.items())
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
 
 
 IMPORTED = """

@@ -133,7 +133,7 @@ def _load_source(source: StoredModel, weights: str) -> Pretrained:
 def _load_tokeniser(source: StoredModel) -> Any:
     """Return a source's tokenizer, None if it has none; FileNotFoundError for a tokenizer.model alone."""
     if isinstance(source, GGUFModel):
-        metadata = source.metadata or {}
+        metadata = source.metadata
         tokeniser = tokeniser_from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
         for key in [key for key, value in metadata.items() if key.startswith("tokenizer.") and isinstance(value, list)]:
             del metadata[key]  # the model would keep this memory, and the tokenizer has the texts

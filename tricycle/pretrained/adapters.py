@@ -56,10 +56,6 @@ REQUIRED_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 
 
-# The fields of adapter_config.json, the config, and A and B (and DoRA's magnitudes) by module name.
-OpenedAdapter = tuple[dict[str, Any], LoRAConfig, dict[str, tuple[StoredTensor, ...]]]
-
-
 class TargetModule(NamedTuple):
     """A linear layer of a Hugging Face model: its name, the Tricycle layer that contains it, its columns there."""
 
@@ -307,8 +303,14 @@ def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
     if not folder.is_file():
         folder = find_adapter_folder(folder)
     modules = TargetModules(loaded)
-    fields, config, factors = (_open_gguf if folder.is_file() else _open_folder)(folder, modules)
     with error_prefix(f"{folder}: "):
+        if folder.is_file():
+            fields, factors = read_gguf_adapter(folder, *modules.gguf_layout())
+            config = _read_config(fields)
+        else:
+            fields = read_json_object(folder / CONFIG)
+            config = _read_config(fields)
+            factors = _group_tensors(read_tensors(folder / WEIGHTS)[0], config.dora)
         targets = _match_tensors(factors, modules, config, fields)
     low_ranks = _new_low_ranks(loaded.model, targets, config, 0)
     for low_rank in low_ranks.values():
@@ -323,22 +325,6 @@ def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
                 low_rank.magnitudes[number].array[...] = modules.from_peft(module, magnitudes[0][:, None])[0]
     name = fields.get("base_model_name_or_path")
     return Adapter(loaded.model, low_ranks, config, name if isinstance(name, str) else "").attach()
-
-
-def _open_folder(folder: Path, modules: TargetModules) -> OpenedAdapter:
-    """Return (fields, LoRAConfig, unread tensors by module) of a folder in PEFT's format; `modules` is not used."""
-    fields = read_json_object(folder / CONFIG)
-    tensors, _ = read_tensors(folder / WEIGHTS)
-    with error_prefix(f"{folder}: "):
-        config = _read_config(fields)
-        return fields, config, _group_tensors(tensors, config.dora)
-
-
-def _open_gguf(path: Path, modules: TargetModules) -> OpenedAdapter:
-    """Return (fields, LoRAConfig, unread tensors by module) of a GGUF adapter, checked to fit `modules`' model."""
-    with error_prefix(f"{path}: "):
-        fields, factors = read_gguf_adapter(path, *modules.gguf_layout())
-        return fields, _read_config(fields), factors
 
 
 def find_adapter_folder(folder: Path) -> Path:

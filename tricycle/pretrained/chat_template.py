@@ -30,8 +30,10 @@ MAX_SECONDS = 5.0
 MAX_WIDTH = 10_000  # to which a text may be padded
 MAX_DIGITS = 1000  # of an integer
 
-# Methods and filters whose numeric arguments determine the length of the result.
+# Methods and filters whose numeric arguments determine the length of the result, or of a value that they compute.
 _EXPANDING_CALLS = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice", "tojson"}
+_EXPANDING_CALLS |= {"round"}
+_FORBIDDEN_METHODS = ("translate", "encode", "to_bytes")  # the last two give bytes, which no check measures
 _VARIABLE_WIDTH = re.compile(r"\d{5,}|\*|:[^}]*\{")  # in a format: a width of five digits, or one from an argument
 
 
@@ -78,7 +80,7 @@ class Budget:
                 _check_limit(left.bit_length() + right.bit_length(), 4 * MAX_DIGITS, "bits")
 
     def check_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count one iteration; ValueError if a string method or filter gives too large a result, or is translate."""
+        """Count one iteration; ValueError if a method or filter is forbidden, or could give too large a result."""
         self.charge()
         values = [*args, *kwargs.values()]
         for value in values:
@@ -96,8 +98,8 @@ class Budget:
             _check_limit(len(text) + times * n_new, MAX_VALUE_CHARACTERS, "characters")
         elif name in ("format", "format_map"):
             self._check_format(str(values[0]), values[1:])
-        elif name == "translate":
-            raise ValueError("it calls translate, which is not allowed in templates")
+        elif name in _FORBIDDEN_METHODS:
+            raise ValueError(f"it calls {name}, which is not allowed in templates")
 
     def check_join(self, separator: Any, items: list[Any]) -> None:
         """Raise ValueError if joining the items with `separator` would give a text that is too long."""
@@ -291,7 +293,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif isinstance(__function, Macro):
             __self.budget.charge(__self.text_length)
         else:
-            __self.budget.check_call("", args, kwargs)
+            __self.budget.check_call(name if isinstance(owner, int) else "", args, kwargs)
         return super().call(__context, __function, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from tricycle.pretrained.families.family import fill_numbers
 from tricycle.pretrained.gguf_config import CONFIG_READERS, WITH_FUSED_GATES
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
 from tricycle.pretrained.gguf_model_metadata import LONGROPE_DIVISORS, ROPE_DIVISORS, Fields, ModelMetadata
-from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
+from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, GGUFTensorMapping, WeightTransform
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
 
 _BLOCK = re.compile(r"^((?:enc\.|dec\.)?blk)\.(0|[1-9][0-9]{0,8})\.")  # of a decoder, or of one after an encoder
@@ -32,7 +32,7 @@ class GGUFModel(StoredModel):
         metadata: all keys and values of the file; `tricycle.pretrained.load` removes the tokenizer's lists.
     """
 
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFModel:
@@ -117,7 +117,7 @@ class TensorConversion:
 
     file: GGUFFile
     metadata: ModelMetadata
-    mapping: TensorMapping
+    mapping: GGUFTensorMapping
     heads: AttentionHeads
 
     def tensors(self) -> dict[str, StoredTensor]:

@@ -21,10 +21,9 @@ from tricycle.pretrained.gguf import GGUFModel, TensorConversion
 from tricycle.pretrained.gguf_file import GGUFFile, GGUFTensorInfo, read_gguf_header, short_repr
 from tricycle.pretrained.gguf_metadata_writer import match_architecture
 from tricycle.pretrained.gguf_model_metadata import ModelMetadata
-from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, TensorMapping, WeightTransform
-from tricycle.pretrained.gguf_writer import WrittenTensor, write_gguf
+from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, GGUFTensorMapping
+from tricycle.pretrained.gguf_writer import write_arrays
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
-from tricycle.system.files import atomic_write
 
 _SUFFIXES = ".lora_a", ".lora_b"
 
@@ -47,13 +46,13 @@ def find_architecture(source: StoredModel | None, config: Any) -> str:
     Raises:
         ValueError: llama.cpp has no architecture that computes the config.
     """
-    if isinstance(source, GGUFModel) and source.metadata is not None:
+    if isinstance(source, GGUFModel):
         return str(source.metadata["general.architecture"])
     with error_prefix("llama.cpp cannot run this model: "):
         return match_architecture(config)[0]
 
 
-def _adapter_mapping(architecture: str) -> TensorMapping:
+def _adapter_mapping(architecture: str) -> GGUFTensorMapping:
     """Return the names of layers that can have adapters, with the transforms that also apply to the rows of B.
 
     PEFT's A and B have the same layout for a transposed matrix (Conv1D), so no transposition is needed.
@@ -97,7 +96,6 @@ def write_gguf_adapter(
         scaled = np.asarray(up * np.float32(alphas[name] / alpha), np.float32)
         tensors[f"{layer}.weight.lora_a"] = np.ascontiguousarray(down, np.float32)
         tensors[f"{layer}.weight.lora_b"] = np.ascontiguousarray(transform.to_gguf(scaled, heads))
-    plan = [WrittenTensor(name, "F32", array.shape, WeightTransform()) for name, array in tensors.items()]
     metadata = {
         "general.type": "adapter",
         "general.name": Path(path).stem,
@@ -105,8 +103,7 @@ def write_gguf_adapter(
         "adapter.type": "lora",
         "adapter.lora.alpha": float(alpha),
     }
-    with atomic_write(path) as file:
-        write_gguf(file.name, architecture, metadata, plan, zip(plan, tensors.values()))
+    write_arrays(path, architecture, metadata, tensors)
 
 
 # -------------------------------------------------------------------- reading

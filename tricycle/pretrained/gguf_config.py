@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,7 @@ import numpy as np
 from tricycle.pretrained.config_fields import SIZE_FIELDS
 from tricycle.pretrained.families.gemma import periodic_layer_types
 from tricycle.pretrained.gguf_file import short_repr
-from tricycle.pretrained.gguf_model_metadata import (
-    Fields,
-    ModelMetadata,
-    rope_scaling,
-)
+from tricycle.pretrained.gguf_model_metadata import Fields, ModelMetadata, rope_scaling
 
 # From size fields of `ModelConfig` to metadata keys.
 SIZE_METADATA = {
@@ -73,10 +70,28 @@ def _sizes(metadata: ModelMetadata, norm: str) -> Fields:
     }
 
 
+def _decoder(metadata: ModelMetadata, divisors: np.ndarray | None, norm: str) -> Fields:
+    """Return `_sizes` and the other fields of most decoders: key heads, RoPE's base and scaling, and vocabulary."""
+    return {
+        **_sizes(metadata, norm),
+        "num_key_value_heads": metadata.n_key_heads(),
+        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
+        **rope_scaling(metadata, divisors),
+        **metadata.vocabulary_fields(),
+    }
+
+
 def _like_llama(
-    metadata: ModelMetadata, divisors: np.ndarray | None, model_type: str, is_mixture: bool = False
+    metadata: ModelMetadata,
+    divisors: np.ndarray | None,
+    model_type: str,
+    is_mixture: bool = False,
+    has_head_dim: bool = True,
 ) -> Fields:
-    """Return the fields that Llama-like models share; ValueError for partial RoPE, or experts unless `is_mixture`."""
+    """Return the fields that Llama-like models share; ValueError for partial RoPE, or experts unless `is_mixture`.
+
+    Without `has_head_dim`, the size of heads is not a field, but width / heads.
+    """
     if metadata.get("expert_count") and not is_mixture:
         raise metadata.error(
             f"is a mixture of {short_repr(metadata.get('expert_count'))} experts, which is not supported"
@@ -84,15 +99,8 @@ def _like_llama(
     size = metadata.head_size()
     if metadata.rotary_size() != size:
         raise metadata.error(f"expected RoPE on all {size} channels of a head, got {metadata.rotary_size()}")
-    return {
-        "model_type": model_type,
-        **_sizes(metadata, "rms"),
-        "num_key_value_heads": metadata.n_key_heads(),
-        "head_dim": size,
-        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
-        **rope_scaling(metadata, divisors),
-        **metadata.vocabulary_fields(),
-    }
+    fields = _decoder(metadata, divisors, "rms") | {"model_type": model_type, "hidden_act": "silu"}
+    return fields | ({"head_dim": size} if has_head_dim else {})
 
 
 def _expert_fields(metadata: ModelMetadata) -> Fields:
@@ -123,20 +131,10 @@ def _check_epsilon(metadata: ModelMetadata, normalized: str) -> None:
         raise metadata.error(f"{expected}, got {metadata.get(key)}")
 
 
-def _mixtral(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return Mixtral's config.json fields, for GGUF metadata of the architecture llama with experts."""
-    fields = _like_llama(metadata, divisors, "mixtral", is_mixture=True) | _expert_fields(metadata)
-    window = "attention.sliding_window"
-    return fields | {
-        "hidden_act": "silu",
-        "sliding_window": metadata.positive_int(window) if metadata.get(window) else None,
-    }
-
-
 def _qwen3moe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return Qwen3-MoE's config.json fields, with normalized expert weights, as llama.cpp always normalizes them."""
     fields = _like_llama(metadata, divisors, "qwen3_moe", is_mixture=True) | _expert_fields(metadata)
-    return fields | {"hidden_act": "silu", "use_sliding_window": False, "norm_topk_prob": True}
+    return fields | {"norm_topk_prob": True}
 
 
 def _qwen3next(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
@@ -148,26 +146,21 @@ def _qwen3next(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
         raise metadata.error(f"expected qwen3next.ssm.inner_size to be that of {expected}, got {n_heads * head_size}")
     _check_values(metadata, {"attention.scale": (0.0,)})
     width = "expert_shared_feed_forward_length"
-    return {
+    return _decoder(metadata, divisors, "rms") | {
         "model_type": "qwen3_next",
         "hidden_act": "silu",
         "norm_topk_prob": True,
         "attention_bias": False,
-        **_sizes(metadata, "rms"),
         "shared_expert_intermediate_size": metadata.positive_int(width, metadata.positive_int("feed_forward_length")),
         **_expert_fields(metadata),
-        "num_key_value_heads": metadata.n_key_heads(),
         "head_dim": metadata.head_size(),
         "partial_rotary_factor": _rotary_fraction(metadata),
-        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
-        **rope_scaling(metadata, divisors),
         "linear_num_value_heads": n_heads,
         "linear_num_key_heads": sizes["n_groups"],
         "linear_value_head_dim": head_size,
         "linear_key_head_dim": head_size,
         "linear_conv_kernel_dim": sizes["conv_kernel"],
         "layer_types": _linear_layers(metadata),
-        **metadata.vocabulary_fields(),
     }
 
 
@@ -192,10 +185,9 @@ def _linear_layers(metadata: ModelMetadata) -> list[str]:
 
 def _olmoe(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return OLMoE's config.json fields: all heads with keys, unnormalized expert weights, an untied output matrix."""
-    fields = _like_llama(metadata, divisors, "olmoe", is_mixture=True) | _expert_fields(metadata)
-    del fields["head_dim"]
+    fields = _like_llama(metadata, divisors, "olmoe", is_mixture=True, has_head_dim=False) | _expert_fields(metadata)
     fields |= {"norm_topk_prob": False, "num_key_value_heads": fields["num_attention_heads"]}
-    return fields | {"hidden_act": "silu", "tie_word_embeddings": False}
+    return fields | {"tie_word_embeddings": False}
 
 
 def _gpt_oss(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
@@ -206,23 +198,28 @@ def _gpt_oss(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
             f"expected gpt-oss.{window}_pattern 2, got {short_repr(metadata.get(f'{window}_pattern'))}"
         )
     fields = _like_llama(metadata, divisors, "gpt_oss", is_mixture=True) | _expert_fields(metadata)
-    fields |= {"hidden_act": "silu", "attention_bias": True, "tie_word_embeddings": False}
+    fields |= {"attention_bias": True, "tie_word_embeddings": False}
     return {"rope_scaling": {"rope_type": "default"}, **fields, "sliding_window": metadata.positive_int(window)}
 
 
 def _llama(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return config.json fields of Llama, or of Mixtral, Qwen 2 or Mistral, by experts, biases and window."""
     if metadata.n_experts():
-        return _mixtral(metadata, divisors)
-    biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
-    fields = _like_llama(metadata, divisors, "llama") | {"hidden_act": "silu"}
-    fields |= {name: metadata.has_tensor(tensor) for name, tensor in biases.items()}
+        fields = _like_llama(metadata, divisors, "mixtral", is_mixture=True) | _expert_fields(metadata)
+        return fields | {"sliding_window": metadata.optional_int("attention.sliding_window")}
+    fields = _like_llama(metadata, divisors, "llama") | _biases(metadata)
     # Llama in transformers has biases in all attention matrices or in none.
     if fields["attention_bias"] and not metadata.has_tensor("blk.0.attn_output.bias"):
-        return fields | {"model_type": "qwen2", "use_sliding_window": False}
-    if metadata.get("attention.sliding_window"):
-        fields |= {"model_type": "mistral", "sliding_window": metadata.positive_int("attention.sliding_window")}
+        return fields | {"model_type": "qwen2"}
+    if window := metadata.optional_int("attention.sliding_window"):
+        fields |= {"model_type": "mistral", "sliding_window": window}
     return fields
+
+
+def _biases(metadata: ModelMetadata) -> Fields:
+    """Return the config.json fields of Llama's biases, by the tensors of the first block."""
+    tensors = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
+    return {name: metadata.has_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def _granite_factors(metadata: ModelMetadata, head_size: int) -> Fields:
@@ -240,9 +237,7 @@ def _granite(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     is_mixture = metadata.architecture == "granitemoe"
     fields = _like_llama(metadata, divisors, metadata.architecture, is_mixture)
     fields |= _expert_fields(metadata) if is_mixture else {}
-    biases = {"mlp_bias": "blk.0.ffn_up.bias", "attention_bias": "blk.0.attn_q.bias"}
-    factors = _granite_factors(metadata, fields["head_dim"])
-    return fields | {"hidden_act": "silu"} | factors | {name: metadata.has_tensor(key) for name, key in biases.items()}
+    return fields | _granite_factors(metadata, fields["head_dim"]) | _biases(metadata)
 
 
 def _mixers(metadata: ModelMetadata) -> tuple[int, int, Fields]:
@@ -304,42 +299,25 @@ def _granite_hybrid(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fie
     return fields | {
         **_granite_factors(metadata, fields["head_dim"]),
         **{f"mamba_{name}": value for name, value in mixers.items()},
-        "hidden_act": "silu",
         "attention_bias": any(metadata.has_tensor(f"blk.{layer}.attn_q.bias") for layer in layers),
         "position_embedding_type": "rope" if metadata.boolean("rope.scaling.finetuned", True) else "nope",
         "layer_types": ["attention" if layer in layers else "mamba" for layer in range(n_layers)],
     }
 
 
-def _qwen2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return Qwen 2's config.json fields, without a window and without head_dim, which is width / heads."""
-    fields = _like_llama(metadata, divisors, "qwen2") | {"hidden_act": "silu", "use_sliding_window": False}
-    del fields["head_dim"]
-    return fields
-
-
-def _qwen3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return Qwen 3's config.json fields, without a window."""
-    return _like_llama(metadata, divisors, "qwen3") | {"hidden_act": "silu", "use_sliding_window": False}
-
-
 def _olmo2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
-    """Return OLMo 2's config.json fields, without head_dim and tied weights; ValueError for a window (OLMo 3).
+    """Return OLMo 2's config.json fields, with an untied output matrix; ValueError for a window (OLMo 3).
 
     Files of OLMo 3, which has sliding windows, also have this architecture.
     """
     if metadata.get("attention.sliding_window"):
         raise metadata.error("has a sliding window, as OLMo 3, which is not supported")
-    fields = _like_llama(metadata, divisors, "olmo2") | {"hidden_act": "silu", "tie_word_embeddings": False}
-    del fields["head_dim"]
-    return fields
+    return _like_llama(metadata, divisors, "olmo2", has_head_dim=False) | {"tie_word_embeddings": False}
 
 
 def _smollm3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return SmolLM3's config.json fields: no window, no biases, and no RoPE in every fourth layer."""
-    fields = _like_llama(metadata, divisors, "smollm3") | {"hidden_act": "silu", "no_rope_layer_interval": 4}
-    del fields["head_dim"]
-    return fields
+    return _like_llama(metadata, divisors, "smollm3", has_head_dim=False) | {"no_rope_layer_interval": 4}
 
 
 def _like_gemma(metadata: ModelMetadata, divisors: np.ndarray | None, model_type: str, n_layers_of_27b: int) -> Fields:
@@ -368,11 +346,10 @@ def _gemma3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
     Without a window, all layers have full attention.
     """
-    softcap, window = "final_logit_softcapping", "attention.sliding_window"
-    has_window = bool(metadata.get(window))
+    softcap, window = "final_logit_softcapping", metadata.optional_int("attention.sliding_window")
     return _like_gemma(metadata, divisors, "gemma3_text", n_layers_of_27b=62) | {
-        "sliding_window": metadata.positive_int(window) if has_window else None,
-        "sliding_window_pattern": metadata.positive_int(f"{window}_pattern", 6) if has_window else 1,
+        "sliding_window": window,
+        "sliding_window_pattern": metadata.positive_int("attention.sliding_window_pattern", 6) if window else 1,
         "rope_local_base_freq": metadata.positive_float("rope.freq_base_swa", 10_000.0),
         "rope_theta": metadata.positive_float("rope.freq_base", 1_000_000.0),
         "attn_logit_softcapping": None,
@@ -395,7 +372,8 @@ def _gemma3n(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     if isinstance(metadata.get(key), list) and metadata.get(key) != [kind == "sliding_attention" for kind in types]:
         raise metadata.error(f"expected {metadata.architecture}.{key} to be that of full attention in each 5th layer")
     scales = metadata.get("activation_sparsity_scale")
-    if scales is not None and [isinstance(scale, float) and scale > 0 for scale in scales] != is_sparse:
+    are_set = [isinstance(scale, float) and scale > 0 for scale in scales] if isinstance(scales, list) else None
+    if scales is not None and are_set != is_sparse:
         expected = f"above 0 in the first {GEMMA3N_SPARSE_LAYERS} layers only"
         raise metadata.error(f"expected {metadata.architecture}.activation_sparsity_scale to be {expected}")
     # llama.cpp fails without a window, and shares the keys of layers 18 and 19 in any case.
@@ -439,44 +417,32 @@ def _rotary_fraction(metadata: ModelMetadata) -> float:
 
 def _neox(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return GPT-NeoX's config.json fields: partial RoPE, parallel residual (default true), an untied output matrix."""
-    return _sizes(metadata, "layer") | {
+    return _decoder(metadata, divisors, "layer") | {
         "model_type": "gpt_neox",
         "hidden_act": "gelu",
-        "rotary_pct": _rotary_fraction(metadata),
-        "rotary_emb_base": metadata.positive_float("rope.freq_base", 10_000.0),
+        "partial_rotary_factor": _rotary_fraction(metadata),
         "use_parallel_residual": metadata.boolean("use_parallel_residual", True),
-        **rope_scaling(metadata, divisors),
-        **metadata.vocabulary_fields(),
         "tie_word_embeddings": False,
     }
 
 
 def _phi2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return Phi's config.json fields: partial RoPE, key heads, an untied output matrix."""
-    return _sizes(metadata, "layer") | {
+    return _decoder(metadata, divisors, "layer") | {
         "model_type": "phi",
         "hidden_act": "gelu_new",
-        "num_key_value_heads": metadata.n_key_heads(),
         "partial_rotary_factor": _rotary_fraction(metadata),
-        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
-        **rope_scaling(metadata, divisors),
-        **metadata.vocabulary_fields(),
         "tie_word_embeddings": False,
     }
 
 
 def _phi3(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return Phi-3's config.json fields: partial RoPE with any scaling, key heads, any window."""
-    window = "attention.sliding_window"
-    return _sizes(metadata, "rms") | {
+    return _decoder(metadata, divisors, "rms") | {
         "model_type": "phi3",
         "hidden_act": "silu",
-        "num_key_value_heads": metadata.n_key_heads(),
         "partial_rotary_factor": _rotary_fraction(metadata),
-        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
-        "sliding_window": metadata.positive_int(window) if metadata.get(window) else None,
-        **rope_scaling(metadata, divisors),
-        **metadata.vocabulary_fields(),
+        "sliding_window": metadata.optional_int("attention.sliding_window"),
     }
 
 
@@ -497,14 +463,10 @@ def _command_r(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return Cohere's config.json fields: logit_scale (default 1), tied embedding; ValueError for partial RoPE."""
     if metadata.rotary_size() != metadata.head_size():
         raise metadata.error(f"expected RoPE on all {metadata.head_size()} channels, got {metadata.rotary_size()}")
-    return _sizes(metadata, "layer") | {
+    return _decoder(metadata, divisors, "layer") | {
         "model_type": "cohere",
         "hidden_act": "silu",
-        "num_key_value_heads": metadata.n_key_heads(),
-        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
         "logit_scale": metadata.positive_float("logit_scale", 1.0),
-        **rope_scaling(metadata, divisors),
-        **metadata.vocabulary_fields(),
         "tie_word_embeddings": True,
     }
 
@@ -513,7 +475,7 @@ def _falcon(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return Falcon's config.json fields, of the new architecture, one norm or two; ValueError for partial RoPE."""
     if metadata.rotary_size() != metadata.head_size():
         raise metadata.error(f"expected RoPE on all {metadata.head_size()} channels, got {metadata.rotary_size()}")
-    fields = _sizes(metadata, "layer")
+    fields = _decoder(metadata, divisors, "layer")
     return fields | {
         "model_type": "falcon",
         "ffn_hidden_size": fields["intermediate_size"],
@@ -522,10 +484,7 @@ def _falcon(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
         "bias": False,
         "new_decoder_architecture": True,
         "num_ln_in_parallel_attn": 2 if metadata.has_tensor("blk.0.attn_norm_2.weight") else 1,
-        "num_kv_heads": metadata.n_key_heads(),
-        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
-        **rope_scaling(metadata, divisors),
-        **metadata.vocabulary_fields(),
+        "num_kv_heads": fields["num_key_value_heads"],
     }
 
 
@@ -541,7 +500,7 @@ def _modern_bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields
 
     Without a window, all layers have full attention. RoPE applies to all channels.
     """
-    fields, window = _sizes(metadata, "layer"), "attention.sliding_window"
+    fields, window = _sizes(metadata, "layer"), metadata.optional_int("attention.sliding_window")
     n_heads, activation = fields["num_attention_heads"], metadata.get("hidden_activation")
     _check_values(metadata, {"attention.causal": (False,), "rope.scaling.type": ("none",)})
     _check_values(metadata, {"attention.head_count_kv": (n_heads,)})
@@ -550,14 +509,13 @@ def _modern_bert(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields
     if activation not in (None, *MODERN_BERT_ACTIVATIONS):
         expected = f"expected modern-bert.hidden_activation {' or '.join(MODERN_BERT_ACTIVATIONS)}"
         raise metadata.error(f"{expected}, got {short_repr(activation)}")
-    has_window = bool(metadata.get(window))
     return fields | {
         "model_type": "modernbert",
         "vocab_size": metadata.shape("token_embd")[0],
         "norm_eps": fields["layer_norm_eps"],
         "hidden_activation": activation or "gelu",
-        "local_attention": metadata.positive_int(window) if has_window else 128,
-        "global_attn_every_n_layers": metadata.positive_int(f"{window}_pattern", 3) if has_window else 1,
+        "local_attention": window or 128,
+        "global_attn_every_n_layers": metadata.positive_int("attention.sliding_window_pattern", 3) if window else 1,
         "global_rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
         "local_rope_theta": metadata.positive_float("rope.freq_base_swa", 10_000.0),
     }
@@ -569,7 +527,6 @@ def _t5(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     llama.cpp does not multiply the logits of the former by a factor, as transformers does. This does not change which
     token has the largest one.
     """
-    key = "decoder_start_token_id"
     sizes = {
         "d_model": "embedding_length",
         "d_ff": "feed_forward_length",
@@ -586,7 +543,7 @@ def _t5(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
         "relative_attention_max_distance": 128,
         "layer_norm_epsilon": metadata.positive_float("attention.layer_norm_rms_epsilon"),
         "feed_forward_proj": "gated-gelu" if metadata.has_tensor("enc.blk.0.ffn_gate.weight") else "relu",
-        key: metadata.positive_int(key) if metadata.get(key) else 0,
+        "decoder_start_token_id": metadata.optional_int("decoder_start_token_id") or 0,
         **metadata.vocabulary_fields(),
     }
 
@@ -596,26 +553,24 @@ def _deepseek2(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
 
     In newer files, where the expansion of latents is two tensors, key_length and value_length are those of latents.
     """
-    fields = rope_scaling(metadata, divisors)
-    if fields and fields["rope_scaling"]["rope_type"] != "yarn":  # llama.cpp would also multiply scores by a factor
-        raise metadata.error(f"expected RoPE without scaling, or with yarn, got {fields['rope_scaling']['rope_type']}")
+    fields = _decoder(metadata, divisors, "rms")
+    rope_type = fields.get("rope_scaling", {}).get("rope_type", "yarn")
+    if rope_type != "yarn":  # llama.cpp would also multiply scores by a factor
+        raise metadata.error(f"expected RoPE without scaling, or with yarn, got {rope_type}")
     _check_epsilon(metadata, "latents")
     rotary_size = metadata.positive_int("rope.dimension_count")
     ending = "_mla" if metadata.get("attention.key_length_mla") is not None else ""
     return fields | {
-        **_sizes(metadata, "rms"),
         **_deepseek_experts(metadata),
         "hidden_act": "silu",
         "attention_bias": False,
-        "num_key_value_heads": metadata.positive_int("attention.head_count"),
+        "num_key_value_heads": fields["num_attention_heads"],
         "q_lora_rank": _query_rank(metadata),
         "kv_lora_rank": metadata.positive_int("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotary_size,
         "qk_nope_head_dim": metadata.positive_int(f"attention.key_length{ending}") - rotary_size,
         "v_head_dim": metadata.positive_int(f"attention.value_length{ending}"),
         "first_k_dense_replace": metadata.n_dense_layers(),
-        "rope_theta": metadata.positive_float("rope.freq_base", 10_000.0),
-        **metadata.vocabulary_fields(),
     }
 
 
@@ -657,8 +612,8 @@ CONFIG_READERS: dict[str, Callable[[ModelMetadata, np.ndarray | None], Fields]] 
     "granitemoe": _granite,
     "granitehybrid": _granite_hybrid,
     "mamba2": _mamba2,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    "qwen2": partial(_like_llama, model_type="qwen2", has_head_dim=False),
+    "qwen3": partial(_like_llama, model_type="qwen3"),
     "qwen3moe": _qwen3moe,
     "qwen3next": _qwen3next,
     "olmoe": _olmoe,

@@ -12,9 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from tricycle.pretrained.gguf_file import read_gguf_header, short_repr
-from tricycle.pretrained.gguf_names import WeightTransform
-from tricycle.pretrained.gguf_writer import WrittenTensor, write_gguf
-from tricycle.system.files import atomic_write
+from tricycle.pretrained.gguf_writer import write_arrays
 
 ARCHITECTURE = "controlvector"
 PREFIX = "direction."
@@ -35,10 +33,8 @@ def write_control_vectors(path: str | os.PathLike[str], vectors: Mapping[int, np
     if not vectors or min(vectors) < 1:
         raise ValueError(f"write_control_vectors: expected blocks from 1, got {sorted(vectors) or 'none'}")
     arrays = {f"{PREFIX}{layer}": np.asarray(vector, np.float32) for layer, vector in sorted(vectors.items())}
-    plan = [WrittenTensor(name, "F32", array.shape, WeightTransform()) for name, array in arrays.items()]
     metadata = {f"{ARCHITECTURE}.model_hint": model_hint, f"{ARCHITECTURE}.layer_count": len(arrays)}
-    with atomic_write(path) as file:
-        write_gguf(file.name, ARCHITECTURE, metadata, plan, zip(plan, arrays.values()))
+    write_arrays(path, ARCHITECTURE, metadata, arrays)
 
 
 def read_control_vectors(path: str | os.PathLike[str], n_layers: int, width: int) -> dict[int, np.ndarray]:

@@ -22,7 +22,6 @@ from tricycle.latent_attention import LatentConfig
 from tricycle.multi_stream.decoder import MultiStreamConfig
 from tricycle.pretrained.config_equivalence import has_bias
 from tricycle.pretrained.config_fields import (
-    ConfigFields,
     activation_name,
     field_error,
     rotary_scaling_fields,
@@ -30,29 +29,8 @@ from tricycle.pretrained.config_fields import (
 )
 from tricycle.pretrained.export import match_family
 from tricycle.pretrained.families import FAMILIES
-from tricycle.pretrained.families.bert import BERT
-from tricycle.pretrained.families.cohere import COHERE
-from tricycle.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from tricycle.pretrained.families.falcon import FALCON, FALCON_TWO_NORMS
 from tricycle.pretrained.families.family import Family
-from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
-from tricycle.pretrained.families.gemma3n import GEMMA3N
-from tricycle.pretrained.families.gpt2 import GPT2
-from tricycle.pretrained.families.gpt_oss import GPT_OSS
-from tricycle.pretrained.families.granite import GRANITE, GRANITE_MOE
-from tricycle.pretrained.families.granite_hybrid import GRANITE_HYBRID
-from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
-from tricycle.pretrained.families.mamba2 import MAMBA2
-from tricycle.pretrained.families.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
-from tricycle.pretrained.families.modernbert import MODERNBERT
-from tricycle.pretrained.families.neox import NEOX
-from tricycle.pretrained.families.phi import PHI
-from tricycle.pretrained.families.phi3 import PHI3
-from tricycle.pretrained.families.qwen3_next import QWEN3_NEXT
-from tricycle.pretrained.families.smollm3 import SMOLLM3
-from tricycle.pretrained.families.stablelm import STABLELM
 from tricycle.pretrained.families.stacks import Stack
-from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.gguf_config import (
     CONFIG_READERS,
     GEMMA3N_METADATA,
@@ -83,7 +61,7 @@ def match_architecture(config: ModelConfig) -> tuple[str, Family, ModelConfig]:
     Raises:
         ValueError: no architecture computes the same; names the unsupported fields of the closest one.
     """
-    families = [_as_family(name, family) for name, (families, _) in METADATA_WRITERS.items() for family in families]
+    families = [_as_family(name, family) for name in METADATA_WRITERS for family in TENSOR_MAPPINGS[name].families]
     family, _, converted = match_family(config, families, _FLOAT32_ROUNDING)
     return family.model_types[0], family, converted
 
@@ -94,7 +72,7 @@ def architecture_metadata(architecture: str, config: ModelConfig) -> Metadata:
     Args:
         config: a result of `match_architecture`, where fields that may be integers or floats are floats.
     """
-    values = size_fields(config, **SIZE_METADATA) | METADATA_WRITERS[architecture][1](config)
+    values = size_fields(config, **SIZE_METADATA) | METADATA_WRITERS[architecture](config)
     return {f"{architecture}.{name}": value for name, value in values.items()}
 
 
@@ -130,7 +108,7 @@ def _as_family(architecture: str, family: Family) -> Family:
         family,
         model_types=(architecture,),
         to_fields=partial(_read_back, architecture),
-        to_config=_to_config,
+        to_config=lambda fields: FAMILIES[fields.get("model_type")].to_config(fields),
         stacks=stacks,
         applies_to=lambda fields: family.applies_to(fields) and ("num_experts_per_tok" in fields) in kinds,
     )
@@ -145,11 +123,6 @@ def _read_back(architecture: str, config: ModelConfig) -> dict[str, Any]:
     if divisors is not None:  # several scalings have these divisors, and the reader chooses one of them
         fields["rope_scaling"] = rotary_scaling_fields(config)
     return fields
-
-
-def _to_config(fields: ConfigFields) -> Any:
-    """Return the config that the fields' model family makes of them."""
-    return FAMILIES[fields.get("model_type")].to_config(fields)
 
 
 def _described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -437,34 +410,34 @@ def _deepseek2(config: LatentConfig) -> Metadata:
     return metadata
 
 
-# By `general.architecture`: families with the names of tensors, and a function that returns metadata without prefix.
-# Of two architectures that compute a config, the first is written: llama can also have the biases of qwen2.
-METADATA_WRITERS: dict[str, tuple[tuple[Family, ...], Callable[[Any], Metadata]]] = {
-    "qwen2": ((QWEN2,), _like_llama),
-    "llama": ((LLAMA, MIXTRAL), _like_llama),
-    "smollm3": ((SMOLLM3,), _like_llama),
-    "olmo2": ((OLMO2,), _like_llama),
-    "qwen3": ((QWEN3,), _like_llama),
-    "qwen3moe": ((QWEN3_MOE,), _like_llama),
-    "qwen3next": ((QWEN3_NEXT,), _qwen3next),
-    "olmoe": ((OLMOE,), _like_llama),
-    "gpt-oss": ((GPT_OSS,), _gpt_oss),
-    "granitemoe": ((GRANITE_MOE,), _granite),
-    "granite": ((GRANITE,), _granite),
-    "granitehybrid": ((GRANITE_HYBRID,), _granite_hybrid),
-    "mamba2": ((MAMBA2,), _mamba2),
-    "gemma2": ((GEMMA2,), _gemma2),
-    "gemma3": ((GEMMA3,), _gemma3),
-    "gemma3n": ((GEMMA3N,), _gemma3n),
-    "gpt2": ((GPT2,), _layer_norm),
-    "gptneox": ((NEOX,), _neox),
-    "phi2": ((PHI,), _phi2),
-    "phi3": ((PHI3,), _phi3),
-    "stablelm": ((STABLELM,), _phi2),
-    "command-r": ((COHERE,), _command_r),
-    "falcon": ((FALCON, FALCON_TWO_NORMS), _phi2),
-    "bert": ((BERT,), _bert),
-    "modern-bert": ((MODERNBERT,), _modern_bert),
-    "t5": ((T5, T5_GATED), _t5),
-    "deepseek2": ((DEEPSEEK_V2, DEEPSEEK_V3), _deepseek2),
+# By `general.architecture`: functions that return metadata without prefix. Of two architectures that compute a config,
+# the first is written: llama can also have the biases of qwen2.
+METADATA_WRITERS: dict[str, Callable[[Any], Metadata]] = {
+    "qwen2": _like_llama,
+    "llama": _like_llama,
+    "smollm3": _like_llama,
+    "olmo2": _like_llama,
+    "qwen3": _like_llama,
+    "qwen3moe": _like_llama,
+    "qwen3next": _qwen3next,
+    "olmoe": _like_llama,
+    "gpt-oss": _gpt_oss,
+    "granitemoe": _granite,
+    "granite": _granite,
+    "granitehybrid": _granite_hybrid,
+    "mamba2": _mamba2,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gemma3n": _gemma3n,
+    "gpt2": _layer_norm,
+    "gptneox": _neox,
+    "phi2": _phi2,
+    "phi3": _phi3,
+    "stablelm": _phi2,
+    "command-r": _command_r,
+    "falcon": _phi2,
+    "bert": _bert,
+    "modern-bert": _modern_bert,
+    "t5": _t5,
+    "deepseek2": _deepseek2,
 }

@@ -63,6 +63,10 @@ class ModelMetadata:
             )
         return value
 
+    def optional_int(self, key: str) -> int | None:
+        """Return the integer above 0 of a key, or None if the key is missing or 0; ValueError for other values."""
+        return self.positive_int(key) if self.get(key) else None
+
     def positive_float(self, key: str, default: Any = _REQUIRED) -> float:
         """Return a number above 0, the shortest decimal of a stored float32; `default` if missing; else ValueError."""
         full_key, value = self._get(key, default)
@@ -91,20 +95,19 @@ class ModelMetadata:
 
     def n_experts(self) -> int:
         """Return the number of experts of a mixture, or 0 if the key expert_count is missing or 0."""
-        return self.positive_int("expert_count") if self.get("expert_count") else 0
+        return self.optional_int("expert_count") or 0
 
     def n_layers(self) -> int:
         """Return the number of layers; the last blocks of some files, which predict further tokens, do not count."""
         key, n_blocks = "nextn_predict_layers", self.positive_int("block_count")
-        n_further = self.positive_int(key) if self.get(key) else 0
+        n_further = self.optional_int(key) or 0
         if n_further >= n_blocks:
             raise self.error(f"expected {self.architecture}.{key} to be below block_count, {n_blocks}, got {n_further}")
         return n_blocks - n_further
 
     def n_dense_layers(self) -> int:
         """Return the number of first layers of a mixture without experts; 0 if the key is missing."""
-        key = "leading_dense_block_count"
-        return self.positive_int(key) if self.get(key) else 0
+        return self.optional_int("leading_dense_block_count") or 0
 
     def expert_width_key(self) -> str:
         """Return the key of an expert's hidden width: expert_feed_forward_length if set, else feed_forward_length."""

@@ -18,8 +18,8 @@ import numpy as np
 
 from tricycle.pretrained.families.bert import BERT
 from tricycle.pretrained.families.cohere import COHERE
-from tricycle.pretrained.families.deepseek import DEEPSEEK_V3, join_expansion, split_expansion
-from tricycle.pretrained.families.falcon import FALCON
+from tricycle.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, join_expansion, split_expansion
+from tricycle.pretrained.families.falcon import FALCON, FALCON_TWO_NORMS
 from tricycle.pretrained.families.family import Family, TensorNames, fill_numbers
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gemma3n import GEMMA3N, LAYER
@@ -89,7 +89,7 @@ class TensorSplit(NamedTuple):
     """A tensor of transformers that is several tensors in llama.cpp.
 
     Attributes:
-        parts: the names of the parts, which transformers does not have, but `TensorMapping.names` has.
+        parts: the names of the parts, which transformers does not have, but `GGUFTensorMapping.names` has.
         split: returns the values of the parts, from a config and the values of the whole tensor.
         join: returns the whole tensor from the parts; ValueError if their shapes do not match.
     """
@@ -100,10 +100,11 @@ class TensorSplit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TensorMapping:
+class GGUFTensorMapping:
     """The layers of an architecture.
 
     Attributes:
+        families: whose models it has, in transformers.
         names: from each name in llama.cpp to one or several names in transformers.
         transforms: by the name in llama.cpp; other layers have equal values.
         aliases: other names in transformers, of layers that have two, and those in `names`.
@@ -115,6 +116,7 @@ class TensorMapping:
             computation uses them; they are written as zeros.
     """
 
+    families: tuple[Family, ...]
     names: dict[str, tuple[str, ...]]
     transforms: dict[str, WeightTransform] = field(default_factory=dict)
     family_changes: dict[str, Any] = field(default_factory=dict)
@@ -340,13 +342,13 @@ def _map_tensors(
     transforms: dict[str, WeightTransform] | None = None,
     table: dict[str, str] = _NAMES,
     changes: dict[str, Any] | None = None,
-) -> TensorMapping:
-    """Return a TensorMapping from llama.cpp's tensor names in `table` to those of a family with `changes`."""
+) -> GGUFTensorMapping:
+    """Return a GGUFTensorMapping from llama.cpp's tensor names in `table` to those of a family with `changes`."""
     names: dict[str, tuple[str, ...]] = {}
     for name, hf_names in replace(family, **changes or {}).names.items():
         gguf_names = _FUSED if name.endswith(".qkv") and len(hf_names) == 1 else table[name]
         names |= {gguf_name: (hf_name,) for gguf_name, hf_name in zip(gguf_names.split(), hf_names)}
-    return TensorMapping(names, transforms or {}, changes or {})
+    return GGUFTensorMapping((family,), names, transforms or {}, changes or {})
 
 
 def _separate_gates(names: TensorNames) -> dict[str, Any]:
@@ -449,8 +451,8 @@ def _keys_of_shared_layers(config: Any) -> dict[str, Shape]:
 
 
 # By `general.architecture`, which is llama for Mistral, Mixtral and SmolLM2.
-TENSOR_MAPPINGS: dict[str, TensorMapping] = {
-    "llama": TensorMapping(_LLAMA, _PERMUTED),
+TENSOR_MAPPINGS: dict[str, GGUFTensorMapping] = {
+    "llama": GGUFTensorMapping((LLAMA, MIXTRAL), _LLAMA, _PERMUTED),
     "smollm3": _map_tensors(SMOLLM3, _PERMUTED),
     "granite": _map_tensors(GRANITE, _PERMUTED),
     "granitemoe": _map_tensors(GRANITE_MOE, _PERMUTED, changes=_separate_gates(GRANITE_MOE.names)),
@@ -474,23 +476,26 @@ TENSOR_MAPPINGS: dict[str, TensorMapping] = {
     ),
     "gpt2": _map_tensors(GPT2, dict.fromkeys(_GPT2_MATRICES, _CONV1D)),
     "gptneox": _map_tensors(NEOX, {_FUSED: _INTERLEAVED}),
-    "phi2": TensorMapping(_PHI),
+    "phi2": GGUFTensorMapping((PHI,), _PHI),
     "phi3": _map_tensors(PHI3),
     "stablelm": _map_tensors(STABLELM),
     "command-r": _map_tensors(COHERE),
-    "falcon": TensorMapping(
+    "falcon": GGUFTensorMapping(
+        (FALCON, FALCON_TWO_NORMS),
         _FALCON,
         family_changes=_NO_LAYOUTS,
         aliases={"transformer.h.N.ln_mlp": "transformer.h.N.input_layernorm"},
         eight_bit_output=True,
     ),
     "bert": _map_tensors(BERT, table=_NAMES | _BERT),
-    "modern-bert": TensorMapping(_map_tensors(MODERNBERT).names | _UNUSED_HEADS),
-    "t5": TensorMapping(
+    "modern-bert": GGUFTensorMapping((MODERNBERT,), _map_tensors(MODERNBERT).names | _UNUSED_HEADS),
+    "t5": GGUFTensorMapping(
+        (T5, T5_GATED),
         _map_tensors(T5_GATED, table=_T5).names | {"dec.blk.N.cross_attn_rel_b.weight": (_UNUSED,)},
         aliases={names[0]: T5_GATED.names[name][0] for name, names in T5.names.items() if name.endswith("mlp.up")},
     ),
-    "deepseek2": TensorMapping(
+    "deepseek2": GGUFTensorMapping(
+        (DEEPSEEK_V2, DEEPSEEK_V3),
         _map_tensors(DEEPSEEK_V3, table=_NAMES | _DEEPSEEK).names | {name: (part,) for name, part in _PARTS.items()},
         splits={
             f"{_EXPANSION}.weight": TensorSplit(

@@ -9,9 +9,8 @@ from typing import Any
 
 from tricycle.pretrained import tokenizer_json
 from tricycle.pretrained.gguf_file import short_repr
-from tricycle.pretrained.sentencepiece_model import metaspace, unigram_parts
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
+from tricycle.pretrained.sentencepiece_model import CONTROL, NORMAL, USER_DEFINED
+from tricycle.pretrained.tokenizer_json import SPACE_CHARACTER
 
 # From pre-tokenizers of `tokenizer_json.byte_level_parts` to their names in llama.cpp.
 PRE_TOKENIZERS = {
@@ -25,7 +24,6 @@ PRE_TOKENIZER_OF_NAME = {name: split for split, names in PRE_TOKENIZERS.items() 
 # With these, merges are ignored for pieces that are tokens, and texts begin with a special token by default.
 IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral")
 LEFT_STRIPPED = {"modern-bert": "[MASK]"}  # by the name of the pre-tokenizer, the token that removes spaces before it
-SPACE_CHARACTER = "\u2581"  # replaces spaces in tokens
 
 
 class GGUFTokenizer:
@@ -90,9 +88,9 @@ class GGUFTokenizer:
         Raises:
             ValueError: tokens, merges and scores contradict each other.
         """
-        sentencepiece = {"llama": self._sentencepiece, "t5": self._unigrams}
-        convert = {"gpt2": self._byte_level_bpe, **sentencepiece, "bert": self._wordpiece}
-        return convert[self.model_type]()
+        converters = {"gpt2": self._byte_level_bpe, "bert": self._wordpiece}
+        converters |= {"llama": self._sentencepiece, "t5": self._unigrams}
+        return converters[self.model_type]()
 
     def _byte_level_bpe(self) -> dict[str, Any]:
         """Return the tokenizer.json document (a dict) of a byte-level BPE vocabulary with its merges."""
@@ -139,8 +137,8 @@ class GGUFTokenizer:
         return tokenizer_json.new_document(
             {"type": "Unigram", "unk_id": unknown, "vocab": vocab, "byte_fallback": False},
             self._added_tokens(self.tokens),
-            **unigram_parts(bytes(byte % 256 for byte in charsmap)),
-            decoder=metaspace(),
+            **tokenizer_json.unigram_parts(bytes(byte % 256 for byte in charsmap)),
+            decoder=tokenizer_json.metaspace(),
             post_processor=self._post_processor(),
         )
 

@@ -10,22 +10,17 @@ from itertools import groupby
 from typing import Any
 
 from tricycle.bpe import END_OF_TEXT
-from tricycle.pretrained.gguf_tokenizer_reader import (
-    BYTE,
-    CONTROL,
-    IGNORE_MERGES,
-    LEFT_STRIPPED,
-    NORMAL,
-    PRE_TOKENIZERS,
-    SPACE_CHARACTER,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    GGUFTokenizer,
-)
-from tricycle.pretrained.sentencepiece_model import metaspace, unigram_parts
+from tricycle.pretrained.gguf_tokenizer_reader import IGNORE_MERGES, LEFT_STRIPPED, PRE_TOKENIZERS, GGUFTokenizer
+from tricycle.pretrained.sentencepiece_model import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
-from tricycle.pretrained.tokenizer_json import byte_level_parts, sentencepiece_parts, to_tokenizer_json
+from tricycle.pretrained.tokenizer_json import (
+    SPACE_CHARACTER,
+    byte_level_parts,
+    metaspace,
+    sentencepiece_parts,
+    to_tokenizer_json,
+    unigram_parts,
+)
 from tricycle.tokeniser import BPETokeniser
 
 Metadata = dict[str, Any]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -53,7 +53,7 @@ class WrittenTensor:
     name: str
     dtype_name: str
     shape: tuple[int, ...]
-    transform: WeightTransform
+    transform: WeightTransform = field(default_factory=WeightTransform)
 
 
 def export_gguf(
@@ -145,7 +145,7 @@ def _divisor_tensors(divisors: np.ndarray | None) -> dict[WrittenTensor, np.ndar
     if divisors is None:
         return {}
     rows = {ROPE_DIVISORS: divisors} if divisors.ndim == 1 else dict(zip(LONGROPE_DIVISORS, divisors))
-    return {WrittenTensor(name, "F32", row.shape, WeightTransform()): row for name, row in rows.items()}
+    return {WrittenTensor(name, "F32", row.shape): row for name, row in rows.items()}
 
 
 def _plan_tensor(
@@ -179,6 +179,15 @@ def _encode(
             f"export_gguf: expected values in the range of {tensor.dtype_name}, {tensor.name} has larger ones"
         )
     return narrow if tensor.dtype_name == "F16" else narrow.view("<u2")
+
+
+def write_arrays(
+    path: str | os.PathLike[str], architecture: str, metadata: Metadata, arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Write or replace a GGUF file with metadata and float32 arrays by name, atomically."""
+    plan = [WrittenTensor(name, "F32", array.shape) for name, array in arrays.items()]
+    with atomic_write(path) as file:
+        write_gguf(file.name, architecture, metadata, plan, zip(plan, arrays.values()))
 
 
 def write_gguf(

@@ -9,7 +9,7 @@ from typing import Any
 
 from tricycle.pretrained import tokenizer_json
 from tricycle.pretrained.hf_folder import read_optional_json
-from tricycle.pretrained.sentencepiece_model import metaspace, unigram_document
+from tricycle.pretrained.sentencepiece_model import unigram_document
 from tricycle.pretrained.stored_model import error_prefix
 from tricycle.pretrained.tokenisers import JSON_LIMITS, MAX_FILE_BYTES, PretrainedTokeniser, load_backend
 from tricycle.system.files import read_file, read_json_object
@@ -39,7 +39,7 @@ class MarianTokeniser(PretrainedTokeniser):
         self._source, self._vocab = source, vocab
         added = [tokenizer_json.added_token(vocab[text], text) for text in SPECIAL.values() if text in vocab]
         model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
-        document = tokenizer_json.new_document(model, added, decoder=metaspace())
+        document = tokenizer_json.new_document(model, added, decoder=tokenizer_json.metaspace())
         super().__init__(json.dumps(document), SPECIAL)
 
     # Cache: always valid, because the pieces never change.

@@ -29,22 +29,17 @@ def read_tensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 
 
 def _stored_tensor(path: Path, name: str, info: TensorInfo) -> StoredTensor:
-    """Return a StoredTensor that maps its values when read; it raises ValueError for integers."""
+    """Return a StoredTensor whose values are a view of the memory-mapped file; it raises ValueError for integers."""
 
     def read() -> np.ndarray:
         if info.dtype_name not in READABLE_DTYPES:
             raise ValueError(f"{path}: {name}: expected floating-point numbers, got {info.dtype_name}")
-        return _map_values(path, info)
+        if not math.prod(info.shape):
+            return np.empty(info.shape, np.float32)
+        array = np.asarray(np.memmap(path, READABLE_DTYPES[info.dtype_name], "r", info.start, info.shape))
+        return view_bfloat16(array) if info.dtype_name == "BF16" else array
 
     return StoredTensor(info.shape, info.dtype_name, read)
-
-
-def _map_values(path: Path, info: TensorInfo) -> np.ndarray:
-    """Return a tensor as a view of the memory-mapped file, read on access; bfloat16 by `view_bfloat16`."""
-    if not math.prod(info.shape):
-        return np.empty(info.shape, np.float32)
-    array = np.asarray(np.memmap(path, READABLE_DTYPES[info.dtype_name], "r", info.start, info.shape))
-    return view_bfloat16(array) if info.dtype_name == "BF16" else array
 
 
 def view_bfloat16(bits: np.ndarray) -> np.ndarray:

@@ -97,15 +97,11 @@ class SentenceEncoder:
 
     def _encode_batch(self, encodings: list[Any]) -> np.ndarray:
         """Return the embeddings (N, C) of one batch of encodings, padded to the longest."""
-        shape = len(encodings), max(1, *(len(encoding.ids) for encoding in encodings))
-        tokens = np.zeros(shape, int)
-        types = np.zeros(shape, int)
-        mask = np.zeros(shape, bool)
-        for row, encoding in enumerate(encodings):
-            n_tokens = len(encoding.ids)
-            tokens[row, :n_tokens] = encoding.ids
-            types[row, :n_tokens] = encoding.type_ids
-            mask[row, :n_tokens] = True
+        n_tokens = max(1, *(len(encoding.ids) for encoding in encodings))
+        for encoding in encodings:
+            encoding.pad(n_tokens)
+        tokens, types = (np.array([getattr(each, name) for each in encodings]) for name in ("ids", "type_ids"))
+        mask = np.array([encoding.attention_mask for encoding in encodings], bool)
         model = self.model
         with model.evaluating():
             known_types = model.place(types) if model.config.token_types > 1 else None
@@ -158,9 +154,8 @@ def source_pooling(source: StoredModel) -> SentencePooling:
     if not isinstance(source, GGUFModel):
         return read_pooling(path.parent if path.is_file() else path)
     modes = {0: "mean"} | {value: mode for mode, value in POOLING_TYPES.items()}
-    metadata = source.metadata or {}
-    key = f"{metadata.get('general.architecture')}.pooling_type"
-    value = metadata.get(key, 0)
+    key = f"{source.metadata.get('general.architecture')}.pooling_type"
+    value = source.metadata.get(key, 0)
     if not isinstance(value, int) or value not in modes:
         raise field_error(key, " or ".join(map(str, modes)), value)
     return SentencePooling(modes[value], normalize=False)

@@ -6,16 +6,14 @@ regularization"; sentencepiece_model.proto of SentencePiece.
 
 from __future__ import annotations
 
-import base64
 import struct
 from collections.abc import Iterator
 from typing import Any
 
 from tricycle.pretrained import tokenizer_json
 
-SPACE = "\u2581"  # stands for a space
 UNIGRAM = 1  # a model_type
-NORMAL, UNKNOWN, CONTROL, UNUSED = 1, 2, 3, 5  # types of pieces; others are user-defined and bytes
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces, and of tokens in GGUF files
 WIRE_VARINT, WIRE_64_BITS, WIRE_BYTES, WIRE_32_BITS = 0, 1, 2, 5
 
 
@@ -86,23 +84,4 @@ def _unigram_document(data: bytes) -> dict[str, Any]:
         elif kind not in (UNKNOWN, CONTROL, UNUSED):
             raise ValueError(f"expected normal pieces in a SentencePiece model, got {piece.get(1)!r} of type {kind}")
     model = {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False}
-    return tokenizer_json.new_document(model, **unigram_parts(normalizer.get(2, b"")))
-
-
-def unigram_parts(charsmap: bytes) -> dict[str, Any]:
-    """Return the normalizer, which removes extra spaces, and pre-tokenizer of unigrams for a tokenizer.json.
-
-    Args:
-        charsmap: SentencePiece's compiled replacements of characters; b"" for none.
-    """
-    steps: list[dict[str, Any]] = []
-    if charsmap:
-        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()})
-    steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
-    return {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": metaspace()}
-
-
-def metaspace() -> dict[str, Any]:
-    """Return tokenizer.json's Metaspace part: as pre-tokenizer it replaces spaces, as decoder it restores them."""
-    return {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always", "split": True}
+    return tokenizer_json.new_document(model, **tokenizer_json.unigram_parts(normalizer.get(2, b"")))

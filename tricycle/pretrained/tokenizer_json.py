@@ -6,6 +6,7 @@ pre_tokenizer, model, post_processor. Decoding applies the decoder.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from tricycle.tokeniser import BPETokeniser
 
 JSONObject = dict[str, Any]
 
+SPACE_CHARACTER = "\u2581"  # replaces spaces in tokens of SentencePiece
 _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = tuple(sorted({*range(256)} - {*_VISIBLE}))
 # GPT-2's byte-to-character table: visible bytes map to themselves, the others to characters from U+0100 on.
@@ -78,9 +80,9 @@ def sentencepiece_parts(add_prefix_space: bool) -> JSONObject:
     Args:
         add_prefix_space: insert a space before a text, and remove it when decoding.
     """
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    normalizers = [{"type": "Prepend", "prepend": "\u2581"}, replace] if add_prefix_space else [replace]
-    restore = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_CHARACTER}
+    normalizers = [{"type": "Prepend", "prepend": SPACE_CHARACTER}, replace] if add_prefix_space else [replace]
+    restore = {"type": "Replace", "pattern": {"String": SPACE_CHARACTER}, "content": " "}
     decoders = [restore, {"type": "ByteFallback"}, {"type": "Fuse"}]
     if add_prefix_space:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
@@ -88,6 +90,25 @@ def sentencepiece_parts(add_prefix_space: bool) -> JSONObject:
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "decoder": {"type": "Sequence", "decoders": decoders},
     }
+
+
+def unigram_parts(charsmap: bytes) -> JSONObject:
+    """Return the normalizer, which removes extra spaces, and pre-tokenizer of unigrams for a tokenizer.json.
+
+    Args:
+        charsmap: SentencePiece's compiled replacements of characters; b"" for none.
+    """
+    steps: list[JSONObject] = []
+    if charsmap:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()})
+    steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+    return {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": metaspace()}
+
+
+def metaspace() -> JSONObject:
+    """Return tokenizer.json's Metaspace part: as pre-tokenizer it replaces spaces, as decoder it restores them."""
+    return {"type": "Metaspace", "replacement": SPACE_CHARACTER, "prepend_scheme": "always", "split": True}
 
 
 def wordpiece_document(vocab: Mapping[str, int], lowercase: bool, first: str, last: str, unknown: str) -> JSONObject:
@@ -133,7 +154,6 @@ def template_processing(before: Mapping[str, int], after: Mapping[str, int]) -> 
 def to_tokenizer_json(tokeniser: BPETokeniser) -> str:
     """Convert a `BPETokeniser` to tokenizer.json text that gives the ids of `encode(text, allowed_special=True)`.
 
-    Its ids are those of `encode(text, allowed_special=True)`.
     `BPETokeniser` merges any two neighbors whose concatenation is a token, not only the pair of the training merge. So
     the document contains a merge for each such pair; and it keeps a piece that is a token (`ignore_merges`).
     """
