@@ -1,7 +1,7 @@
 """Attention for tests, with packed queries, keys and values of shape (B, T, 3 C)."""
 
 from tricycle.attention import Attention, Rotary
-from tricycle.blocks import merge_heads
+from tricycle.attention.attend import merge_heads
 from tricycle.extra_ops import concatenate, split
 from tricycle.ops import as_tensor, reshape
 from tricycle.tensor import Tensor

@@ -27,6 +27,7 @@ from tricycle.models import GPT
 from tricycle.ops import OPS
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimisers import AdamW, StochasticGradientDescent
+from tricycle.softmaxes import SinkSoftmax
 from tricycle.system.safetensors_file import read_header
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.pickles import load_pickled_model
@@ -138,6 +139,21 @@ def test_checkpoint_with_only_a_model(tmp_path, trained):
         np.testing.assert_array_equal(array, trained[0].state_dict()[name])
     with pytest.raises(ValueError, match="'optimiser'"):
         checkpoint.restore(*new_parts())
+
+
+def test_softmax_object_is_saved_by_its_name_or_refused(tmp_path, trained):
+    model = copy.deepcopy(trained[0])
+    model.use_softmax(SinkSoftmax())
+    model.blocks[0].attention.softmax_scales.array[...] = 2.0
+    save_checkpoint(tmp_path / "c", model)
+    loaded = load_checkpoint(tmp_path / "c").model()
+    assert loaded.config.softmax == "sink"
+    tokens = np.arange(5)[None]
+    np.testing.assert_array_equal(loaded.eval()(tokens).array, model.eval()(tokens).array)
+    model.use_softmax(SinkSoftmax(3.0))
+    with pytest.raises(ValueError, match=r"functions\.SOFTMAXES, got SinkSoftmax\(initial=3\.0\)"):
+        save_checkpoint(tmp_path / "d", model)
+    assert not (tmp_path / "d").exists()
 
 
 def test_equal_states_give_equal_files(tmp_path, saved, trained, tokeniser):

@@ -17,10 +17,12 @@ from transformers_families import LIKE_LLAMA
 
 from tricycle import kernels, models
 from tricycle.configs import DebugConfig, GPT2Config, GPTConfig, ShakespeareConfig, SmolGPTConfig
+from tricycle.functions import Softmax1
 from tricycle.layers import Dense, Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
+from tricycle.softmaxes import AdaptiveSoftmax, BlockSoftmax, SinkSoftmax, config_with_softmax
 from tricycle.tensor import Tensor, no_grad, to_tensor
 
 TINY = GPTConfig(vocab_size=11, context_window=20, embedding_dim=8, n_heads=2, n_layers=2, expansion_ratio=2)
@@ -308,6 +310,34 @@ def test_softmax_can_be_replaced_on_a_trained_model(tokens: np.ndarray) -> None:
     assert model.state_dict().keys() == known.keys()
     with pytest.raises(ValueError, match="softmax"):
         model.use_softmax("softer")
+
+
+@pytest.mark.parametrize(
+    ("variant", "named"),
+    [
+        (Softmax1(), {"softmax": "softmax1"}),
+        (AdaptiveSoftmax(), {"softmax": "adaptive"}),
+        (SinkSoftmax(), {"softmax": "sink"}),
+        (BlockSoftmax(4), {"softmax": "blocks", "softmax_blocks": 4}),
+        (AdaptiveSoftmax(threshold=0.1), None),
+        (SinkSoftmax(2.0), None),
+    ],
+)
+def test_softmax_object_replaces_that_of_all_blocks(tokens, variant, named) -> None:
+    model, other = lively(TINY), lively(TINY)
+    model.use_softmax(variant)
+    for block in other.blocks:
+        block.attention.use_softmax(variant)
+    np.testing.assert_array_equal(model(tokens).array, other(tokens).array)
+    assert model.config == TINY
+    if named is None:
+        with pytest.raises(ValueError, match=rf"a name in functions\.SOFTMAXES, got {re.escape(repr(variant))}$"):
+            config_with_softmax(model)
+    else:
+        assert config_with_softmax(model) == replace(TINY, **named)
+        other.blocks[0].attention.use_softmax("softmax")
+        with pytest.raises(ValueError, match=r"one variant in all blocks.*, got Softmax.*, "):
+            config_with_softmax(other)
 
 
 def test_frozen_model_trains_only_block_scales(tokens: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tricycle import kernels
 from tricycle.activation import new_activation
-from tricycle.attention.attend import SHIFTS, Attention, Mask
+from tricycle.attention.attend import SHIFTS, Attention, Mask, merge_heads
 from tricycle.attention.cache import KeyValueCache, Segments, takes_ragged
 from tricycle.attention.rotary import POSITIONS
 from tricycle.autograd import is_evaluating
@@ -68,11 +68,6 @@ class MultiHead(Layer):
     def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, mask: Mask) -> Tensor:
         """Append keys and values to the cache; return each text's attention to its cached ones."""
         return cache.attend(self.attention, q, k, v, mask, self.softmax_scales, precision=self.precision)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """Reshape x (B, T, H, D) to (B, T, H * D)."""
-    return reshape(x, *x.shape[:2], x.shape[2] * x.shape[3])
 
 
 class MultiHeadSelfAttention(MultiHead):

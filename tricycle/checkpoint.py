@@ -24,6 +24,7 @@ from tricycle.configs.size import min_n_weights
 from tricycle.dataset import CausalLMDataset
 from tricycle.models import GPT
 from tricycle.optimisers import Optimiser, State
+from tricycle.softmaxes import config_with_softmax
 from tricycle.system.files import add_path_to_errors, atomic_write
 from tricycle.system.memory import check_memory
 from tricycle.system.safetensors_file import TensorInfo, read_header, write_header
@@ -60,13 +61,14 @@ def save_checkpoint(
 
     Raises:
         NonFiniteCheckpointError: a weight or optimizer state is not finite; nothing is written.
+        ValueError: the config cannot name the softmax variant of the blocks; nothing is written.
     """
     tensors = {f"model.{name}": array for name, array in model.state_dict().items()}
     for name, array in tensors.items():
         _check_finite("save_checkpoint: expected finite weights", name, array)
     about: dict[str, Any] = {
         "format": FORMAT,
-        "config": model.config.to_dict(),
+        "config": config_with_softmax(model).to_dict(),
         "tokeniser": tokeniser.to_dict() if tokeniser is not None else None,
         "generator": model.generator.bit_generator.state,
         "progress": progress or {},

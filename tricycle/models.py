@@ -22,7 +22,7 @@ from tricycle.autograd import current_modes, grad_enabled_for
 from tricycle.blocks import FUSED, TransformerBlock, accepts_argument, activation_dtype, call_with_dtype, new_norm
 from tricycle.configs.model import ModelConfig
 from tricycle.devices import Array
-from tricycle.functions import linear, new_softmax, softcap, to_compute_dtype
+from tricycle.functions import RowSoftmax, linear, new_softmax, softcap, to_compute_dtype
 from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
 from tricycle.loss import CrossEntropy
@@ -54,11 +54,15 @@ class BlockStack(Layer):
         self.config = self.config if self.config.precision == precision else replace(self.config, precision=precision)
         return self
 
-    def use_softmax(self, name: str, n_blocks: int = 2) -> None:
-        """Switch all blocks, and the config, to a variant in `functions.SOFTMAXES`; `n_blocks` is for "blocks"."""
-        self.config = replace(self.config, softmax=name, softmax_blocks=n_blocks)
+    def use_softmax(self, softmax: str | RowSoftmax, n_blocks: int = 2) -> None:
+        """Switch all blocks to a softmax variant: an object, or a name in `functions.SOFTMAXES`, also in the config.
+
+        `n_blocks` is for "blocks". `softmaxes.config_with_softmax` returns a config with the name of an object.
+        """
+        if isinstance(softmax, str):
+            self.config = replace(self.config, softmax=softmax, softmax_blocks=n_blocks)
         for block in self.blocks:
-            block.attention.use_softmax(new_softmax(name, self.config))
+            block.attention.use_softmax(new_softmax(softmax, self.config))
 
 
 class GPT(BlockStack):

@@ -133,14 +133,14 @@ def additive_mask(op: str, mask: Mask, like: Array, n_queries: int, n_keys: int,
 
 
 # Queries, keys and values are usually adjacent views of one product: their gradients get the same layout.
-def _merge_heads(x: Array) -> Array:
-    """Reshape (B, T, H, D) to (B, T, H * D), as a view if possible."""
+def merge_heads(x: Any) -> Any:
+    """Reshape an array or a Tensor (B, T, H, D) to (B, T, H * D), as a view if possible."""
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
 def _operands(arrays: Sequence[Array], precision: str) -> list[Array]:
     """Convert arrays to operands of matrix products at a precision, in one pass if they are adjacent."""
-    whole = joined_view([_merge_heads(array) for array in arrays])
+    whole = joined_view([merge_heads(array) for array in arrays])
     if whole is None:
         return [kernels.matmul_operand(array, precision) for array in arrays]
     converted = kernels.matmul_operand(whole, precision)
@@ -151,7 +151,7 @@ def adjacent_like(arrays: Sequence[Array]) -> Callable[[], list[Array]]:
     """Return a function that allocates uninitialized arrays of these shapes and dtypes, adjacent if these are."""
     xp = array_module(arrays[0])
     shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
-    if joined_view([_merge_heads(array) for array in arrays]) is None:
+    if joined_view([merge_heads(array) for array in arrays]) is None:
         return lambda: [xp.empty(shape, dtype) for shape, dtype in zip(shapes, dtypes)]
     width = sum(shape[2] * shape[3] for shape in shapes)
     return lambda: _parts(xp.empty((*shapes[0][:2], width), dtypes[0]), shapes)

@@ -15,10 +15,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tricycle.attention.attend import Attention, Mask
+from tricycle.attention.attend import Attention, Mask, merge_heads
 from tricycle.attention.cache import KeyValueCache, Segments, takes_ragged
 from tricycle.attention.rotary import POSITIONS
-from tricycle.blocks import MultiHead, merge_heads
+from tricycle.blocks import MultiHead
 from tricycle.configs.model import ModelConfig
 from tricycle.extra_ops import concatenate
 from tricycle.functions import new_softmax

@@ -34,6 +34,7 @@ from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import SPLIT_PATTERNS, to_tokenizer_json
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
+from tricycle.softmaxes import config_with_softmax
 from tricycle.system.files import atomic_write
 from tricycle.tokeniser import BPETokeniser
 
@@ -143,7 +144,7 @@ def export_folder(
     if tokeniser is not None and tokeniser.n_vocab > vocab_size:
         raise ValueError(f"export: expected a tokenizer of at most {vocab_size} tokens, got {tokeniser.n_vocab}")
     document, excluded = _tokenizer_document(tokeniser)
-    family, fields, converted = find_export_family(model.config, excluded)
+    family, fields, converted = find_export_family(config_with_softmax(model), excluded)
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder}: expected a folder that is new or empty")

@@ -31,6 +31,7 @@ from tricycle.pretrained.gguf_tokenizer_writer import tokenizer_metadata
 from tricycle.pretrained.stored_model import error_prefix
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
+from tricycle.softmaxes import config_with_softmax
 from tricycle.system.files import atomic_write
 
 Metadata = dict[str, Any]
@@ -88,7 +89,7 @@ def export_gguf(
 
     _check_arguments(model, dtype_name, pooling)
     with error_prefix("export_gguf: llama.cpp cannot run this model: "):
-        architecture, family, config = match_architecture(model.config)
+        architecture, family, config = match_architecture(config_with_softmax(model))
         metadata: Metadata = {"general.name": Path(path).stem, "general.file_type": FILE_TYPES[dtype_name].number}
         metadata["general.quantization_version"] = _QUANTIZATION_VERSION
         metadata |= architecture_metadata(architecture, config)

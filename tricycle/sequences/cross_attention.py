@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tricycle.attention.attend import Attention, Mask
+from tricycle.attention.attend import Attention, Mask, merge_heads
 from tricycle.attention.cache import KeyValueCache, takes_ragged
 from tricycle.attention.weights import scores_and_weights
-from tricycle.blocks import MultiHead, TransformerBlock, merge_heads, new_norm
+from tricycle.blocks import MultiHead, TransformerBlock, new_norm
 from tricycle.configs.model import ModelConfig
 from tricycle.functions import RowSoftmax
 from tricycle.initialisers import Initialiser, xavier

@@ -3,14 +3,43 @@
 A new variant needs a file with the function and its gradient, a row here, and a strategy in tests/op_properties.py.
 """
 
+from dataclasses import replace
+from typing import Any
+
 from tricycle.functions import SOFTMAXES, new_softmax
 from tricycle.softmaxes import row_attention  # noqa: F401  (it adds a method)
 from tricycle.softmaxes.adaptive import AdaptiveSoftmax
 from tricycle.softmaxes.blocks import BlockSoftmax
 from tricycle.softmaxes.sink import SinkSoftmax
 
-__all__ = ["SOFTMAXES", "AdaptiveSoftmax", "BlockSoftmax", "SinkSoftmax", "new_softmax"]
+__all__ = ["SOFTMAXES", "AdaptiveSoftmax", "BlockSoftmax", "SinkSoftmax", "config_with_softmax", "new_softmax"]
 
 SOFTMAXES["adaptive"] = AdaptiveSoftmax
 SOFTMAXES["blocks"] = BlockSoftmax
 SOFTMAXES["sink"] = SinkSoftmax
+
+
+def config_with_softmax(model: Any) -> Any:
+    """Return a model's config, with the name of the softmax variant of its blocks if they have an object of their own.
+
+    Files of a model contain its config, from which its layers are made when the file is loaded.
+
+    Raises:
+        ValueError: no name in SOFTMAXES makes this variant, or the blocks have different ones.
+    """
+    config = model.config
+    layers = [block.attention for block in getattr(model, "blocks", ()) if hasattr(block, "attention")]
+    layers = [layer for layer in layers if hasattr(layer, "use_softmax")]
+    variants = {repr(layer.attention.softmax): layer.attention.softmax for layer in layers}
+    for name in (config.softmax, *SOFTMAXES) if len(variants) == 1 else ():
+        n_blocks = getattr(layers[0].attention.softmax, "n_blocks", config.softmax_blocks)
+        named = replace(config, softmax=name, softmax_blocks=n_blocks)
+        made = {repr(new_softmax(name, named).for_layer(layer.n_heads, layer.context_window)[0]) for layer in layers}
+        if made == variants.keys():
+            return named
+    if variants:
+        got = ", ".join(variants)
+        raise ValueError(
+            f"softmax: expected one variant in all blocks, made by a name in functions.SOFTMAXES, got {got}"
+        )
+    return config

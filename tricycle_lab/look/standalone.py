@@ -18,6 +18,7 @@ from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.finetuning.lora import AdaptedDense
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.models import GPT
+from tricycle.softmaxes import config_with_softmax
 from tricycle.tokeniser import BPETokeniser
 from tricycle.weights import quantize
 from tricycle_lab.look.page import FOLDER, render_page
@@ -73,7 +74,7 @@ def render_standalone_page(
     data = {
         "title": title,
         "facts": describe_model(model, len(content), facts or {}),
-        "config": model.config.to_dict(),
+        "config": config_with_softmax(model).to_dict(),
         "tensors": tensors,
         "weights": base64.b64encode(zlib.compress(content)).decode("ascii"),
         "tokenizer": describe_tokenizer(tokeniser),
@@ -95,8 +96,9 @@ def check_supported(model: Any, tokeniser: Any) -> None:
         if type(block.attention) is not MultiHeadSelfAttention:
             got = type(block.attention).__name__
             raise ValueError(f"HTML page: expected MultiHeadSelfAttention in all blocks, got {got}")
+    config = config_with_softmax(model)
     for name, field in ModelConfig.__dataclass_fields__.items():
-        value = getattr(model.config, name)
+        value = getattr(config, name)
         if name in CHOICES and value not in CHOICES[name]:
             raise ValueError(f"HTML page: expected {name} to be {', '.join(CHOICES[name])}, got {value!r}")
         if name not in (*CHOICES, *FIELDS, *WITHOUT_EFFECT) and value != field.default:
