@@ -183,7 +183,7 @@ ELSEWHERE = {"softmaxes": "functions", "attentions": "seq2seq", "beam_search": "
 ELSEWHERE |= {"sampling": "generate", "parameter": "optimisers", "debug": "silent_mistakes"}
 ELSEWHERE |= {"extra_ops": "ops", "tensor_methods": "tensor", "optimiser_rules": "optimisers"}
 ELSEWHERE |= {"batches": "dataset", "bpe": "tokeniser", "cross_attention": "blocks", "training_state": "training"}
-ELSEWHERE |= {"state": "activation_checkpointing"}
+ELSEWHERE |= {"state": "activation_checkpointing", "delta_rule": "scan"}
 
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if path.stem != "__init__"], ids=name_of)

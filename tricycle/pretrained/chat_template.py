@@ -31,8 +31,7 @@ MAX_WIDTH = 10_000  # to which a text may be padded
 MAX_DIGITS = 1000  # of an integer
 
 # Methods and filters whose numeric arguments determine the length of the result, or of a value that they compute.
-_EXPANDING_CALLS = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice", "tojson"}
-_EXPANDING_CALLS |= {"round"}
+_EXPANDING_CALLS = frozenset("center ljust rjust zfill expandtabs indent wordwrap batch slice tojson round".split())
 _FORBIDDEN_METHODS = ("translate", "encode", "to_bytes")  # the last two give bytes, which no check measures
 _VARIABLE_WIDTH = re.compile(r"\d{5,}|\*|:[^}]*\{")  # in a format: a width of five digits, or one from an argument
 
