@@ -711,6 +711,18 @@ def test_bfloat16_operands_are_packed_as_float32():
         np.testing.assert_array_equal(found, x.astype(np.float32))
 
 
+@pytest.mark.parametrize("size", [7, 64, 200])
+def test_norms_that_overwrite_their_rows_have_the_same_bits(size):
+    """Fused sublayers overwrite them: LLVM vectorizes these loops for other arrays alone."""
+    loops, gain, bias = load_loops("loops"), normal(size), normal(size, seed=1)
+    for norm, parameters in [(loops.layer_norm, (gain, bias)), (loops.rms_norm, (gain,))]:
+        rows, y = normal(3, size, seed=2), np.empty((3, size), np.float32)
+        statistics = np.empty((2, 3), np.float32)[2 - len(parameters) :]
+        norm(rows, *parameters, 1e-5, y, *statistics)
+        norm(rows, *parameters, 1e-5, rows, *statistics)
+        np.testing.assert_array_equal(rows, y)
+
+
 @pytest.mark.parametrize("subtract_mean", [False, True])
 def test_bfloat16_norms_match_float64(subtract_mean):
     """Float32 rows with bfloat16 results and gradients; without mean subtraction also bfloat16 rows."""

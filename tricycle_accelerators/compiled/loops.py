@@ -64,7 +64,7 @@ def _sum_steps(context: Any, row: Any, about: Any, n_steps: Any) -> Any:
     return types.UniTuple(types.float32, 2)(row, types.float32, types.intp), code
 
 
-@inner_function()
+@inner_function(fastmath=False)
 def _sums_about(row: np.ndarray, about: np.float32) -> tuple[np.float32, np.float32]:
     """Return the sums of x - about and of its squares over a contiguous row.
 
@@ -78,6 +78,16 @@ def _sums_about(row: np.ndarray, about: np.float32) -> tuple[np.float32, np.floa
         total += distance
         squares += distance * distance
     return total, squares
+
+
+@inner_function(fastmath=False)
+def _normalized(x: np.float32, mean: np.float32, scale: np.float32, gain: np.float32, bias: np.float32) -> np.float32:
+    """Return (x - mean) scale gain + bias.
+
+    It is compiled without ANY_ORDER, with which, on ARM, loops that overwrite their rows, and so are not vectorized,
+    gave other bits than loops with separate results.
+    """
+    return (x - mean) * scale * gain + bias
 
 
 @compile_loop(
@@ -108,7 +118,7 @@ def layer_norm(
         mean = about + rest
         scale = np.float32(1 / math.sqrt(max(0.0, squares / size - rest * rest) + eps))
         for j in range(size):
-            y[i, j] = convert_for(y, (x[i, j] - mean) * scale * gain[j] + bias[j])
+            y[i, j] = convert_for(y, _normalized(x[i, j], mean, scale, gain[j], bias[j]))
         means[i] = mean
         scales[i] = scale
 
