@@ -60,6 +60,8 @@ def layer_norm(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, subtract_mean: bool, dtype: Any = None
 ) -> Any:
     """Return layer norm (RMS norm without `subtract_mean`, means 0), means and 1 / deviations (..., 1), by Numba."""
+    if x.size < MIN_SIZE:
+        return _normalize_few_rows(x, gain, bias, eps, subtract_mean)
     rows = view_for_loops(x).reshape(-1, x.shape[-1])
     y = buffers.empty(rows.shape, x.dtype if dtype is None else dtype)
     out = view_for_loops(y)
@@ -73,12 +75,25 @@ def layer_norm(
         else:
             load_loops("loops").rms_norm(old, gain, eps, out[piece], scales[piece])
 
-    if x.size < MIN_SIZE:
-        work(slice(None))
-    else:
-        threads.parallel_for(work, chunks.row_chunks(*rows.shape), calls_blas=False)
+    threads.parallel_for(work, chunks.row_chunks(*rows.shape), calls_blas=False)
     statistics = (*x.shape[:-1], 1)
     return y.reshape(x.shape), means.reshape(statistics), scales.reshape(statistics)
+
+
+def _normalize_few_rows(
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, subtract_mean: bool
+) -> Any:
+    """Return `layer_norm`'s results of a few float32 rows, in this thread and in two thirds of its time for one row."""
+    shape = x.shape
+    rows = as_contiguous(x).reshape(-1, shape[-1])
+    y = np.empty(rows.shape, FLOAT32)
+    means, scales = np.zeros(len(rows), FLOAT32), np.empty(len(rows), FLOAT32)
+    if subtract_mean:
+        load_loops("loops").layer_norm(rows, gain, np.zeros_like(gain) if bias is None else bias, eps, y, means, scales)
+    else:
+        load_loops("loops").rms_norm(rows, gain, eps, y, scales)
+    statistics = (*shape[:-1], 1)
+    return y.reshape(shape), means.reshape(statistics), scales.reshape(statistics)
 
 
 def _layer_norm_backward_decline_reason(
