@@ -55,7 +55,7 @@ class BlockStack(Layer):
         return self
 
     def use_softmax(self, softmax: str | RowSoftmax, n_blocks: int = 2) -> None:
-        """Switch all blocks to a softmax variant: an object, or a name in `functions.SOFTMAXES`, also in the config.
+        """Switch all blocks to a softmax variant: an object, or a name in `functions.SOFTMAXES`, set in the config.
 
         `n_blocks` is for "blocks". `softmaxes.config_with_softmax` returns a config with the name of an object.
         """

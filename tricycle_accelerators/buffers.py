@@ -31,7 +31,7 @@ IDLE_SECONDS = 5.0
 
 
 class _Bytes(np.ndarray):
-    """The bytes of a range: a type of its own, or NumPy would take them, and not a lease, as the base of an array."""
+    """The bytes of a range: a subclass, because NumPy skips a base, here the lease, whose base has the same type."""
 
 
 @dataclass

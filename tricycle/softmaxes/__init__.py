@@ -20,26 +20,23 @@ SOFTMAXES["sink"] = SinkSoftmax
 
 
 def config_with_softmax(model: Any) -> Any:
-    """Return a model's config, with the name of the softmax variant of its blocks if they have an object of their own.
+    """Return a model's config with the name of the softmax variant that its blocks use, for a file of the model.
 
-    Files of a model contain its config, from which its layers are made when the file is loaded.
+    The config has another name if `use_softmax` got an object, or was called for the blocks.
 
     Raises:
         ValueError: no name in SOFTMAXES makes this variant, or the blocks have different ones.
     """
-    config = model.config
     layers = [block.attention for block in getattr(model, "blocks", ()) if hasattr(block, "attention")]
     layers = [layer for layer in layers if hasattr(layer, "use_softmax")]
-    variants = {repr(layer.attention.softmax): layer.attention.softmax for layer in layers}
-    for name in (config.softmax, *SOFTMAXES) if len(variants) == 1 else ():
-        n_blocks = getattr(layers[0].attention.softmax, "n_blocks", config.softmax_blocks)
-        named = replace(config, softmax=name, softmax_blocks=n_blocks)
-        made = {repr(new_softmax(name, named).for_layer(layer.n_heads, layer.context_window)[0]) for layer in layers}
-        if made == variants.keys():
-            return named
-    if variants:
-        got = ", ".join(variants)
-        raise ValueError(
-            f"softmax: expected one variant in all blocks, made by a name in functions.SOFTMAXES, got {got}"
-        )
-    return config
+    if not layers:
+        return model.config
+    used = {repr(layer.attention.softmax) for layer in layers}
+    n_blocks = getattr(layers[0].attention.softmax, "n_blocks", model.config.softmax_blocks)
+    for name in (model.config.softmax, *SOFTMAXES):
+        config = replace(model.config, softmax=name, softmax_blocks=n_blocks)
+        made = {repr(new_softmax(name, config).for_layer(layer.n_heads, layer.context_window)[0]) for layer in layers}
+        if made == used:
+            return config
+    got = ", ".join(sorted(used))
+    raise ValueError(f"softmax: expected one variant in all blocks, made by a name in functions.SOFTMAXES, got {got}")

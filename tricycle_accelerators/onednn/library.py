@@ -296,7 +296,7 @@ class _Primitive:
 
 
 class _Thread(threading.local):
-    """The stream and primitives of a thread: a primitive has memory of its own and must not run twice at once.
+    """The stream and primitives of a thread: a primitive has scratch memory and must not run twice at once.
 
     Made anew in every thread that looks.
     """
