@@ -235,8 +235,8 @@ def test_adapters_with_dropout_on_packed_texts(monkeypatch):
     tokens = RNG.integers(0, 97, (2, 16))
     labels = to_tensor(np.where(RNG.random((2, 16)) < 0.5, -100, np.roll(tokens, -1, 1)), dtype=int)
     results = []
-    for again, at_once in ((False, 2**24), (True, 2**24), (True, 97 * 3)):
-        monkeypatch.setattr(models, "MAX_LOGITS", at_once)
+    for again, n_rows in ((False, 2**24), (True, 2**24), (True, 3)):
+        monkeypatch.setattr(models, "n_logit_rows", lambda *_, n_rows=n_rows: n_rows)
         model = GPT(replace(CONFIG, positions="rotary"))
         model.recompute = again and checkpoint_activations
         part = LoRATarget("up", 0, 128, 4, 2.0)
@@ -439,7 +439,7 @@ def test_model_loss_is_chunked_for_many_logits(changes, monkeypatch):
     for p in model.parameters():
         p.array[...] += RNG.normal(0, 0.05, p.shape)
     whole, expected = grads_of(model, TOKENS, loss_fn)
-    monkeypatch.setattr(models, "MAX_LOGITS", 97 * 13)
+    monkeypatch.setattr(models, "n_logit_rows", lambda *_: 13)
     monkeypatch.setattr(CrossEntropy, "forward", None)  # and so the logits never exist whole
     tolerance = 2e-2 if model.precision == "bfloat16" else 1e-5
     assert grads_of(model, TOKENS, loss_fn)[0] == pytest.approx(whole, rel=tolerance)
@@ -453,8 +453,8 @@ def test_chunked_loss_uses_less_memory(monkeypatch):
     model = GPT(config)
     batch = RNG.integers(0, 20_000, (2, 8, 64))
     peaks = []
-    for at_once in (2**30, 2**20):
-        monkeypatch.setattr(models, "MAX_LOGITS", at_once)
+    for n_rows in (2**16, 52):
+        monkeypatch.setattr(models, "n_logit_rows", lambda *_, n_rows=n_rows: n_rows)
         peaks.append(peak_memory(model, batch))
     assert peaks[0] > 2 * 4 * 512 * 20_000  # logits, and their gradients
     assert peaks[1] < 0.4 * peaks[0]
@@ -464,7 +464,7 @@ def test_evaluation_uses_chunked_loss(monkeypatch):
     model = GPT(replace(CONFIG, context_window=16))
     tokens = RNG.integers(0, 97, 200)
     expected = evaluate(model, tokens, 4)
-    monkeypatch.setattr(models, "MAX_LOGITS", 97 * 5)
+    monkeypatch.setattr(models, "n_logit_rows", lambda *_: 5)
     got = evaluate(model, tokens, 4)
     assert got == (pytest.approx(expected[0], rel=1e-6), expected[1])
 
@@ -478,5 +478,5 @@ def test_overridden_forward_is_called(monkeypatch):
 
     model = Doubled(replace(CONFIG, dropout=0.0))
     expected = model.loss(TOKENS[0], to_tensor(TOKENS[1], dtype=int)).item()
-    monkeypatch.setattr(models, "MAX_LOGITS", 97)
+    monkeypatch.setattr(models, "n_logit_rows", lambda *_: 1)
     assert model.loss(TOKENS[0], to_tensor(TOKENS[1], dtype=int)).item() == expected

@@ -205,7 +205,7 @@ def test_generation_applies_interventions() -> None:
 
 
 def test_chunked_loss_applies_interventions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tricycle.models.MAX_LOGITS", 2 * TINY.vocab_size)
+    monkeypatch.setattr("tricycle.models.n_logit_rows", lambda *_: 2)
     model = lively(TINY)
     with Probe(model, "blocks.0") as probe, no_grad():
         probe.replace("norm", 0.0, positions=0)

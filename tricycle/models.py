@@ -30,7 +30,6 @@ from tricycle.ops import as_tensor
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor
 
-MAX_LOGITS = 7 * 2**22  # kept in host memory by a loss: 112 MB, and as much for their gradients
 RANDOM_ROLES = ("matrix", "embedding", "position", "head", "router")  # roles of parameters with random initial values
 
 
@@ -186,23 +185,25 @@ class GPT(BlockStack):
         """Return `loss_fn(labels, logits(hidden), scale)`; on a CPU, in chunks of rows if there are many logits."""
         if not accepts_argument(self.logits, "dtype"):
             return loss_fn(labels, self.logits(hidden), scale)
-        n_rows = math.prod(hidden.shape[:-1])
-        is_quantized = hasattr(self.token_embedding.weights.array, "dequantize_rows")  # to save memory
-        n_parts = math.ceil(n_rows / max(1, MAX_LOGITS // (4 if is_quantized else 1) // self.config.vocab_size))
         dtype = None
         if grad_enabled_for(hidden) and not self.config.logit_cap:  # 16 bits suffice if the products have 16 bits
-            products = [layer for layer in (self.head, self.head_projection) if layer is not None]
-            dtype = activation_dtype(hidden, self.precision, *products)
+            dtype = activation_dtype(hidden, self.precision, *filter(None, (self.head, self.head_projection)))
         logits = partial(self.logits, dtype=dtype)
-        if n_parts <= 1 or hidden.on_gpu:
+        n_rows = n_logit_rows(self.config.vocab_size, hasattr(self.token_embedding.weights.array, "dequantize_rows"))
+        if hidden.on_gpu or math.prod(hidden.shape[:-1]) <= n_rows:
             return loss_fn(labels, logits(hidden), scale)
-        return loss_fn.from_hidden(labels, hidden, logits, self.parameters(), math.ceil(n_rows / n_parts), scale)
+        return loss_fn.from_hidden(labels, hidden, logits, self.parameters(), n_rows, scale)
 
     def new_caches(self, dtype: DTypeLike | None = None) -> list[KeyValueCache]:
         """Return a list with an empty KV cache for each block; `dtype` defaults to that of the first keys."""
         ops = [getattr(getattr(block, "attention", None), "attention", None) for block in self.blocks]
         windows = [op.window if isinstance(op, Attention) and op.softmax.fused else None for op in ops]
         return [KeyValueCache(self.config.context_window, dtype, window) for window in windows]
+
+
+def n_logit_rows(vocab_size: int, is_quantized: bool = False) -> int:
+    """Return how many rows of logits a loss on a CPU stores at a time: 112 MB, 28 MB if quantized, but 256 at least."""
+    return max(256, 7 * 2 ** (20 if is_quantized else 22) // vocab_size)  # products of fewer rows wait for the weights
 
 
 def initialize_weights(model: BlockStack) -> None:

@@ -26,7 +26,7 @@ from tricycle.devices import Array, array_module
 from tricycle.distributed.processes import SINGLE_PROCESS, GeneratorAdvance, ProcessGroup
 from tricycle.distributed.shards import ShardedOptimiser, Shards, update_cost
 from tricycle.loss import CrossEntropy
-from tricycle.models import GPT, MAX_LOGITS
+from tricycle.models import GPT, n_logit_rows
 from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimiser_rules.schedules import SCHEDULES
 from tricycle.optimisers import Optimiser, State
@@ -248,7 +248,7 @@ def activation_bytes(config: GPTConfig, n_tokens: int) -> int:
     if config.n_experts:  # with the input and the result of each active expert
         mlp = config.n_active_experts * (mlp + 2 * config.embedding_dim)
     block = 5 * config.embedding_dim + attention + mlp
-    logits = 2 * min(config.vocab_size, MAX_LOGITS // n_tokens)
+    logits = 2 * config.vocab_size * min(n_tokens, n_logit_rows(config.vocab_size)) // n_tokens
     if config.recompute:
         kept = config.n_layers * config.embedding_dim + max(block, logits)
     else:

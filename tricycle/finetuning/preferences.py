@@ -22,7 +22,7 @@ from tricycle.extra_ops import stack
 from tricycle.finetuning.packing import IGNORED, Batch, Example, PackedDataset
 from tricycle.functions import LogSoftmax
 from tricycle.loss import CrossEntropy
-from tricycle.models import GPT, MAX_LOGITS
+from tricycle.models import GPT, n_logit_rows
 from tricycle.tensor import Tensor, no_grad, record
 from tricycle.training import BatchLossFn
 
@@ -89,14 +89,14 @@ class PairDataset(PackedDataset):
 def sequence_log_probs(model: GPT, hidden: Tensor, labels: np.ndarray) -> Array:
     """Return the summed log-probability (B,) of each row's labels that are not ignored, without gradients.
 
-    At most `MAX_LOGITS` logits are stored at a time.
+    The logits of at most `n_logit_rows` labels are stored at a time.
 
     Args:
         hidden: (B, T, C), as of `GPT.hidden_states`.
         labels: (B, T), in host memory; `IGNORED` for tokens that are not predicted.
     """
     xp = array_module(hidden.array)
-    chunk_size = max(1, MAX_LOGITS // model.config.vocab_size)
+    chunk_size = n_logit_rows(model.config.vocab_size)
     totals = xp.zeros(len(labels), np.float32)
     rows, columns = np.nonzero(labels != IGNORED)
     ids = xp.asarray(labels[rows, columns])
