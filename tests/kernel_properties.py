@@ -116,6 +116,7 @@ SIZES: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
         draw(LENGTHS),
         draw(LENGTHS),
     ),
+    "add_matmul": lambda draw: shape_of(draw, st.sampled_from([0, 3, 300]), LENGTHS, st.sampled_from([1, 48, 64])),
     "project": lambda draw: (shape_of(draw, LENGTHS, LENGTHS, LENGTHS), draw(LENGTHS), draw(BOOLEANS)),
     "quantized_matmul": _quantized_matmul,
     "route": _route,

@@ -27,6 +27,7 @@ from tricycle_accelerators.compiled import (
     experts,
     loader,
     losses,
+    low_rank,
     normalisation,
     optimisers,
     recurrence,
@@ -321,7 +322,7 @@ def test_experts_of_one_token_match_the_reference(sizes, monkeypatch):
 BIG = normal(300, 400)  # above the minimum sizes
 IDS = np.zeros(300, np.int64)
 GATES, STATES, WEIGHTS = normal(4, 6, 20), normal(3, 5, 6, 5, seed=1), normal(5, 20, seed=2)
-LEFT, RIGHT = normal(8, 32), normal(32, 48)
+LEFT, RIGHT, TOTAL = normal(8, 32), normal(32, 48), normal(200, 192)
 X, U, D = normal(1, 32), np.asfortranarray(RIGHT), np.asfortranarray(normal(24, 32, seed=2))
 MANY_QUERIES = normal(1, 20, 4, 8), normal(1, 20, 2, 8), normal(1, 20, 2, 8)
 
@@ -431,6 +432,13 @@ def locked(array: np.ndarray) -> np.ndarray:
         (recurrence.project, (GATES, WEIGHTS, None, GATES), "prepare_matrix"),
         (recurrence.run_batch_parallel, (GATES, [], None, None), "fewer than 16 items"),
         (recurrence.run_batch_parallel, (GATES.astype(np.float64), [], None, None), "float32 alone, got float64"),
+        (low_rank.add_matmul, (TOTAL, TOTAL[:, :5], TOTAL[:5]), None),
+        (low_rank.add_matmul, (LEFT, LEFT[:, :5], LEFT[:5]), "fewer than 8192"),
+        (low_rank.add_matmul, (TOTAL, TOTAL, TOTAL), "more than 128 terms"),
+        (low_rank.add_matmul, (TOTAL, TOTAL[:, :5].astype(np.float64), TOTAL[:5]), "got float32, float64"),
+        (low_rank.add_matmul, (TOTAL.T, TOTAL.T[:, :5], TOTAL.T[:5]), "contiguous rows"),
+        (low_rank.add_matmul, (locked(TOTAL), TOTAL[:, :5], TOTAL[:5]), "not read-only"),
+        (low_rank.add_matmul, (TOTAL[:, :99], TOTAL[:, :5], TOTAL[:5, :99]), "a multiple of .* columns, got 99"),
         (tiled_matmul.matmul, (LEFT, RIGHT), None),
         (tiled_matmul.matmul, (np.asfortranarray(LEFT), RIGHT), "rows in one piece"),
         (tiled_matmul.matmul, (LEFT, RIGHT[:, :34]), "a multiple of .* columns, got 34"),
@@ -445,6 +453,16 @@ def test_decline_reasons_name_the_cause(large, version, arguments, phrase):
     assert reason is None if phrase is None else re.search(phrase, reason)
     if phrase is not None:
         assert version(*arguments) is NotImplemented
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_is_added_to_some_columns(dtype):
+    total, left, right = normal(301, 96).astype(dtype), normal(301, 5, seed=1), normal(5, 48, seed=2)
+    expected = total.astype(np.float64)
+    expected[:, 32:80] += left @ right
+    assert low_rank.add_matmul(total[:, 32:80], left, right) is None
+    unit = 2.0**-8 if dtype == "bfloat16" else 1e-6
+    np.testing.assert_allclose(total.astype(np.float64), expected, unit, unit)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

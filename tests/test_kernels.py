@@ -69,6 +69,10 @@ def _matmul(rng, n, k, m, bias):
     return rng.standard_normal((n, k)), rng.standard_normal((k, m)), rng.standard_normal(m) if bias else None
 
 
+def _add_matmul(rng, n, k, m):
+    return rng.standard_normal((n, m)), rng.standard_normal((n, k)), rng.standard_normal((k, m))
+
+
 def _quantized_matmul(rng, n, k, m, kind, transposed, bias):
     if kind == "bfloat16":
         pytest.importorskip("ml_dtypes")
@@ -178,6 +182,7 @@ CASES = {
         [((3,), 2, 4), ((2, 3), 4, 5), ((0, 2), 3, 4), ((2, 1, 3), 0, 2), ((7, 33), 40, 65), ((300, 40), 41, 42)],
     ),
     "matmul": (_matmul, [(*sizes, bias) for sizes in [*SMALL_PRODUCTS, *LARGE_PRODUCTS] for bias in (True, False)]),
+    "add_matmul": (_add_matmul, [*SMALL_PRODUCTS, (1031, 7, 48), (600, 100, 64), (70, 130, 256)]),
     "quantized_matmul": (
         _quantized_matmul,
         [
@@ -237,6 +242,7 @@ CASES = {
 }
 # which arguments they write
 IN_PLACE = {
+    "add_matmul": slice(0, 1),
     "attention_backward": slice(-3, None),
     "row_attention_backward": slice(-3, None),
     "adamw": slice(0, 4),

@@ -34,6 +34,7 @@ from tricycle.create_graph import scatter, unfused
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.functions import linear
 from tricycle.kernels import FEW_ROWS
+from tricycle.kernels.low_rank import add_matmul
 from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul
 from tricycle.layers import Dense, Dropout, Layer
 from tricycle.ops import as_floating, as_tensor, check_last_axis
@@ -272,11 +273,12 @@ def adapted_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRankUpdate
     wide, rows = rows, kernels.matmul_operand(rows, precision)
     hidden = kernels.matmul_operand(_scale_hidden(_matmul(rows, down, precision), factors), precision)  # (N, R)
     bias = None if base is None or base.bias is None or low_rank.magnitudes else base.bias.array
-    y = x.xp.zeros((len(wide), to_size), wide.dtype)
-    if base is not None:
+    if base is None:
+        y = x.xp.zeros((len(wide), to_size), wide.dtype)
+    else:
         y = _base_matmul(wide, rows, base.weights.array, bias, precision)
     for target, ranks, up in factors:
-        _add_in_place(y[:, target.start : target.stop], _matmul(hidden[:, ranks], up, precision))
+        add_matmul(y[:, target.start : target.stop], hidden[:, ranks], up, precision)
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
         wide_dy = grad.reshape(len(rows), to_size)
@@ -290,10 +292,11 @@ def adapted_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRankUpdate
         ddown = _matmul(rows.T, dhidden, precision)
         if not needs_grad[0]:
             return [None, ddown, *dups]
-        dx = _matmul(dhidden, down.T, precision)
-        if base is not None:
-            dx_low_rank, dx = dx, _base_matmul(wide_dy, dy, base.weights.array.T, None, precision)
-            _add_in_place(dx, dx_low_rank)
+        if base is None:
+            dx = _matmul(dhidden, down.T, precision)
+        else:
+            dx = _base_matmul(wide_dy, dy, base.weights.array.T, None, precision)
+            add_matmul(dx, dhidden, down.T, precision)
         return [dx.reshape(x.shape), ddown, *dups]
 
     return record(y.reshape(*x.shape[:-1], to_size), (x, low_rank.down, *low_rank.ups), backward, "dense")
@@ -321,14 +324,6 @@ def _scale_hidden(hidden: Array, factors: Sequence[tuple[LoRATarget, slice, Arra
     for target, ranks, _ in factors:
         hidden[:, ranks] *= target.scale
     return hidden
-
-
-def _add_in_place(total: Array, addend: Array) -> None:
-    """Add an array to another in place; the sum is computed in the addend's dtype."""
-    if total.dtype == addend.dtype:
-        total += addend
-    else:
-        total[...] = total.astype(addend.dtype) + addend
 
 
 def _base_matmul(wide: Array, rows: Array, matrix: Any, bias: Array | None, precision: str) -> Array:

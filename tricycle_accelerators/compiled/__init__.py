@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from tricycle import kernels
 from tricycle.kernels import experts as mixtures
 from tricycle.kernels import recurrent
+from tricycle.kernels.low_rank import add_matmul
 from tricycle.kernels.quantized import quantized_matmul, to_float32
 from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle.kernels.quantized_heads import quantized_attention
@@ -26,6 +27,7 @@ from tricycle_accelerators.compiled import (
     elementwise,
     experts,
     losses,
+    low_rank,
     normalisation,
     optimisers,
     recurrence,
@@ -62,6 +64,7 @@ def register(array: type) -> None:
         (vector_matmul, (k.matmul, quantized_matmul)),
         (amx_matmul, [k.matmul]),
         (tiled_matmul, [k.matmul]),
+        (low_rank, [add_matmul]),
         (elementwise, (*activated, k.softmax, k.matmul_operand_and_sums, k.sum_rows, k.sum_squares, k.apply_rope)),
         (elementwise, [to_float32]),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),

@@ -20,6 +20,7 @@ MODULES = (
     "sublayer_loops",
     "training_loops",
     "matrix_loops",
+    "low_rank_loops",
     "block_loops",
     "packed_matmul",
     "expert_loops",
