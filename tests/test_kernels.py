@@ -170,6 +170,8 @@ CASES = {
     "gelu_with_derivative": (_rows, [(shape,) for shape in ANY]),
     "gelu_backward": (_gelu_backward, [(shape, knows) for shape in ANY for knows in ("x", "slope")]),
     "relu_squared": (_rows, [(shape,) for shape in ANY]),
+    "exact_gelu": (_rows, [(shape,) for shape in ANY]),
+    "exact_gelu_backward": (_two, [(shape,) for shape in ANY]),
     "sum_squares": (_rows, [(shape,) for shape in ANY]),
     "matmul_operand": (_rows, [((2, 3), "float32")]),
     "to_compute_dtype": (_rows, [((2, 3), "float32")]),

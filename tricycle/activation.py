@@ -26,7 +26,7 @@ class ReLU(Op):
 class GeLU(Op):
     """The Gaussian error linear unit (Hendrycks and Gimpel 2016), in GPT-2's tanh form, or exact ("gelu_exact")."""
 
-    computes_in_float32 = property(lambda self: self.approximate)  # whether 16-bit inputs are computed in float32
+    computes_in_float32 = True  # also 16-bit inputs
 
     def __init__(self, approximate: bool = True) -> None:
         self.approximate = approximate

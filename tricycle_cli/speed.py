@@ -39,7 +39,7 @@ GROUPS = {
     "attention": """attention attention_backward attention_scores row_attention row_attention_backward softmax
         softmax_backward run_over_batch apply_rope""".split(),
     "norms + activations": """layer_norm layer_norm_backward gelu gelu_with_derivative gelu_backward swiglu
-        swiglu_backward relu_squared sigmoid multiply""".split(),
+        swiglu_backward exact_gelu exact_gelu_backward relu_squared sigmoid multiply""".split(),
     "optimizer": "adamw run_independent sum_squares".split(),
 }
 SLOW = 100e9  # FLOP/s of the product below which a smaller batch keeps the measurement short

@@ -1,9 +1,16 @@
-"""The kernel of the squared ReLU activation."""
+"""Kernels of further activation functions: the squared ReLU and the exact GELU."""
 
 from __future__ import annotations
 
+import math
+from functools import cache
+
+import numpy as np
+
 from tricycle.devices import Array, array_module
-from tricycle.kernels.dispatch import kernel
+from tricycle.kernels.dispatch import kernel, upcast, upcasting_kernel
+
+SLOPE, MAX_FITTED = 0.3, 14.0  # of t = 1 / (1 + SLOPE |x|); |x| up to which the tail of the distribution is fitted
 
 
 @kernel
@@ -11,3 +18,57 @@ def relu_squared(x: Array) -> tuple[Array, Array]:
     """Return max(x, 0) squared, and its derivative 2 max(x, 0), in the dtype of x."""
     positive = array_module(x).maximum(x, 0)
     return positive * positive, 2 * positive
+
+
+@upcasting_kernel(1)
+def exact_gelu(x: Array) -> Array:
+    """Compute x times the standard normal distribution function of x (Hendrycks and Gimpel 2016), elementwise."""
+    return x * normal_distribution(x)[1]
+
+
+@upcasting_kernel(1)
+def exact_gelu_backward(grad: Array, x: Array) -> Array:
+    """Return the gradient of x from that of exact_gelu(x): grad times (distribution + x density), recomputed from x."""
+    x = upcast(x)
+    decay, below = normal_distribution(x)
+    return grad * (below + x * decay * (1 / math.sqrt(2 * math.pi)))
+
+
+def normal_distribution(x: Array) -> tuple[Array, Array]:
+    """Return e^(-x^2 / 2) and the standard normal distribution function of x, elementwise, in the dtype of x.
+
+    The probability above |x|, divided by e^(-x^2 / 2), is a smooth function of t = 1 / (1 + SLOPE |x|), as in Numerical
+    Recipes, section 6.2.2. A polynomial gives it to the accuracy of float64, or of float32 for narrower dtypes.
+    """
+    xp = array_module(x)
+    *lower, highest = tail_polynomial(18 if x.dtype.itemsize > 4 else 8)
+    first, factor = fitted_range()
+    magnitude = xp.minimum(xp.abs(x), 40)  # beyond it e^(-x^2 / 2) is 0
+    u = (1 / (1 + SLOPE * magnitude) - first) * factor - 1
+    tail = xp.full_like(x, highest)
+    for coefficient in reversed(lower):
+        tail *= u
+        tail += coefficient
+    decay = xp.exp(-0.5 * (magnitude * magnitude))
+    tail *= decay
+    return decay, xp.where(x < 0, tail, 1 - tail)
+
+
+def fitted_range() -> tuple[float, float]:
+    """Return (first, factor), so that u = (t - first) factor - 1 maps t of the fitted |x| to [-1, 1]."""
+    first = 1 / (1 + SLOPE * MAX_FITTED)
+    return first, 2 / (1 - first)
+
+
+# Cache: constants.
+@cache
+def tail_polynomial(degree: int) -> tuple[float, ...]:
+    """Return the coefficients, lowest first, of a polynomial in u, the upper tail divided by e^(-x^2 / 2)."""
+    first, factor = fitted_range()
+
+    def scaled_tail(u: Array) -> Array:
+        x = (1 / ((u + 1) / factor + first) - 1) / SLOPE
+        return np.array([0.5 * math.exp(v * v / 2) * math.erfc(v / math.sqrt(2)) for v in x])
+
+    series = np.polynomial.chebyshev.chebinterpolate(scaled_tail, degree)
+    return tuple(np.polynomial.chebyshev.cheb2poly(series).tolist())

@@ -12,8 +12,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from tricycle import kernels
+from tricycle.kernels import activations, recurrent
 from tricycle.kernels import experts as mixtures
-from tricycle.kernels import recurrent
 from tricycle.kernels.low_rank import add_matmul
 from tricycle.kernels.quantized import quantized_matmul, to_float32
 from tricycle.kernels.quantized_blocks import dequantize_blocks
@@ -66,7 +66,7 @@ def register(array: type) -> None:
         (tiled_matmul, [k.matmul]),
         (low_rank, [add_matmul]),
         (elementwise, (*activated, k.softmax, k.matmul_operand_and_sums, k.sum_rows, k.sum_squares, k.apply_rope)),
-        (elementwise, [to_float32]),
+        (elementwise, (activations.exact_gelu, activations.exact_gelu_backward, to_float32)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (recurrence, (r.prepare_matrix, r.run_batch_parallel, r.project, *layers)),
         (experts, (m.route, m.mix_swiglu_experts, *by_expert)),

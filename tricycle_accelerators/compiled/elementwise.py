@@ -87,22 +87,22 @@ def _rows_decline_reason(x: np.ndarray) -> str | None:
 @decline_when(_rows_decline_reason)
 def gelu(x: np.ndarray) -> Any:
     """Return GELU (tanh) of x by Numba; NotImplemented unless x is a few float32 rows or large float32 or bfloat16."""
-    return _gelu(x)
+    return _activate(load_loops("loops").gelu, x)
 
 
-def _gelu(x: np.ndarray) -> Any:
-    """Return GELU of x as a new array, in this thread if x is small, else in threads."""
+def _activate(loop: Any, x: np.ndarray) -> Any:
+    """Return a new array: a loop applied to all numbers of x, in this thread if x is small, else in threads."""
     if x.size < MIN_SIZE:
         y = np.empty(x.shape, FLOAT32)
-        load_loops("loops").gelu(as_contiguous(x).reshape(-1), y.reshape(-1))
+        loop(as_contiguous(x).reshape(-1), y.reshape(-1))
         return y
-    return _over_numbers(load_loops("loops").gelu, x)
+    return _over_numbers(loop, x)
 
 
 @decline_when(_rows_decline_reason)
 def gelu_with_derivative(x: np.ndarray) -> Any:
     """Return (GELU of x, None) by Numba: `gelu_backward` recomputes the slope; NotImplemented where `gelu` is."""
-    return _gelu(x), None
+    return _activate(load_loops("loops").gelu, x), None
 
 
 def _gelu_backward_decline_reason(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> str | None:
@@ -116,6 +116,18 @@ def _gelu_backward_decline_reason(grad: np.ndarray, x: np.ndarray | None, slope:
 def gelu_backward(grad: np.ndarray, x: Any, slope: np.ndarray | None) -> Any:
     """Return `grad` times GELU's derivative at x by Numba loops; NotImplemented with a `slope` or for small arrays."""
     return _over_numbers(load_loops("training_loops").gelu_backward, grad, x)
+
+
+@decline_when(_rows_decline_reason)
+def exact_gelu(x: np.ndarray) -> Any:
+    """Return the exact GELU of x by Numba; NotImplemented where `gelu` is."""
+    return _activate(load_loops("exact_gelu_loops").exact_gelu, x)
+
+
+@decline_when(lambda grad, x: large_array_decline_reason(grad, x, contiguous=False))
+def exact_gelu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
+    """Return `grad` times the derivative of the exact GELU at x by Numba; NotImplemented for small arrays."""
+    return _over_numbers(load_loops("exact_gelu_loops").exact_gelu_backward, grad, x)
 
 
 @decline_when(_rows_decline_reason)

@@ -44,14 +44,15 @@ def register(array: type) -> None:
         k.sum_rows,
         k.sum_squares,
     )
-    activated = (k.gelu, k.gelu_with_derivative, k.gelu_backward, activations.relu_squared, k.swiglu, k.swiglu_backward)
+    activated = (k.gelu, k.gelu_with_derivative, k.gelu_backward, k.swiglu, k.swiglu_backward)
+    others = (activations.relu_squared, activations.exact_gelu, activations.exact_gelu_backward)
     attending = (k.attention, k.attention_backward, row_attention.row_attention, row_attention.row_attention_backward)
     layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)
     register_kernels(
         array,
         (matrices, products),
         (quantized, [quantized_matmul]),
-        (elementwise, (*activated, k.empty, k.multiply, k.add, k.apply_rope)),
+        (elementwise, (*activated, *others, k.empty, k.multiply, k.add, k.apply_rope)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (tables, [k.embedding_backward]),
         (losses, [k.cross_entropy]),

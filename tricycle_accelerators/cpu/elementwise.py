@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tricycle import kernels
-from tricycle.kernels import SQRT_2_OVER_PI
+from tricycle.kernels import SQRT_2_OVER_PI, activations
 from tricycle.kernels.dispatch import is_16_bit, upcast, upcasting
 from tricycle_accelerators import buffers, chunks, threads
 from tricycle_accelerators.providers import decline_when
@@ -61,6 +61,30 @@ def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
 
     threads.parallel_for(work, chunks.row_chunks(flat.size))
     return y.reshape(x.shape)
+
+
+@upcasting(1)
+def exact_gelu(x: np.ndarray) -> np.ndarray:
+    """Return the exact GELU of x in its dtype by the reference, for chunks that are divided among threads."""
+    return _over_chunks(activations.exact_gelu.reference, x)
+
+
+@upcasting(1)
+def exact_gelu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Return `grad` times the derivative of the exact GELU at x by the reference, in chunks divided among threads."""
+    return _over_chunks(activations.exact_gelu_backward.reference, grad, upcast(x))
+
+
+def _over_chunks(function: Any, *arrays: np.ndarray) -> np.ndarray:
+    """Return an elementwise function of arrays of one shape, in the first one's dtype, for chunks by all threads."""
+    flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+    y = buffers.empty(flat[0].shape, flat[0].dtype)
+
+    def work(piece: slice) -> None:
+        y[piece] = function(*(array[piece] for array in flat))
+
+    threads.parallel_for(work, chunks.row_chunks(y.size))
+    return y.reshape(arrays[0].shape)
 
 
 def relu_squared(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
