@@ -97,7 +97,7 @@ def _recurrence_backward(draw: Draw, name: str) -> tuple[Any, ...]:
 # by kernel: draws the arguments of its builder after the generator
 SIZES: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     **dict.fromkeys(
-        "gelu gelu_with_derivative exact_gelu exact_gelu_backward relu_squared sum_squares add".split(),
+        "gelu gelu_with_derivative exact_gelu exact_gelu_backward relu_squared sigmoid sum_squares add".split(),
         lambda draw: (any_shape(draw),),
     ),
     "gelu_backward": lambda draw: (any_shape(draw), draw(st.sampled_from(["x", "slope"]))),

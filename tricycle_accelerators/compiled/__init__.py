@@ -66,7 +66,7 @@ def register(array: type) -> None:
         (tiled_matmul, [k.matmul]),
         (low_rank, [add_matmul]),
         (elementwise, (*activated, k.softmax, k.matmul_operand_and_sums, k.sum_rows, k.sum_squares, k.apply_rope)),
-        (elementwise, (activations.exact_gelu, activations.exact_gelu_backward, to_float32)),
+        (elementwise, (k.sigmoid, activations.exact_gelu, activations.exact_gelu_backward, to_float32)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (recurrence, (r.prepare_matrix, r.run_batch_parallel, r.project, *layers)),
         (experts, (m.route, m.mix_swiglu_experts, *by_expert)),

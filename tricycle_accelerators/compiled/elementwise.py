@@ -119,15 +119,21 @@ def gelu_backward(grad: np.ndarray, x: Any, slope: np.ndarray | None) -> Any:
 
 
 @decline_when(_rows_decline_reason)
+def sigmoid(x: np.ndarray) -> Any:
+    """Return the sigmoid of x by Numba; NotImplemented where `gelu` is."""
+    return _activate(load_loops("activation_loops").sigmoid, x)
+
+
+@decline_when(_rows_decline_reason)
 def exact_gelu(x: np.ndarray) -> Any:
     """Return the exact GELU of x by Numba; NotImplemented where `gelu` is."""
-    return _activate(load_loops("exact_gelu_loops").exact_gelu, x)
+    return _activate(load_loops("activation_loops").exact_gelu, x)
 
 
 @decline_when(lambda grad, x: large_array_decline_reason(grad, x, contiguous=False))
 def exact_gelu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
     """Return `grad` times the derivative of the exact GELU at x by Numba; NotImplemented for small arrays."""
-    return _over_numbers(load_loops("exact_gelu_loops").exact_gelu_backward, grad, x)
+    return _over_numbers(load_loops("activation_loops").exact_gelu_backward, grad, x)
 
 
 @decline_when(_rows_decline_reason)

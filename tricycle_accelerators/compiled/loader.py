@@ -19,7 +19,7 @@ MODULES = (
     "decode_loops",
     "sublayer_loops",
     "training_loops",
-    "exact_gelu_loops",
+    "activation_loops",
     "matrix_loops",
     "low_rank_loops",
     "block_loops",

@@ -45,7 +45,7 @@ def register(array: type) -> None:
         k.sum_squares,
     )
     activated = (k.gelu, k.gelu_with_derivative, k.gelu_backward, k.swiglu, k.swiglu_backward)
-    others = (activations.relu_squared, activations.exact_gelu, activations.exact_gelu_backward)
+    others = (k.sigmoid, activations.relu_squared, activations.exact_gelu, activations.exact_gelu_backward)
     attending = (k.attention, k.attention_backward, row_attention.row_attention, row_attention.row_attention_backward)
     layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)
     register_kernels(

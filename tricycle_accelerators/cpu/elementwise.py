@@ -64,6 +64,12 @@ def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
 
 
 @upcasting(1)
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """Return the sigmoid of x in its dtype by NumPy, for chunks that are divided among threads."""
+    return _over_chunks(lambda piece: _sigmoid(piece, np.empty_like(piece)), x)
+
+
+@upcasting(1)
 def exact_gelu(x: np.ndarray) -> np.ndarray:
     """Return the exact GELU of x in its dtype by the reference, for chunks that are divided among threads."""
     return _over_chunks(activations.exact_gelu.reference, x)

@@ -1,4 +1,4 @@
-"""Numba loops of the exact GELU. The import compiles them or loads cached machine code."""
+"""Numba loops of the sigmoid and of the exact GELU. The import compiles them or loads cached machine code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,25 @@ import numba
 import numpy as np
 
 from tricycle.kernels.activations import SLOPE, fitted_range, tail_polynomial
-from tricycle_accelerators.compiled.jit import ONE, compile_loop, convert_for, exp_underflowing_to_zero, to_float32
+from tricycle_accelerators.compiled.jit import (
+    ONE,
+    compile_loop,
+    convert_for,
+    exp_underflowing_to_zero,
+    multiply_by_sigmoid,
+    to_float32,
+)
 
 HALF, DENSITY = np.float32(0.5), np.float32(1 / math.sqrt(2 * math.pi))
 DISTANCE, (FIRST, FACTOR) = np.float32(SLOPE), map(np.float32, fitted_range())
 C0, C1, C2, C3, C4, C5, C6, C7, C8 = map(np.float32, tail_polynomial(8))
+
+
+@compile_loop([f"void({x}[::1], {x}[::1])" for x in ("f4", "u2")])
+def sigmoid(x: np.ndarray, y: np.ndarray) -> None:
+    """Write the sigmoid of x into `y`; vectors of float32 or of bfloat16 bits (uint16)."""
+    for i in range(len(x)):
+        y[i] = convert_for(y, multiply_by_sigmoid(ONE, to_float32(x[i])))
 
 
 @numba.njit(inline="always")
