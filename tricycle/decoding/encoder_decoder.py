@@ -21,6 +21,7 @@ from tricycle.decoding.guided import Constraint
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.layers import Layer
+from tricycle.sequences.beam_search import top_indices
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.tensor import Operand, Tensor
 
@@ -200,7 +201,7 @@ def search_target(
             [beam.score + adjusted_log_probabilities(row, beam.tokens, sampling) for beam, row in zip(running, logits)]
         )
         n_kept = max(2, 1 + len(ends)) * n_beams  # so that enough are unfinished
-        best = np.argsort(-totals, axis=None, kind="stable")[:n_kept]
+        best = top_indices(totals.reshape(-1), n_kept)
         rows, tokens = np.divmod(best, totals.shape[1])
         candidates = [
             Hypothesis(float(totals[row, token]), [*running[row].tokens, int(token)])

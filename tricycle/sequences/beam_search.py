@@ -98,7 +98,7 @@ def run_beam_search(
         steps[lasting > 0] = -np.inf
         steps[lasting > 0, ends[0] if len(ends) else 0] = 0  # a finished one stays as it is
         totals = (scores[:, :, None] + steps).reshape(n_items, -1)
-        best = np.argsort(-totals, axis=1, kind="stable")[:, :beam_size]
+        best = np.stack([top_indices(row, beam_size) for row in totals])
         scores = np.take_along_axis(totals, best, axis=1)
         beams, tokens = np.divmod(best, steps.shape[-1])
         rows = (top + beams).reshape(-1)
@@ -115,6 +115,15 @@ def run_beam_search(
         written[row, 1 : n + 1].tolist()
         for row, n in zip(top[:, 0] + best_beam, n_written[np.arange(n_items), best_beam])
     ]
+
+
+def top_indices(scores: np.ndarray, n: int) -> np.ndarray:
+    """Return the indices of the n highest of scores (N,), highest first, the first of equal ones first, NaN last."""
+    negated = -scores
+    candidates = np.arange(len(scores))
+    if n < len(scores):
+        candidates = np.flatnonzero(~(negated > np.partition(negated, n - 1)[n - 1]))
+    return candidates[np.argsort(negated[candidates], kind="stable")[:n]]
 
 
 def select_rows(state: Any, rows: np.ndarray) -> Any:
