@@ -14,7 +14,6 @@ from tricycle.decoding.ragged import next_logits
 from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.sampling import SamplingParams
-from tricycle.sequences.beam_search import top_indices
 
 CONFIG = DebugConfig(vocab_size=6, context_window=20, embedding_dim=16, n_layers=2)
 CHANGES = [
@@ -38,13 +37,6 @@ def score(model: GPT, prompt: list[int], tokens: tuple[int, ...], n_vocab: int) 
     logits = next_logits(model, [[*prompt, *tokens]], [model.new_caches()], every=True)[:, :n_vocab].astype(float)
     shares = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return sum(shares[len(prompt) - 1 + i, token] for i, token in enumerate(tokens))
-
-
-@pytest.mark.parametrize("n", [1, 2, 4, 7, 9, 12])
-def test_top_indices_are_the_first_of_a_stable_sort(n):
-    for scores in ([2, -np.inf, 5, 2, np.nan, 5, -np.inf, 2, 0], [np.nan] * 4):
-        expected = np.argsort(-np.array(scores), kind="stable")[:n]
-        np.testing.assert_array_equal(top_indices(np.array(scores), n), expected)
 
 
 @pytest.mark.nightly_except(3)

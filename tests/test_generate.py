@@ -21,7 +21,7 @@ from tricycle.decoding.speculative import SpeculativeState
 from tricycle.generate import DecodingState, generate
 from tricycle.kernels import FEW_ROWS
 from tricycle.models import GPT
-from tricycle.sampling import SamplingParams
+from tricycle.sampling import SamplingParams, top_indices
 from tricycle.tensor import no_grad, to_tensor
 from tricycle.weights import quantize
 
@@ -766,7 +766,7 @@ def test_batched_draft_tokens_change_nothing_despite_rounding(monkeypatch):
 def test_candidates_contain_every_token_that_can_be_sampled(seed, top_k, top_p, min_p, temperature):
     """Compare with a sort of all tokens."""
     logits = np.random.default_rng(seed).normal(0, 2, 40).round(1)
-    order, probabilities = SamplingParams(temperature, top_k, top_p, min_p).candidates(logits)
+    chosen, probabilities = SamplingParams(temperature, top_k, top_p, min_p).candidates(logits)
     expected = np.argsort(-logits, kind="stable")[: top_k or None]
     shares = np.exp((logits[expected] - logits.max()) / temperature)
     shares /= shares.sum()
@@ -776,5 +776,15 @@ def test_candidates_contain_every_token_that_can_be_sampled(seed, top_k, top_p, 
         n_kept = len(expected)
     near_an_edge = np.abs(shares.cumsum() - top_p).min() < 1e-9 or np.abs(shares - min_p * shares[0]).min() < 1e-12
     if not near_an_edge:
-        np.testing.assert_array_equal(order, expected[:n_kept])
-        np.testing.assert_allclose(probabilities, shares[:n_kept] / shares[:n_kept].sum(), rtol=1e-9)
+        by_id = np.argsort(expected[:n_kept])
+        np.testing.assert_array_equal(chosen, expected[by_id])
+        np.testing.assert_allclose(probabilities, shares[by_id] / shares[:n_kept].sum(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 7, 9, 12])
+def test_top_indices_are_the_first_of_a_stable_sort(n):
+    rounded = np.random.default_rng(0).normal(size=1000).round(1)
+    holes = np.where(rounded > 2, np.nan, rounded)
+    for scores in ([2, -np.inf, 5, 2, np.nan, 5, -np.inf, 2, 0], [np.nan] * 4, [-np.inf] * 100, rounded, holes):
+        expected = np.argsort(-np.asarray(scores), kind="stable")[:n]
+        np.testing.assert_array_equal(top_indices(np.asarray(scores), n), expected)

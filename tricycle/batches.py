@@ -77,9 +77,8 @@ class EndlessDataset:
 
     def _new_order(self, epoch: int) -> Any:
         """Return the order of an epoch's items: a permutation by (seed, epoch) if shuffled, else 0 .. n_items-1."""
-        if not self._is_shuffled:
-            return range(self.n_items)
-        return np.random.default_rng((self.seed, epoch)).permutation(self.n_items)
+        generator, n_items = np.random.default_rng((self.seed, epoch)), self.n_items
+        return generator.permutation(n_items) if self._is_shuffled else range(n_items)
 
     def state(self) -> dict[str, int]:
         """Return a dict of "position" (items so far), "seed" and "n_items", from which `load_state` continues."""
@@ -130,8 +129,7 @@ class CausalLMDataset(EndlessDataset):
         length = self.context_window
         if not self._is_shuffled:
             return range(0, self.n_items * length, length)
-        # a separate random stream, independent of the order
-        start = np.random.default_rng((self.seed, epoch, 1)).integers(self._spare + 1)
+        start = np.random.default_rng((self.seed, epoch, 1)).integers(self._spare + 1)  # independent of the order
         return super()._new_order(epoch) * length + start
 
     def _items(self, starts: list[int]) -> tuple[np.ndarray, np.ndarray]:

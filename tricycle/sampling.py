@@ -33,8 +33,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check the fields, ValueError if invalid; make `stop_tokens` a tuple of ints."""
-        is_count = isinstance(self.top_k, (int, np.integer)) and self.top_k >= 0
-        self._expect("top_k", is_count, "a whole number, 0 or more")
+        self._expect(
+            "top_k", isinstance(self.top_k, (int, np.integer)) and self.top_k >= 0, "a whole number, 0 or more"
+        )
         self._expect("temperature", 0 <= self.temperature < np.inf, "0 or more")
         self._expect("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         self._expect("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
@@ -77,25 +78,26 @@ class SamplingParams:
         """Return the kept token at quantile `number` in [0, 1), in order of ids; the argmax at temperature 0."""
         if self.temperature == 0:
             return int(logits.argmax())
-        order, probabilities = self.candidates(logits)
-        by_id = np.argsort(order)  # sorted by probability, rounding could swap near-equal tokens
-        ends = probabilities[by_id].cumsum()
-        return int(order[by_id[(ends / ends[-1]).searchsorted(number, side="right")]])
+        chosen, probabilities = self.candidates(logits)
+        ends = probabilities.cumsum()
+        return int(chosen[(ends / ends[-1]).searchsorted(number, side="right")])
 
     def candidates(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids that temperature, top_k, top_p and min_p keep, best first, and their probabilities (sum 1)."""
-        top_k, top_p, min_p = self.top_k, self.top_p, self.min_p
-        # the shift prevents overflow at small temperatures
-        weights = np.exp((logits - logits.max()) / max(self.temperature, 1e-6))
-        chosen = np.arange(len(logits))  # a superset of the candidates, as sorting all tokens is slower
-        if 0 < top_k < len(logits):
-            chosen = chosen[logits >= np.partition(logits, -top_k)[-top_k]]
-        else:  # the tokens below the first bound have less than 1 - top_p in total
-            chosen = chosen[weights >= max((1 - top_p) / len(logits) * weights.sum(), min_p)]
-        order = chosen[np.argsort(-logits[chosen], kind="stable")][: top_k or None]
-        probabilities = weights[order] / (weights[order] if top_k else weights).sum()
-        if top_p < 1 or min_p:
-            n_likely = np.count_nonzero(probabilities >= min_p * probabilities[0])
-            n_kept = min(n_likely, int(np.searchsorted(probabilities.cumsum(), top_p)) + 1)
-            order, probabilities = order[:n_kept], probabilities[:n_kept]
-        return order, probabilities / probabilities.sum()
+        """Return the ids that temperature, top_k, top_p and min_p keep, in order, and their probabilities (sum 1)."""
+        chosen = np.sort(top_indices(logits, self.top_k)) if self.top_k else slice(None)
+        shifted = logits[chosen] - logits.max()  # prevents overflow at small temperatures
+        weights = np.exp(np.divide(shifted, max(self.temperature, 1e-6), out=shifted), out=shifted)  # in place: quicker
+        chosen, probabilities = np.arange(len(logits))[chosen], weights / weights.sum()
+        if self.top_p < 1 or self.min_p:  # tokens below the first bound have less than 1 - top_p in total
+            likely = probabilities >= max((1 - self.top_p) / len(logits), self.min_p * probabilities.max())
+            order = np.flatnonzero(likely)[np.argsort(-logits[chosen[likely]], kind="stable")]
+            kept = np.sort(order[: np.searchsorted(probabilities[order].cumsum(), self.top_p) + 1])
+            chosen, probabilities = chosen[kept], probabilities[kept] / probabilities[kept].sum()
+        return chosen, probabilities
+
+
+def top_indices(scores: np.ndarray, n: int) -> np.ndarray:
+    """Return the indices of the n highest of scores (N,), highest first, the first of equal ones first, NaN last."""
+    highest = -np.sort(-np.fmax.reduceat(scores, np.arange(0, len(scores), max(1, len(scores) // (8 * n)))))
+    candidates = np.flatnonzero(~(scores < highest[:n][-1]))  # of n blocks the highest score is not below this one
+    return candidates[np.argsort(-scores[candidates], kind="stable")[:n]]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle import kernels
+from tricycle.sampling import top_indices
 from tricycle_serve.completion_requests import SequenceRequest
 
 MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot represent
@@ -133,10 +134,8 @@ class OutputProcessor:
         """Return the log-probabilities of a token and of the most probable ones, without its text offset yet."""
         logprobs = kernels.log_softmax(logits[: self.request.sampling.n_vocab].astype(np.float64))
         n = min(self.request.n_top_logprobs or 0, len(logprobs))
-        top = np.argpartition(-logprobs, n - 1)[:n] if n else np.array([], int)
-        top = top[np.argsort(-logprobs[top], kind="stable")]
         finite = np.maximum(logprobs, MIN_LOGPROB)
-        top_logprobs = [(int(alternative), float(finite[alternative])) for alternative in top]
+        top_logprobs = [(int(i), float(finite[i])) for i in top_indices(logprobs, n)] if n else []
         return TokenLogprob(token, float(finite[token]), top_logprobs, -1)
 
     def push(self, token: int) -> TextDelta | None:

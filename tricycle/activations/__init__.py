@@ -16,6 +16,8 @@ __all__ = ["ClampedSwiGLU", "ExactGeLU", "ReLUSquared"]
 class ExactGeLU(Op):
     """The exact GELU, x times the normal distribution function of x: `GeLU(approximate=False)`."""
 
+    computes_in_float32 = True  # also 16-bit inputs
+
     def forward(self, x: Operand) -> Tensor:
         """Compute the exact GELU, x (1 + erf(x / sqrt(2))) / 2, elementwise; float32 for integers."""
         x = as_tensor(x)

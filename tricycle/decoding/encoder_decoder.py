@@ -21,7 +21,7 @@ from tricycle.decoding.guided import Constraint
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.generate import generate
 from tricycle.layers import Layer
-from tricycle.sequences.beam_search import top_indices
+from tricycle.sampling import top_indices
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.tensor import Operand, Tensor
 

@@ -86,7 +86,7 @@ def _candidate_bounds(
     fewest, _ = narrow.candidates(logits)
     most, _ = broad.candidates(logits)
     most = most[np.isfinite(logits[most])]
-    possible = logits >= logits[most[-1]] - 2 * tolerance
+    possible = logits >= logits[most].min() - 2 * tolerance
     if np.count_nonzero(possible) == len(fewest):
         return possible, possible
-    return logits > logits[fewest[-1]] + 2 * tolerance, possible
+    return logits > logits[fewest].min() + 2 * tolerance, possible

@@ -10,6 +10,7 @@ import numpy as np
 from tricycle import kernels
 from tricycle.attention import KeyValueCache
 from tricycle.decoding.ragged import select_items
+from tricycle.sampling import top_indices
 from tricycle.sequences.seq2seq import EncoderDecoder
 from tricycle.tensor import Operand, Tensor
 
@@ -115,15 +116,6 @@ def run_beam_search(
         written[row, 1 : n + 1].tolist()
         for row, n in zip(top[:, 0] + best_beam, n_written[np.arange(n_items), best_beam])
     ]
-
-
-def top_indices(scores: np.ndarray, n: int) -> np.ndarray:
-    """Return the indices of the n highest of scores (N,), highest first, the first of equal ones first, NaN last."""
-    negated = -scores
-    candidates = np.arange(len(scores))
-    if n < len(scores):
-        candidates = np.flatnonzero(~(negated > np.partition(negated, n - 1)[n - 1]))
-    return candidates[np.argsort(negated[candidates], kind="stable")[:n]]
 
 
 def select_rows(state: Any, rows: np.ndarray) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.devices import Array, to_cpu
+from tricycle.sampling import top_indices
 from tricycle.tensor import Tensor
 from tricycle_accelerators import threads
 from tricycle_lab.look.interventions import Interventions
@@ -284,8 +285,7 @@ class Trace:
     def _top_k(self, logits: np.ndarray, k: int, next_token: int | None) -> dict[str, Any]:
         """Return "top" k tokens ("id", "text", "prob"), and "rank" from 0 and "prob" of the next token, if any."""
         k = min(k, len(logits))
-        top = np.argpartition(logits, -k)[-k:]
-        top = top[np.argsort(-logits[top], kind="stable")]
+        top = top_indices(logits, k)
         highest = float(logits.max())
         logsumexp = highest + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
 
