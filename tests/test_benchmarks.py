@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from programs import call, good
 
-from benchmarks import attention, experts, finetuning, matmul, overhead, recurrent, small_networks, tokeniser
+from benchmarks import attention, experts, families, finetuning, matmul, overhead, recurrent, small_networks, tokeniser
 from benchmarks.finetuning_workers import STEPS
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import SIDES, Worker, random_batches
@@ -155,6 +155,17 @@ def test_both_sides_of_attention_compute_the_same(keep_torch_threads):
         for a, b in zip(results, expected, strict=True):
             assert a.dtype == np.float32
             np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+@needs("torch", "transformers")
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_both_sides_of_families_compute_the_same(name, tmp_path, keep_torch_threads):
+    family = families.FAMILIES[name]
+    family = family._replace(options={**family.options, "num_hidden_layers": 2}, shape=(family.shape[0], 9))
+    families.write_model(family, tmp_path / name)
+    actual, expected = (families.SIDES[side](family, tmp_path / name)() for side in ("tricycle", "torch"))
+    np.testing.assert_allclose(actual.reshape(expected.shape), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("cell", recurrent.CELLS)
