@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.interleave import Schedule, add_comparison_flags
-from benchmarks.workers import serve, time_cases
+from benchmarks.workers import print_speed_ups, serve, time_cases
 
 WIDTH = {"hidden_size": 768, "num_attention_heads": 12}
 
@@ -135,10 +135,7 @@ def main() -> None:
             write_model(FAMILIES[name], Path(folder))
         results = time_cases("benchmarks.families", names, cases, arguments.threads, schedule)
     print(f"forward pass in float32: medians of {schedule}")
-    print(f"{'':<12}{'ms Tricycle':>13}" + f"{'ms transformers':>17}{'speed-up':>10}" * (len(names) == 2))
-    for name, ((seconds, *others), _) in zip(arguments.families, results):
-        columns = "".join(f"{other * 1e3:>17.1f}{other / seconds:>10.2f}" for other in others)
-        print(f"{name:<12}{seconds * 1e3:>13.1f}{columns}")
+    print_speed_ups(arguments.families, [times for times, _ in results], "transformers")
 
 
 if __name__ == "__main__":

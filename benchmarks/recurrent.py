@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.interleave import Schedule, add_comparison_flags
-from benchmarks.workers import serve, time_cases
+from benchmarks.workers import print_speed_ups, serve, time_cases
 
 CELLS = ("LSTM", "GRU", "RNN")
 
@@ -94,10 +94,7 @@ def main() -> None:
     cases = [(cell, *map(str, sizes)) for cell in arguments.cells]
     results = time_cases("benchmarks.recurrent", names, cases, arguments.threads, schedule)
     print(f"forward and backward, batch {sizes[0]} x {sizes[1]} steps, width {sizes[2]}: medians of {schedule}")
-    print(f"{'':<6}{'ms Tricycle':>13}" + f"{'ms PyTorch':>12}{'speed-up':>10}" * (len(names) == 2))
-    for cell, ((seconds, *torch_seconds), _) in zip(arguments.cells, results):
-        columns = "".join(f"{other * 1e3:>12.1f}{other / seconds:>10.2f}" for other in torch_seconds)
-        print(f"{cell:<6}{seconds * 1e3:>13.1f}{columns}")
+    print_speed_ups(arguments.cells, [times for times, _ in results], "PyTorch")
 
 
 if __name__ == "__main__":

@@ -296,6 +296,14 @@ def blas_description() -> str:
     )
 
 
+def print_speed_ups(cases: Sequence[str], times: Sequence[Sequence[float]], peer: str) -> None:
+    """Print a row for each case, from its seconds by side: Tricycle's ms, and if given the peer's and the speed-up."""
+    print(f"{'':<12}{'ms Tricycle':>13}" + f"{f'ms {peer}':>17}{'speed-up':>10}" * (len(times[0]) == 2))
+    for case, (seconds, *others) in zip(cases, times):
+        columns = "".join(f"{other * 1e3:>17.1f}{other / seconds:>10.2f}" for other in others)
+        print(f"{case:<12}{seconds * 1e3:>13.1f}{columns}")
+
+
 def serve(
     side: str,
     step: Callable[[], Any],

@@ -428,6 +428,12 @@ def test_gpt_requires_a_config(config: Any) -> None:
         GPT(config)
 
 
+def test_losses_store_at_least_256_rows_of_logits_and_fewer_of_quantized_models():
+    assert models.n_logit_rows(2**18) == models.n_logit_rows(2**18, True) == 256
+    assert models.n_logit_rows(50_304) >= 512  # a batch of GPT-2's benchmark in one piece
+    assert models.n_logit_rows(1024, True) == models.n_logit_rows(1024) // 4
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("n_rows", [2**22, 1])
 def test_logits_are_bfloat16_only_in_training_without_softcap(tied, n_rows, monkeypatch):

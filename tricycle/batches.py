@@ -77,8 +77,8 @@ class EndlessDataset:
 
     def _new_order(self, epoch: int) -> Any:
         """Return the order of an epoch's items: a permutation by (seed, epoch) if shuffled, else 0 .. n_items-1."""
-        generator, n_items = np.random.default_rng((self.seed, epoch)), self.n_items
-        return generator.permutation(n_items) if self._is_shuffled else range(n_items)
+        key, n_items = (self.seed, epoch), self.n_items
+        return np.random.default_rng(key).permutation(n_items) if self._is_shuffled else range(n_items)
 
     def state(self) -> dict[str, int]:
         """Return a dict of "position" (items so far), "seed" and "n_items", from which `load_state` continues."""

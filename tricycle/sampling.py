@@ -99,5 +99,5 @@ class SamplingParams:
 def top_indices(scores: np.ndarray, n: int) -> np.ndarray:
     """Return the indices of the n highest of scores (N,), highest first, the first of equal ones first, NaN last."""
     highest = -np.sort(-np.fmax.reduceat(scores, np.arange(0, len(scores), max(1, len(scores) // (8 * n)))))
-    candidates = np.flatnonzero(~(scores < highest[:n][-1]))  # of n blocks the highest score is not below this one
+    candidates = np.flatnonzero(~(scores < highest[:n][-1]))  # at least n are not below this maximum of a block
     return candidates[np.argsort(-scores[candidates], kind="stable")[:n]]

@@ -7,7 +7,7 @@ import math
 import numba
 import numpy as np
 
-from tricycle.kernels.activations import SLOPE, fitted_range, tail_polynomial
+from tricycle.kernels.activations import TAIL_SCALE, fitted_range, tail_polynomial
 from tricycle_accelerators.compiled.jit import (
     ONE,
     compile_loop,
@@ -18,7 +18,8 @@ from tricycle_accelerators.compiled.jit import (
 )
 
 HALF, DENSITY = np.float32(0.5), np.float32(1 / math.sqrt(2 * math.pi))
-DISTANCE, (FIRST, FACTOR) = np.float32(SLOPE), map(np.float32, fitted_range())
+SCALE = np.float32(TAIL_SCALE)
+FIRST, FACTOR = map(np.float32, fitted_range())
 C0, C1, C2, C3, C4, C5, C6, C7, C8 = map(np.float32, tail_polynomial(8))
 
 
@@ -32,11 +33,11 @@ def sigmoid(x: np.ndarray, y: np.ndarray) -> None:
 @numba.njit(inline="always")
 def _normal_distribution(x: np.float32) -> tuple[np.float32, np.float32]:
     """Return e^(-x^2 / 2) and the normal distribution function of x, by the polynomial of `kernels.activations`."""
-    u = (ONE / (ONE + DISTANCE * abs(x)) - FIRST) * FACTOR - ONE
+    u = (ONE / (ONE + SCALE * abs(x)) - FIRST) * FACTOR - ONE
     high = ((C8 * u + C7) * u + C6) * u + C5
-    decay = exp_underflowing_to_zero(-HALF * (x * x))
-    tail = decay * (((((high * u + C4) * u + C3) * u + C2) * u + C1) * u + C0)
-    return decay, tail if x < 0 else ONE - tail
+    gaussian = exp_underflowing_to_zero(-HALF * (x * x))
+    tail = gaussian * (((((high * u + C4) * u + C3) * u + C2) * u + C1) * u + C0)
+    return gaussian, tail if x < 0 else ONE - tail
 
 
 @compile_loop([f"void({x}[::1], {x}[::1])" for x in ("f4", "u2")])
@@ -52,5 +53,5 @@ def exact_gelu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     """Write `dy` times the derivative of the exact GELU at x into `dx`; vectors of float32 or of bfloat16 bits."""
     for i in range(len(x)):
         value = to_float32(x[i])
-        decay, below = _normal_distribution(value)
-        dx[i] = convert_for(dx, to_float32(dy[i]) * (below + value * decay * DENSITY))
+        gaussian, cdf = _normal_distribution(value)
+        dx[i] = convert_for(dx, to_float32(dy[i]) * (cdf + value * gaussian * DENSITY))
