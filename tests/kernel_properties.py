@@ -102,6 +102,8 @@ SIZES: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
     ),
     "gelu_backward": lambda draw: (any_shape(draw), draw(st.sampled_from(["x", "slope"]))),
     "softmax": lambda draw: ((*any_shape(draw), draw(LENGTHS)), draw(BOOLEANS)),
+    "softmax_backward": lambda draw: ((*any_shape(draw), draw(LENGTHS)),),
+    "log_softmax": lambda draw: ((*any_shape(draw), draw(LENGTHS)),),
     "swiglu": lambda draw: ((*any_shape(draw), 2 * draw(LENGTHS)),),
     "swiglu_backward": lambda draw: (any_shape(draw), draw(LENGTHS)),
     "apply_rope": lambda draw: (draw(LENGTHS), draw(LENGTHS), draw(FEW), 2 * draw(FEW)),

@@ -182,7 +182,6 @@ def _to_compute_dtype(draw):
 # -------------------------------------------------------------------- two inputs, and a number on either side
 BINARY: dict[str, tuple[Callable, Callable]] = {
     "add": (ops.add, lambda xp, x, y: x + y),
-    "add_residual": (functions.add_residual, lambda xp, x, y: x + y),
     "sub": (extra_ops.subtract, lambda xp, x, y: x - y),
     "mul": (ops.multiply, lambda xp, x, y: x * y),
     "div": (extra_ops.divide, lambda xp, x, y: x / y),

@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 from programs import call, good
 
-from benchmarks import attention, experts, families, finetuning, matmul, overhead, recurrent, small_networks, tokeniser
+from benchmarks import (
+    attention,
+    experts,
+    families,
+    finetuning,
+    matmul,
+    ops,
+    overhead,
+    recurrent,
+    small_networks,
+    tokeniser,
+)
 from benchmarks.finetuning_workers import STEPS
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import SIDES, Worker, random_batches
@@ -166,6 +177,14 @@ def test_both_sides_of_families_compute_the_same(name, tmp_path, keep_torch_thre
     families.write_model(family, tmp_path / name)
     actual, expected = (families.SIDES[side](family, tmp_path / name)() for side in ("tricycle", "torch"))
     np.testing.assert_allclose(actual.reshape(expected.shape), expected, atol=1e-4)
+
+
+@needs("torch")
+@pytest.mark.parametrize("case", ops.CASES)
+def test_both_sides_of_operations_compute_the_same(case, monkeypatch, keep_torch_threads):
+    monkeypatch.setattr(ops, "SHAPE", (2, 9, 20))
+    actual, expected = (ops.SIDES[side](case)() for side in ("tricycle", "torch"))
+    np.testing.assert_allclose(actual, expected, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("cell", recurrent.CELLS)

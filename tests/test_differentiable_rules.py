@@ -15,13 +15,12 @@ import tricycle
 from tricycle import differentiable_rules, extra_ops, tangent_rules
 from tricycle.activation_checkpointing import enable_grad
 from tricycle.attention import Attention
-from tricycle.autograd import LARGE
 from tricycle.configs.model import ModelConfig
 from tricycle.create_graph import RULES, WITHOUT_RULE, gradients, tangents
 from tricycle.experts import MixtureOfExperts, Router, Routing, add_router_loss
 from tricycle.finetuning.distillation import _soft_loss
 from tricycle.finetuning.lora import AdaptedDense, LoRATarget, LowRankUpdate
-from tricycle.functions import add_residual, linear
+from tricycle.functions import linear
 from tricycle.gradcheck import gradcheck
 from tricycle.kernels.quantized import QuantizedMatrix
 from tricycle.layers import Dense, Dropout, Layer, RMSNorm
@@ -195,13 +194,6 @@ def test_second_derivatives_beside_the_registry(sample):
 def test_mixed_derivative_of_power_with_exponent_zero():
     slope = lambda y: grad(lambda x: x**y)(2.0)
     assert grad(slope)(0.0).item() == pytest.approx(0.5)  # d/dy of y x^(y - 1)
-
-
-def test_large_residual_addition():
-    """From this size on, it is a separate operation."""
-    x = Tensor(np.linspace(1, 2, LARGE))
-    (product,) = hvp(lambda x: (add_residual(x, x) ** 3).sum(), (x,), (x,))
-    np.testing.assert_allclose(product.array, 48 * x.array**2)
 
 
 # -------------------------------------------------------------------- attention in linear memory

@@ -254,7 +254,7 @@ IN_PLACE = {
 }
 # helpers, and what draws
 NOT_OPS = {"run_independent", "run_over_batch", "prepare_matrix", "run_batch_parallel", "dropout_mask", "empty"}
-NOT_OPS |= {"new_recorder"}
+NOT_OPS |= {"new_recorder", "compute_in_chunks"}
 
 all_cases = pytest.mark.parametrize(
     ("name", "size"),
@@ -447,13 +447,11 @@ DECLINED = [
     (cpu.recurrence.run_batch_parallel, (np.ones((1, 33, 1)), [], print, print), "more than 32 items"),
     (cpu.attention.run_over_batch, (X, print), None),
     (cpu.attention.run_over_batch, (X[:1], print), "fewer items than threads"),
-    (cpu.elementwise.multiply, (X, X), None),
-    (cpu.elementwise.multiply, (X[:1], X[:1]), "too few"),
-    (cpu.elementwise.multiply, (X, np.ones(())), r"one shape, got \(4, 6\) and \(\)"),
-    (cpu.elementwise.add, (X, X, X), None),
-    (cpu.elementwise.add, (X, HALF), "16 bits"),
-    (cpu.elementwise.add, (X, X.T.copy().T), "one piece"),
-    (cpu.elementwise.add, (X, X, X.T.copy().T), "one piece"),
+    (cpu.chunkwise.multiply, (X, np.ones(())), None),
+    (cpu.chunkwise.multiply, (X[:1], X[:1]), "too few"),
+    (cpu.chunkwise.add, (X, X.T.copy().T, X), None),
+    (cpu.chunkwise.softmax, (X,), None),
+    (cpu.chunkwise.softmax, (X.reshape(-1),), "no axis to divide"),
     (cpu.matrices.batched_matmul, (X[None], X.T[None]), None),
     (cpu.matrices.batched_matmul, (X[None], HALF.T[None]), "16 bits"),
     (cpu.matrices.batched_matmul, (EMPTY[None], X.T[None]), "empty"),
@@ -466,7 +464,7 @@ DECLINED = [
 
 @pytest.mark.parametrize(("version", "arguments", "reason"), DECLINED)
 def test_cpu_providers_decline_with_a_reason(version, arguments, reason, two_threads, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_SIZE", 12)
+    monkeypatch.setattr(cpu.chunkwise, "CHUNK_SIZE", 12)
     if reason is None:
         assert version.decline_reason(*arguments) is None
     else:

@@ -8,10 +8,12 @@ import pytest
 from op_properties import LAYERS, PROPERTIES, Sample, samples_of
 
 import tricycle
-from tricycle import ops
+from tricycle import kernels, ops
 from tricycle.debug import use_reference
 from tricycle.gradcheck import gradcheck
 from tricycle.tensor import Tensor
+from tricycle_accelerators import threads
+from tricycle_accelerators.cpu import chunkwise
 
 SAMPLES = {name: samples_of(name) for name in PROPERTIES | LAYERS}
 ALL = {f"{name}-{i}": sample for name, samples in SAMPLES.items() for i, sample in enumerate(samples)}
@@ -90,6 +92,14 @@ def test_op_without_forward_raises():
 
 
 # -------------------------------------------------------------------- every op
+@pytest.fixture
+def tiny_chunks(monkeypatch):
+    monkeypatch.setattr(kernels, "LARGE", 1)
+    monkeypatch.setattr(chunkwise, "CHUNK_SIZE", 3)
+    monkeypatch.setattr(chunkwise, "MIN_RUN", 2)
+    monkeypatch.setattr(threads, "n_threads", lambda: 2)
+
+
 @every_sample
 def test_values_match_numpy(sample):
     if not sample.needs_torch:
@@ -105,6 +115,13 @@ def test_gradient_matches_finite_differences(sample):
     gradcheck(sample.call, *sample.tensors(), **options)
     with use_reference():
         gradcheck(sample.call, *sample.tensors(), **options)
+
+
+@every_sample
+def test_chunks_give_the_results_of_the_reference(sample, tiny_chunks):
+    actual = run(sample, sample.tensors())
+    with use_reference():
+        assert_same(actual, run(sample, sample.tensors()), 1e-9, 1e-11)
 
 
 @every_sample

@@ -19,8 +19,8 @@ class ReLU(Op):
     def forward(self, x: Operand) -> Tensor:
         """Compute max(x, 0) elementwise, in the dtype of x."""
         x = as_tensor(x)
-        y = x.xp.maximum(x.array, 0)
-        return record(y, (x,), lambda grad, needs_grad: (grad * (y > 0),), "> 0")
+        y = kernels.in_chunks(x.xp.maximum, x.array, 0)
+        return record(y, (x,), lambda grad, _: (kernels.in_chunks(lambda g, y: g * (y > 0), grad, y),), "> 0")
 
 
 class GeLU(Op):
@@ -52,8 +52,9 @@ class Swish(Op):
         x = as_tensor(x)
         array = as_floating(x.array)
         gate = kernels.sigmoid(array)
-        y = array * gate
-        return record(y, (x,), lambda grad, needs_grad: (grad * (gate + y * (1 - gate)),), "swish")
+        y = kernels.multiply(array, gate)
+        slope = lambda g, y, gate: g * (gate + y * (1 - gate))
+        return record(y, (x,), lambda grad, needs_grad: (kernels.in_chunks(slope, grad, y, gate),), "swish")
 
 
 class Gated(Op):

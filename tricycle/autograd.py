@@ -22,8 +22,6 @@ NeedsGrad: TypeAlias = Sequence[bool]  # which args of an operation need a gradi
 # SlicedGradient, an OwnedGradient, or None for zero. The value for an arg that needs no gradient is ignored.
 Backward: TypeAlias = Callable[..., Sequence[Any]]
 
-LARGE = 2**18  # from this number of elements on, gradients are added by a multithreaded kernel
-
 
 class Node(Protocol):
     """The attributes of a Tensor that the backward pass uses."""
@@ -134,20 +132,13 @@ class GradientSums:
             dtype = arg.array.dtype
             if array.dtype is not dtype:
                 array = array.astype(dtype, copy=False)
-            if arg not in arrays:
-                arrays[arg] = array
-                if kind is OwnedGradient and array.size > 1:
-                    owned.add(id(arg))
-            elif array.size >= LARGE:
-                out = arrays[arg] if id(arg) in owned else array if kind is OwnedGradient else None
-                arrays[arg] = kernels.add(arrays[arg], array, out)
+            own = array if kind is OwnedGradient and array.size > 1 else None
+            if arg in arrays:
+                add = kernels.add if array.size >= kernels.LARGE else kernels.add.reference
+                array = own = add(arrays[arg], array, arrays[arg] if id(arg) in owned else own)
+            arrays[arg] = array
+            if own is not None and own.size > 1:
                 owned.add(id(arg))
-            elif id(arg) in owned:
-                arrays[arg] += array
-            else:
-                arrays[arg] = total = arrays[arg] + array
-                if total.size > 1:
-                    owned.add(id(arg))
 
     def take(self, node: Node) -> Array | None:
         """Remove and return the complete gradient of a node, its slices added to the sum; None if it has none."""

@@ -15,7 +15,7 @@ from tricycle.attention.cache import KeyValueCache, Segments, takes_ragged
 from tricycle.attention.rotary import POSITIONS
 from tricycle.autograd import is_evaluating
 from tricycle.configs.model import ModelConfig
-from tricycle.functions import RowSoftmax, add_residual, new_softmax
+from tricycle.functions import RowSoftmax, new_softmax
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels import FEW_ROWS
 from tricycle.layers import MIXTURES, Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
@@ -267,16 +267,15 @@ class TransformerBlock(Layer):
             return norm(self._add(x, self._run(part, x, x.dtype, *args)))
         if self.norm_placement == "output":
             norm, post_norm = None, norm
-        fused, scale = FUSED.get(type(part)), getattr(self, "scale", 1)
-        if fused and (y := fused(x, part, (norm, post_norm), scale, *args)) is not None:
+        fused = FUSED.get(type(part))
+        if fused and (y := fused(x, part, (norm, post_norm), self.scale, *args)) is not None:
             return y
         out = self._run(part, x if norm is None else self._normalize(norm, part, x), x.dtype, *args)
         return self._add(x, out if post_norm is None else post_norm(out))
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
         """Return x + branch, the branch times `residual_scale` of the config."""
-        scale = getattr(self, "scale", 1)  # models pickled before the option existed have none
-        return add_residual(x, branch if scale == 1 else branch * scale)
+        return x + (branch if self.scale == 1 else branch * self.scale)
 
     def _normalize(self, norm: Any, part: Any, x: Tensor) -> Tensor:
         """Return norm(x) for a sublayer, in the sublayer's hidden dtype if it can return the dtype of x."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from tricycle.autograd import NeedsGrad, SlicedGradient
 from tricycle.devices import Array, array_module, is_array
+from tricycle.kernels import LARGE, in_chunks
 from tricycle.ops import (
     as_floating,
     as_tensor,
@@ -37,7 +38,11 @@ log = unary_op("log", lambda xp, x: xp.log(x), lambda xp, g, x, y: g / x)
 sqrt = unary_op("sqrt", lambda xp, x: xp.sqrt(x), lambda xp, g, x, y: g / (2 * y))
 sin = unary_op("sin", lambda xp, x: xp.sin(x), lambda xp, g, x, y: g * xp.cos(x))
 cos = unary_op("cos", lambda xp, x: xp.cos(x), lambda xp, g, x, y: -g * xp.sin(x))
-softplus = unary_op("softplus", lambda xp, x: xp.logaddexp(x, 0), lambda xp, g, x, y: g * xp.exp(x - y))
+softplus = unary_op(
+    "softplus",
+    lambda xp, x: xp.maximum(x, 0) + xp.log1p(xp.exp(-xp.abs(x))),
+    lambda xp, g, x, y: g * xp.exp(x - y),
+)
 absolute = unary_op("absolute", lambda xp, x: xp.abs(x), lambda xp, g, x, y: g * xp.sign(x))
 
 
@@ -45,7 +50,8 @@ absolute = unary_op("absolute", lambda xp, x: xp.abs(x), lambda xp, g, x, y: g *
 def negative(x: Operand) -> Tensor:
     """Compute -x, elementwise."""
     x = as_tensor(x)
-    return record(-x.array, (x,), lambda grad, needs_grad: (-grad,), "negative")
+    backward = lambda grad, needs_grad: (in_chunks(operator.neg, grad),)
+    return record(in_chunks(operator.neg, x.array), (x,), backward, "negative")
 
 
 def _module(x: Any, y: Any) -> Any:
@@ -68,7 +74,9 @@ def power_left(g: Array, x: Array, y: Any, z: Array) -> Array:
     return g * y * x ** xp.where(y == 0, 1, y - 1)
 
 
-subtract = binary_op("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: -g, saves=False)
+subtract = binary_op(
+    "sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: in_chunks(operator.neg, g), saves=False
+)
 divide = binary_op(
     "div",
     "/",
@@ -111,16 +119,16 @@ def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
     """Select elements of x where the condition is true, of y elsewhere, with broadcasting."""
     x, y = as_tensors(x, y)
     condition = as_tensor(condition, None if is_array(condition) else x)
-    chosen, xp = condition.array.astype(bool), x.xp
+    chosen, xp = condition.array.astype(bool, copy=False), x.xp
     check_device("where", chosen, x.array, y.array)
     try:
-        z = xp.where(chosen, *promote_integers(x.array, y.array))
+        z = in_chunks(xp.where, chosen, *promote_integers(x.array, y.array))
     except ValueError as error:
         raise shape_error("where", error, chosen, x.array, y.array) from None
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array | None]:
-        to_x = unbroadcast(xp.where(chosen, grad, 0), x.shape) if needs_grad[0] else None
-        to_y = unbroadcast(xp.where(chosen, 0, grad), y.shape) if needs_grad[1] else None
+        to_x = unbroadcast(in_chunks(xp.where, chosen, grad, 0), x.shape) if needs_grad[0] else None
+        to_y = unbroadcast(in_chunks(xp.where, chosen, 0, grad), y.shape) if needs_grad[1] else None
         return to_x, to_y
 
     return record(z, (x, y), backward, "where", any(t.is_batched for t in (condition, x, y)))
@@ -187,12 +195,20 @@ def restore_axes(grad: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> An
     return grad.reshape(tuple(1 if i in axes else n for i, n in enumerate(shape)))
 
 
+def _reduce(name: str, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
+    """Return x reduced over axes by its method of this name."""
+    if x.size < LARGE:
+        return getattr(x, name)(axis=axes, keepdims=keepdims)
+    y = in_chunks(lambda x: getattr(x, name)(axis=axes, keepdims=True), x, whole_axes=axes)
+    return y if keepdims else y.reshape(tuple(n for i, n in enumerate(x.shape) if i not in axes))
+
+
 @register
 def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the sum over one axis, a tuple of axes, or all (None); `keepdims` keeps them with length 1."""
     x = as_tensor(x)
     axes, xp, shape = _axes("sum", x, axis), x.xp, x.shape
-    y = x.array.sum(axis=axes, keepdims=keepdims)
+    y = _reduce("sum", x.array, axes, keepdims)
     backward = lambda grad, needs_grad: (xp.broadcast_to(restore_axes(grad, shape, axes), shape),)
     return record(y, (x,), backward, "sum", x.is_batched and 0 not in axes)
 
@@ -205,7 +221,7 @@ def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     count = math.prod(shape[a] for a in axes)
     if count == 0:
         raise ValueError(f"mean: expected at least one element along axes {axes}, got shape {shape}")
-    y = as_floating(x.array).mean(axis=axes, keepdims=keepdims)
+    y = _reduce("mean", as_floating(x.array), axes, keepdims)
     backward = lambda grad, needs_grad: (xp.broadcast_to(restore_axes(grad / count, shape, axes), shape),)
     return record(y, (x,), backward, "mean", x.is_batched and 0 not in axes)
 
@@ -216,11 +232,14 @@ def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
     axes, array = _axes(name, x, axis), x.array
     if 0 in [array.shape[a] for a in axes]:
         raise ValueError(f"{name}: expected at least one element along axes {axes}, got shape {x.shape}")
-    y = getattr(array, name)(axis=axes, keepdims=True)
+    y = _reduce(name, array, axes, True)
+
+    def share(grad: Array, array: Array, y: Array) -> Array:
+        chosen = array == y
+        return chosen * (grad / chosen.sum(axis=axes, keepdims=True)).astype(grad.dtype)
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
-        chosen = array == y
-        return (chosen * (restore_axes(grad, array.shape, axes) / chosen.sum(axis=axes, keepdims=True)),)
+        return (in_chunks(share, restore_axes(grad, array.shape, axes), array, y, whole_axes=axes),)
 
     shape = y.shape if keepdims else tuple(n for i, n in enumerate(y.shape) if i not in axes)
     return record(y.reshape(shape), (x,), backward, name, x.is_batched and 0 not in axes)

@@ -1,4 +1,4 @@
-"""Differentiable functions of models: softmax variants, linear maps, residual addition and soft-capping."""
+"""Differentiable functions of models: softmax variants, linear maps, and soft-capping."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tricycle import kernels, ops
-from tricycle.autograd import LARGE, NeedsGrad, OwnedGradient, is_evaluating
+from tricycle.autograd import NeedsGrad, OwnedGradient, is_evaluating
 from tricycle.devices import Array
-from tricycle.kernels import FEW_ROWS, ScoreOptions
-from tricycle.ops import Op, as_floating, as_tensor, as_tensors, check_device, check_last_axis, register
+from tricycle.kernels import FEW_ROWS, ScoreOptions, in_chunks
+from tricycle.ops import Op, as_floating, as_tensor, check_device, check_last_axis, register
 from tricycle.tensor import Operand, Tensor, record
 
 # Precisions of matrix products. Weights are always float32; activations have 16 bits if all their products do.
@@ -199,18 +199,9 @@ def to_compute_dtype(x: Tensor, precision: str) -> Tensor:
 
 
 @register
-def add_residual(x: Operand, branch: Operand) -> Tensor:
-    """Compute x + branch like `ops.add`, with all threads if both are large and have the same shape."""
-    x, branch = as_tensors(x, branch)
-    a, b = x.array, branch.array
-    if a.size < LARGE or a.shape != b.shape or a.dtype != b.dtype or type(a) is not type(b):
-        return ops.add(x, branch)
-    return record(kernels.add(a, b), (x, branch), lambda grad, needs_grad: (grad, grad), "badd")
-
-
-@register
 def softcap(x: Operand, cap: float) -> Tensor:
     """Apply soft-capping, cap * tanh(x / cap), elementwise: bounds |x| by the cap (Gemma Team 2024, section 2)."""
     x = as_tensor(x)
-    t = x.xp.tanh(as_floating(x.array) / cap)
-    return record(cap * t, (x,), lambda grad, needs_grad, cap: (grad * (1 - t * t),), "softcap", None, (cap,))
+    y = in_chunks(lambda array: cap * x.xp.tanh(array / cap), as_floating(x.array))
+    backward = lambda grad, needs_grad, cap: (in_chunks(lambda g, y: g * (1 - (y / cap) ** 2), grad, y),)
+    return record(y, (x,), backward, "softcap", None, (cap,))

@@ -209,8 +209,7 @@ def n_logit_rows(vocab_size: int, is_quantized: bool = False) -> int:
 def initialize_weights(model: BlockStack) -> None:
     """Draw matrices and embeddings in place as in GPT-2: std 0.02, or 0.02 / sqrt(2 n_layers) for output projections.
 
-    The output projections, two per block, are scaled by 1 / sqrt(2 n_layers) to preserve the scale of the residual
-    stream; with `zero_projections` they are 0 (Zhang et al. 2019, "Fixup").
+    That preserves the scale of the residual stream; with `zero_projections` they are 0 (Zhang et al. 2019, "Fixup").
     """
     config = model.config
     last = 0 if config.zero_projections else 0.02 / math.sqrt(2 * config.n_layers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, TypeAlias, TypeVar
 
@@ -16,6 +17,7 @@ import numpy as np
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad, SlicedGradient
 from tricycle.devices import Array, array_module, is_array, on_gpu
+from tricycle.kernels import LARGE, in_chunks
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -128,11 +130,12 @@ def unary_op(name: str, forward: ArrayFunction, gradient: ArrayFunction) -> Call
     def op(x: Operand) -> Tensor:
         x = as_tensor(x)
         array = as_floating(x.array)
-        y = forward(x.xp, array)
+        y = forward(x.xp, array) if array.size < LARGE else in_chunks(partial(forward, x.xp), array)
         return record(y, (x,), backward, name, None, (array, y))
 
     def backward(grad: Array, needs_grad: NeedsGrad, x: Array, y: Array) -> tuple[Array]:
-        return (gradient(array_module(x), grad, x, y),)
+        xp = array_module(x)
+        return (gradient(xp, grad, x, y) if grad.size < LARGE else in_chunks(partial(gradient, xp), grad, x, y),)
 
     op.__name__ = name
     return register(op)
@@ -156,14 +159,14 @@ def binary_op(
         if not isinstance(x, Tensor):
             if isinstance(y, Tensor) and isinstance(x, Real):
                 b, x = _beside_number(y.array, x)
-                z = forward(x, b)
+                z = forward(x, b) if b.size < LARGE else in_chunks(forward, x, b)
                 title = f"{symbol} {x}" if symbol in "+*" else f"{x} {symbol}"
                 return record(z, (y,), backward_right, title, None, (x, b, z) if saves else nothing)
             x = as_tensor(x, y if isinstance(y, Tensor) else None)
         if not isinstance(y, Tensor):
             if isinstance(y, Real):
                 a, y = _beside_number(x.array, y)
-                z = forward(a, y)
+                z = forward(a, y) if a.size < LARGE else in_chunks(forward, a, y)
                 return record(z, (x,), backward_left, f"{symbol} {y}", None, (a, y, z) if saves else nothing)
             y = as_tensor(y, x)
         a, b = x.array, y.array
@@ -172,7 +175,7 @@ def binary_op(
         if a.dtype is not b.dtype:
             a, b = promote_integers(a, b)
         try:
-            z = forward(a, b)
+            z = forward(a, b) if a.size < LARGE > b.size else in_chunks(forward, a, b)
         except ValueError as error:
             raise shape_error(name, error, a, b) from None
         values = (a, b, z) if saves else nothing
@@ -183,16 +186,18 @@ def binary_op(
     def backward(
         grad: Array, needs_grad: NeedsGrad, x: Any, y: Any, z: Any, x_shape: Any = None, y_shape: Any = None
     ) -> tuple[Array | None, Array | None]:
-        to_x = left(grad, x, y, z) if needs_grad[0] else None
-        to_y = right(grad, x, y, z) if needs_grad[1] else None
+        run = compute if grad.size >= LARGE else operator.call
+        to_x = run(left, grad, x, y, z) if needs_grad[0] else None
+        to_y = run(right, grad, x, y, z) if needs_grad[1] else None
         if x_shape is not None:
             to_x = None if to_x is None else unbroadcast(to_x, x_shape)
             to_y = None if to_y is None else unbroadcast(to_y, y_shape)
         return to_x, to_y
 
-    backward_left = lambda grad, needs_grad, *values: (left(grad, *values),)
-    backward_right = lambda grad, needs_grad, *values: (right(grad, *values),)
+    backward_left = lambda grad, needs_grad, *values: (compute(left, grad, *values),)
+    backward_right = lambda grad, needs_grad, *values: (compute(right, grad, *values),)
     result_name, nothing = "b" + name, (None, None, None)
+    compute: ArrayFunction = in_chunks if saves else operator.call
     op.__name__ = name
     return register(op)
 
@@ -208,8 +213,8 @@ def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
     if grad.shape == shape:
         return grad
     added = grad.ndim - len(shape)
-    stretched = tuple(added + i for i, n in enumerate(shape) if n == 1 and grad.shape[added + i] != 1)
-    return grad.sum(axis=tuple(range(added)) + stretched, keepdims=True).reshape(shape)
+    axes = (*range(added), *(added + i for i, n in enumerate(shape) if n == 1 and grad.shape[added + i] != 1))
+    return in_chunks(lambda x: x.sum(axis=axes, keepdims=True), grad, whole_axes=axes).reshape(shape)
 
 
 add = binary_op("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: g, saves=False)

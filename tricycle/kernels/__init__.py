@@ -21,6 +21,7 @@ from tricycle.kernels.reference.attention import attention_backward as attention
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 explain: Callable[..., Any]  # which provider runs for given arguments, and why: `explanation.py`
+LARGE = 2**18  # from this number of elements on, threads share elementwise functions and reductions
 FEW_ROWS = 16  # up to this number of rows a matrix product is limited by the memory bandwidth of the other matrix
 
 
@@ -220,8 +221,7 @@ def cross_entropy(
 ) -> tuple[Array, Array | None]:
     """Return the sum of weight * label-smoothed cross-entropy of logits (N, V), and its gradient, None without.
 
-    logits: (N, V); labels and weights: (N,); a weight of 0 ignores its row. `smoothing` is the weight that all labels
-    share. The derivative (N, V) needs the same exponentials; it is None without `with_gradient`.
+    labels, weights: (N,); a weight of 0 ignores its row. smoothing: the weight that all labels share.
     """
     xp, dtype, logits = array_module(logits), logits.dtype, upcast(logits)
     places = xp.arange(len(labels)), labels
@@ -282,8 +282,22 @@ def adamw(
 
 @kernel
 def run_independent(like: Array, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
-    """Call the functions of jobs (function, size, any_thread, one_thread), perhaps in parallel; return all results.
-
-    A job: the function, its number of elements, whether it may run in any thread, and whether it uses only one thread.
-    """
+    """Return results of jobs (function, n_elements, may run in any thread, uses only one thread), perhaps parallel."""
     return [job[0]() for job in jobs]
+
+
+@kernel
+def compute_in_chunks(like: Array, function: Callable[..., Any], operands: Any, whole_axes: Any = ()) -> Array:
+    """Return function(*operands), perhaps called for chunks in parallel, see `in_chunks`; `like` is an operand."""
+    return function(*operands)
+
+
+def in_chunks(function: Callable[..., Array], *operands: Any, whole_axes: Sequence[int] = ()) -> Array:
+    """Return function(*operands) of arrays that broadcast, and numbers; large arrays in chunks, divided among threads.
+
+    The function is elementwise, except along `whole_axes` (>= 0): chunks do not divide these, and it keeps them.
+    """
+    for operand in operands:
+        if getattr(operand, "size", 0) >= LARGE:
+            return compute_in_chunks(operand, function, operands, whole_axes)
+    return function(*operands)

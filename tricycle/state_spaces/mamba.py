@@ -24,7 +24,6 @@ from tricycle.configs.model import ModelConfig
 from tricycle.devices import Array, array_module
 from tricycle.experts import MixtureOfExperts
 from tricycle.extra_ops import split_sizes
-from tricycle.functions import add_residual
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Dense, Generator, Layer, RMSNorm, new_generator
 from tricycle.ops import as_tensor, reshape
@@ -133,7 +132,7 @@ class MambaBlock(Layer):
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
         """Return x + residual_scale * branch."""
-        return add_residual(x, branch if self.scale == 1 else branch * self.scale)
+        return x + (branch if self.scale == 1 else branch * self.scale)
 
 
 def new_block(config: MambaConfig, layer: int, **options: Any) -> Layer:

@@ -1,4 +1,4 @@
-"""Elementwise kernels by Numba, each in one pass over memory: GELU, SwiGLU, RoPE and sums; softmax of few rows."""
+"""Elementwise kernels by Numba, each in one pass over memory: GELU, SwiGLU, RoPE, softmax and sums."""
 
 from __future__ import annotations
 
@@ -147,17 +147,28 @@ def swiglu(x: np.ndarray) -> Any:
 
 
 def _softmax_decline_reason(x: np.ndarray, off_by_one: bool = False) -> str | None:
-    """Return why x is not 1 to FEW_ROWS float32 rows of fewer than MIN_SIZE elements; None if it is."""
-    return few_rows_decline_reason(x) if x.size < MIN_SIZE else f"{MIN_SIZE} elements or more"
+    """Return why x is declined: not of float32, or neither a few rows nor MIN_SIZE elements; None if it is not."""
+    if x.size < MIN_SIZE:
+        return few_rows_decline_reason(x)
+    return large_array_decline_reason(x, dtypes=("float32",), contiguous=False)
 
 
 @decline_when(_softmax_decline_reason)
 def softmax(x: np.ndarray, off_by_one: bool = False) -> Any:
-    """Return softmax (softmax1 if `off_by_one`) over the last axis of a few rows, such as a router's, by Numba."""
+    """Return softmax (softmax1 if `off_by_one`) over the last axis of a few or many float32 rows, by Numba."""
+    loop = load_loops("loops").softmax
+    if x.size >= MIN_SIZE:
+        return _over_rows(lambda rows, y: loop(rows, y, off_by_one), [x], x.shape[-1])
     y = np.empty(x.shape, FLOAT32)
     rows = as_contiguous(x).reshape(-1, x.shape[-1])
-    load_loops("loops").softmax(rows, y.reshape(rows.shape), off_by_one)
+    loop(rows, y.reshape(rows.shape), off_by_one)
     return y
+
+
+@decline_when(lambda grad, y: large_array_decline_reason(grad, y, dtypes=("float32",), contiguous=False))
+def softmax_backward(grad: np.ndarray, y: np.ndarray) -> Any:
+    """Return the gradient of x from `grad` of y = softmax(x), or softmax1, by Numba; NotImplemented if small."""
+    return _over_rows(load_loops("training_loops").softmax_backward, [grad, y], y.shape[-1])
 
 
 @decline_when(lambda grad, x: large_array_decline_reason(grad, x, contiguous=False))

@@ -144,6 +144,18 @@ def rms_norm_backward(
             dx[i, j] = convert_for(dx, (slope * gain[j] - value * share) * scale)
 
 
+@compile_loop("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+def softmax_backward(dy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
+    """Write the gradients of rows (R, C) into `dx`, from `dy` of their softmax or softmax1 y."""
+    n_rows, size = y.shape
+    for i in range(n_rows):
+        mean = ZERO
+        for j in range(size):
+            mean += dy[i, j] * y[i, j]
+        for j in range(size):
+            dx[i, j] = y[i, j] * (dy[i, j] - mean)
+
+
 # -------------------------------------------------------------------- losses
 @compile_loop([f"f8({x}[:, ::1], i8[::1], f4[::1], f8, {x}[:, ::1])" for x in ("f4", "u2")])
 def cross_entropy(

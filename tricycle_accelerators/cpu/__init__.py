@@ -14,6 +14,7 @@ from tricycle.kernels import activations, batched, muon, recurrent, row_attentio
 from tricycle.kernels.quantized import quantized_matmul
 from tricycle_accelerators.cpu import (
     attention,
+    chunkwise,
     elementwise,
     losses,
     matrices,
@@ -37,22 +38,24 @@ def register(array: type) -> None:
     """Register the threaded NumPy implementations of matmul, attention, norms and other kernels for an array type."""
     k, r = kernels, recurrent
     products = (
-        k.matmul_operand,
-        k.matmul_operand_and_sums,
         k.matmul,
         batched.batched_matmul,
+        k.matmul_operand,
+        k.matmul_operand_and_sums,
         k.sum_rows,
         k.sum_squares,
     )
     activated = (k.gelu, k.gelu_with_derivative, k.gelu_backward, k.swiglu, k.swiglu_backward)
-    others = (k.sigmoid, activations.relu_squared, activations.exact_gelu, activations.exact_gelu_backward)
+    rows = (k.softmax, k.softmax_backward, k.log_softmax)
+    exact = (activations.exact_gelu, activations.exact_gelu_backward)
     attending = (k.attention, k.attention_backward, row_attention.row_attention, row_attention.row_attention_backward)
     layers = (r.rnn, r.rnn_backward, r.gru, r.gru_backward, r.lstm, r.lstm_backward)
     register_kernels(
         array,
         (matrices, products),
         (quantized, [quantized_matmul]),
-        (elementwise, (*activated, *others, k.empty, k.multiply, k.add, k.apply_rope)),
+        (elementwise, (*activated, activations.relu_squared, k.empty, k.apply_rope)),
+        (chunkwise, (k.compute_in_chunks, k.multiply, k.add, k.sigmoid, *exact, *rows)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (tables, [k.embedding_backward]),
         (losses, [k.cross_entropy]),

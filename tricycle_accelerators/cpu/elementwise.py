@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from tricycle import kernels
-from tricycle.kernels import SQRT_2_OVER_PI, activations
-from tricycle.kernels.dispatch import is_16_bit, upcast, upcasting
+from tricycle.kernels import SQRT_2_OVER_PI
+from tricycle.kernels.dispatch import upcast, upcasting
 from tricycle_accelerators import buffers, chunks, threads
-from tricycle_accelerators.providers import decline_when
 
 
 @upcasting(1)
@@ -61,36 +60,6 @@ def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
 
     threads.parallel_for(work, chunks.row_chunks(flat.size))
     return y.reshape(x.shape)
-
-
-@upcasting(1)
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    """Return the sigmoid of x in its dtype by NumPy, for chunks that are divided among threads."""
-    return _over_chunks(lambda piece: _sigmoid(piece, np.empty_like(piece)), x)
-
-
-@upcasting(1)
-def exact_gelu(x: np.ndarray) -> np.ndarray:
-    """Return the exact GELU of x in its dtype by the reference, for chunks that are divided among threads."""
-    return _over_chunks(activations.exact_gelu.reference, x)
-
-
-@upcasting(1)
-def exact_gelu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return `grad` times the derivative of the exact GELU at x by the reference, in chunks divided among threads."""
-    return _over_chunks(activations.exact_gelu_backward.reference, grad, upcast(x))
-
-
-def _over_chunks(function: Any, *arrays: np.ndarray) -> np.ndarray:
-    """Return an elementwise function of arrays of one shape, in the first one's dtype, for chunks by all threads."""
-    flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
-    y = buffers.empty(flat[0].shape, flat[0].dtype)
-
-    def work(piece: slice) -> None:
-        y[piece] = function(*(array[piece] for array in flat))
-
-    threads.parallel_for(work, chunks.row_chunks(y.size))
-    return y.reshape(arrays[0].shape)
 
 
 def relu_squared(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -166,41 +135,6 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 def empty(like: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return an uninitialized array of the dtype of `like`: from 1 MiB on in memory of deleted arrays if possible."""
     return buffers.empty(shape, like.dtype)
-
-
-def _shared_decline_reason(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> str | None:
-    """Return why threads do not share the arrays: few elements, other shapes, 16 bits, not contiguous; else None."""
-    if a.size < 2 * chunks.CHUNK_SIZE:
-        return "too few elements to share"
-    if a.shape != b.shape:
-        return f"arrays of one shape, got {a.shape} and {b.shape}"
-    if is_16_bit(a) or is_16_bit(b):
-        return "floats of 16 bits"
-    if a.flags.c_contiguous and b.flags.c_contiguous and (out is None or out.flags.c_contiguous):
-        return None
-    return "arrays in one piece"
-
-
-@decline_when(_shared_decline_reason)
-def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a * b by NumPy in threads; NotImplemented for small, 16-bit, non-contiguous or unequally shaped arrays."""
-    return _shared(np.multiply, a, b, None)
-
-
-@decline_when(_shared_decline_reason)
-def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """Return a + b, in `out` if given, by NumPy in threads; NotImplemented if small, 16-bit, strided, other shapes."""
-    return _shared(np.add, a, b, out)
-
-
-def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    """Return a binary ufunc of arrays of one shape, in `out` if given, computed in chunks by threads."""
-    result = buffers.empty(a.shape, np.result_type(a, b)) if out is None else out
-    flat_a, flat_b, flat = (array.reshape(-1) for array in (a, b, result))
-    threads.parallel_for(
-        lambda piece: compute(flat_a[piece], flat_b[piece], out=flat[piece]), chunks.row_chunks(a.size)
-    )
-    return result
 
 
 @upcasting(1)
