@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tricycle import kernels
 from tricycle.attention.cache import KeyValueCache
 from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.devices import Array, array_module
+from tricycle.kernels.batched import run_over_batch
 from tricycle.ops import Op, as_floating, as_tensors, check_device, check_positive
 from tricycle.tensor import Operand, Tensor, record
 
@@ -71,33 +73,51 @@ class ChunkedScan(Op, is_base=True):
         v, _, k, *_ = inputs
         xp, (n_items, n_tokens, n_heads, size) = array_module(v), v.shape
         shape = n_items, k.shape[2], n_heads // k.shape[2], k.shape[3], size
-        s = xp.zeros(shape, v.dtype) if state is None else state.reshape(shape)
-        out, states = xp.empty_like(v), []
-        for start in range(0, n_tokens, self.chunk_size):
-            rows = slice(start, start + self.chunk_size)
-            c = self._chunk(s, *(x[:, rows] for x in inputs))
-            states += [s] if keep_states else []
-            y = (c.q @ c.k.swapaxes(-1, -2) * c.within) @ c.v + c.since_start * (c.q @ s)
-            out[:, rows] = by_token(y, n_heads)
-            s = c.whole * s + (c.k * c.until_end).swapaxes(-1, -2) @ c.v
-        return out, s.reshape(n_items, n_heads, *shape[3:]), states
+        starts = range(0, n_tokens, self.chunk_size)
+        out, last = (
+            kernels.empty(v, v.shape),
+            xp.zeros(shape, v.dtype) if state is None else state.reshape(shape).copy(),
+        )
+        states = [kernels.empty(v, shape) for _ in starts] if keep_states else []
+
+        def work(items: slice) -> None:
+            s = last[items]
+            for number, start in enumerate(starts):
+                rows = items, slice(start, start + self.chunk_size)
+                c = self._chunk(s, *(x[rows] for x in inputs))
+                if keep_states:
+                    states[number][items] = s
+                y = (c.q @ c.k.swapaxes(-1, -2) * c.within) @ c.v + c.since_start * (c.q @ s)
+                out[rows] = by_token(y, n_heads)
+                s = c.whole * s + (c.k * c.until_end).swapaxes(-1, -2) @ c.v
+            last[items] = s
+
+        run_over_batch(v, work)
+        return out, last.reshape(n_items, n_heads, *shape[3:]), states
 
     def _gradients(self, grad: Array, inputs: Sequence[Array], states: list[Array]) -> list[Array]:
         """Return the gradients of the inputs of `forward`; chunks are recomputed, from the last to the first."""
         xp, n_heads = array_module(grad), grad.shape[2]
-        grads = [xp.empty_like(x) for x in inputs]
-        ds: Array | None = None  # of the state after the chunk; nothing follows the last one
-        for number in reversed(range(len(states))):
-            rows, s = slice(number * self.chunk_size, (number + 1) * self.chunk_size), states[number]
-            c = self._chunk(s, *(x[:, rows] for x in inputs))
-            dy = by_head(grad[:, rows], c.k.shape[1])
-            (dv, dsums, dk, dq, *others), ds = self._chunk_gradients(c, s, dy, ds)
-            ddecays = xp.flip(xp.cumsum(xp.flip(dsums, -1), axis=-1), -1)
-            for gradient, part in zip([grads[0], *grads[4:]], [dv, *others]):
-                gradient[:, rows] = by_token(part, n_heads).reshape(gradient[:, rows].shape)
-            grads[1][:, rows] = by_token(ddecays[..., None], n_heads)[..., 0]
-            for gradient, part in zip(grads[2:4], (dk, dq)):
-                gradient[:, rows] = part.sum(axis=2).swapaxes(1, 2)
+        grads = [kernels.empty(x, x.shape) for x in inputs]
+
+        def work(items: slice) -> None:
+            ds: Array | None = None  # of the state after the chunk; nothing follows the last one
+            for number in reversed(range(len(states))):
+                rows, s = (
+                    (items, slice(number * self.chunk_size, (number + 1) * self.chunk_size)),
+                    states[number][items],
+                )
+                c = self._chunk(s, *(x[rows] for x in inputs))
+                dy = by_head(grad[rows], c.k.shape[1])
+                (dv, dsums, dk, dq, *others), ds = self._chunk_gradients(c, s, dy, ds)
+                ddecays = xp.flip(xp.cumsum(xp.flip(dsums, -1), axis=-1), -1)
+                for gradient, part in zip([grads[0], *grads[4:]], [dv, *others]):
+                    gradient[rows] = by_token(part, n_heads).reshape(gradient[rows].shape)
+                grads[1][rows] = by_token(ddecays[..., None], n_heads)[..., 0]
+                for gradient, part in zip(grads[2:4], (dk, dq)):
+                    gradient[rows] = part.sum(axis=2).swapaxes(1, 2)
+
+        run_over_batch(grad, work)
         return grads
 
     def _chunk(self, s: Array, v: Array, decays: Array, k: Array, q: Array, *others: Array) -> Chunk:
