@@ -39,12 +39,11 @@ AnyNode = TypeVar("AnyNode", bound=Node)
 
 
 def walk_backward(
-    root: AnyNode, root_grad: Array, sums: GradientSums, retain_graph: bool = False, inputs: Iterable[AnyNode] = ()
+    root: AnyNode, root_grad: Array, sums: GradientSums, inputs: Iterable[AnyNode] = ()
 ) -> Iterator[tuple[AnyNode, Array]]:
-    """Run the backward pass from `root` lazily, freeing the graph unless `retain_graph`; yield leaves and gradients.
+    """Run the backward pass from `root` lazily, freeing the graph unless `sums` retains it; yield leaves and gradients.
 
-    `root_grad` is that of `root`; `sums` must be empty, and keeps those of `inputs`, at which the pass ends. Arrays may
-    share memory.
+    `sums` must be empty, and keeps the gradients of `inputs`, at which the pass ends. Arrays may share memory.
 
     Raises:
         RuntimeError: the graph was freed by an earlier walk, or an array in it has been changed in place.
@@ -62,7 +61,7 @@ def walk_backward(
             continue
         if grad is not None and node._version != n_changes:
             check_unchanged(node)
-        if not retain_graph:
+        if not sums.retain_graph:
             node.args, node._backward, node._saved, node._version = (), None, (), -1
         del node  # frees its array, unless referenced elsewhere, before the backward function allocates new arrays
         if grad is not None:
@@ -100,7 +99,7 @@ class SlicedGradient(NamedTuple):
 
 
 class OwnedGradient(NamedTuple):
-    """A gradient whose memory is not shared, so that other gradients of the same arg may be added to it in place."""
+    """A gradient whose memory only a freed graph shares, so that others of the same arg may be added to it in place."""
 
     array: Array
 
@@ -108,11 +107,12 @@ class OwnedGradient(NamedTuple):
 class GradientSums:
     """The accumulated gradients of nodes that the backward pass has not reached yet.
 
-    A gradient may share memory (an addition passes the same array to both inputs), so only arrays that were allocated
-    here or came as `OwnedGradient` are added to in place, and never single elements: 0-d sums are NumPy scalars.
+    A gradient may share memory (an addition passes the same array to both inputs). Only arrays allocated here, or that
+    came as `OwnedGradient` from a graph not retained, are added to in place, never 0-d sums: they are NumPy scalars.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, retain_graph: bool = False) -> None:
+        self.retain_graph = retain_graph
         self.arrays: dict[Node, Array] = {}
         self.slices: dict[Node, list[SlicedGradient]] = {}
         self.owned: set[int] = set()  # ids of nodes, which exist until the backward pass reaches them
@@ -132,7 +132,7 @@ class GradientSums:
             dtype = arg.array.dtype
             if array.dtype is not dtype:
                 array = array.astype(dtype, copy=False)
-            own = array if kind is OwnedGradient and array.size > 1 else None
+            own = array if kind is OwnedGradient and array.size > 1 and not self.retain_graph else None
             if arg in arrays:
                 add = kernels.add if array.size >= kernels.LARGE else kernels.add.reference
                 array = own = add(arrays[arg], array, arrays[arg] if id(arg) in owned else own)
@@ -155,7 +155,7 @@ class GradientSums:
     def unshare(self, leaf: Node, grad: Array) -> Array:
         """Return the gradient of a leaf, copied if its memory is shared with another array."""
         is_shared = isinstance(grad, np.generic) or not owns_memory(grad) or id(grad) in self.handed_out
-        if is_shared and id(leaf) not in self.owned:
+        if (is_shared or self.retain_graph) and id(leaf) not in self.owned:
             grad = grad.copy()
         self.handed_out[id(grad)] = grad
         return grad

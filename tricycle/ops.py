@@ -178,10 +178,8 @@ def binary_op(
             z = forward(a, b) if a.size < LARGE > b.size else in_chunks(forward, a, b)
         except ValueError as error:
             raise shape_error(name, error, a, b) from None
-        values = (a, b, z) if saves else nothing
-        if a.shape != b.shape:
-            values = (*values, a.shape, b.shape)
-        return record(z, (x, y), backward, result_name, None, values)
+        shapes = () if a.shape == b.shape else (a.shape, b.shape)
+        return record(z, (x, y), backward, result_name, None, ((a, b, z) if saves else nothing) + shapes)
 
     def backward(
         grad: Array, needs_grad: NeedsGrad, x: Any, y: Any, z: Any, x_shape: Any = None, y_shape: Any = None

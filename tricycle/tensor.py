@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from tricycle import autograd, devices
+from tricycle import autograd, devices, kernels
 from tricycle.autograd import Backward
 from tricycle.devices import Array, array_module
 
@@ -115,13 +115,14 @@ class Tensor:
         if create_graph:
             return self.backward_with_graph(on_input)
         ones = self.xp.ones_like(self.array) if self.ndim else devices.one(self.xp, str(self.array.device), self.dtype)
-        sums = autograd.GradientSums()
-        for leaf, grad in autograd.walk_backward(self, ones, sums, retain_graph):
+        sums = autograd.GradientSums(retain_graph)
+        for leaf, grad in autograd.walk_backward(self, ones, sums):
             if grad.shape != leaf.array.shape:
                 what = autograd.describe(leaf)
                 raise RuntimeError(f"backward: expected the gradient of {what}, got shape {grad.shape}")
             # the user may change the gradient in place, so it must not share memory
-            grad = sums.unshare(leaf, grad) if leaf.grad is None else leaf.grad.array + grad
+            held = leaf.grad
+            grad = sums.unshare(leaf, grad) if held is None else kernels.in_chunks(self.xp.add, held.array, grad)
             leaf.grad = Tensor(grad, False, leaf.is_batched)
             if on_input is not None:
                 on_input(leaf)

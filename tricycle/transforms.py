@@ -93,8 +93,8 @@ def _pull_back(
     kept, weights = [y for y, _ in pairs], [c for _, c in pairs]
     root = Tensor(np.zeros(()), args=tuple(kept), backward=lambda grad, needs_grad: [c.array for c in weights])
     if kept and _depend_only_on(inputs, kept, weights):
-        sums = autograd.GradientSums()
-        arrays = {x: sums.unshare(x, a) for x, a in autograd.walk_backward(root, root.array, sums, retain_graph)}
+        sums = autograd.GradientSums(retain_graph)
+        arrays = {x: sums.unshare(x, a) for x, a in autograd.walk_backward(root, root.array, sums)}
         found: list[Tensor | None] = [Tensor(arrays[x], False) if x in arrays else None for x in inputs]
     else:
         found = create_graph.gradients(kept, weights, inputs)
@@ -371,8 +371,8 @@ def _map_at_once(f: Function, pairs: Sequence[tuple[Tree, int | None]], n_items:
 def _check_backward(outputs: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Run the backward pass from outputs to inputs with and without a graph, only to raise the errors of either now."""
     root = Tensor(np.zeros(()), args=tuple(outputs), backward=lambda grad, needs_grad: [w.array for w in weights])
-    sums = autograd.GradientSums()
-    list(autograd.walk_backward(root, root.array, sums, True, inputs))
+    sums = autograd.GradientSums(retain_graph=True)
+    list(autograd.walk_backward(root, root.array, sums, inputs))
     for x in inputs:
         sums.take(x)
     create_graph.gradients(outputs, weights, inputs)

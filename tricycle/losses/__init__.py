@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.autograd import NeedsGrad, grad_enabled_for
+from tricycle.autograd import NeedsGrad, OwnedGradient, grad_enabled_for
 from tricycle.create_graph import unfused
 from tricycle.devices import Array, one, owns_memory
 from tricycle.loss import CrossEntropy, scale_gradient
@@ -70,9 +70,9 @@ def from_hidden(
         if learns:
             add(loss, some, places)
 
-    def backward(grad: Array, needs_grad: NeedsGrad, *operands: Any) -> list[Array | None]:
+    def backward(grad: Array, needs_grad: NeedsGrad, *operands: Any) -> list[OwnedGradient | None]:
         whole = None if to_rows is None else to_rows.reshape(hidden.shape)
-        return [None if array is None else scale_gradient(array, grad) for array in (whole, *sums)]
+        return [None if array is None else OwnedGradient(scale_gradient(array, grad)) for array in (whole, *sums)]
 
     operands = (loss_fn, head, ids, weights)
     return record(weights.dtype.type(total), inputs, backward, "cross_entropy", False, operands)
