@@ -83,6 +83,19 @@ def test_dtype_is_that_of_the_result(normal):
     assert in_chunks(operator.mul, x, 2).dtype == np.float32
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_floats_are_computed_in_float32(dtype, normal):
+    pytest.importorskip("ml_dtypes")
+    x, y = normal().astype(dtype), normal((7,)).astype(dtype)
+    wide = x.astype(np.float32), y.astype(np.float32)
+    for function in (operator.mul, lambda x, y: np.tanh(x) * y + 1):
+        result = in_chunks(function, x, y)
+        assert result.dtype == x.dtype
+        np.testing.assert_array_equal(result, function(*wide).astype(dtype))
+    assert in_chunks(operator.add, x, wide[1]).dtype == np.float32
+    assert in_chunks(lambda x: x > 0, x).dtype == bool
+
+
 def test_sums_in_place(normal):
     x, y = normal(), normal()
     expected = x + y

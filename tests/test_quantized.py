@@ -14,13 +14,20 @@ from tricycle.configs.model import ModelConfig
 from tricycle.debug import use_reference
 from tricycle.functions import linear
 from tricycle.gradcheck import gradcheck
-from tricycle.kernels.quantized import QuantizedMatrix, quantized_matmul, to_float32
+from tricycle.kernels.quantized import (
+    QuantizedMatrix,
+    quantized_dtype,
+    quantized_matmul,
+    round_float32,
+    to_float32,
+)
 from tricycle.layers import Dense
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.tensor import Tensor, to_tensor
 from tricycle.weights import quantize
 from tricycle_accelerators import onednn, threads
+from tricycle_accelerators.compiled.elementwise import round_float32 as narrow
 from tricycle_accelerators.compiled.elementwise import to_float32 as convert
 from tricycle_accelerators.compiled.loader import load_loops
 
@@ -100,6 +107,20 @@ def test_matrix_of_16_bits_is_not_copied_and_read_exactly(kind):
         QuantizedMatrix.quantize(every.reshape(64, -1), kind)
 
 
+@pytest.mark.parametrize("n", [100, 2**17])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_numbers_are_rounded_to_the_nearest(kind, n):
+    pytest.importorskip("ml_dtypes")
+    x = np.random.default_rng(0).integers(0, 2**32, n, dtype=np.uint32).view(np.float32)
+    x[abs(x) < 2e-38] = 0  # processors may take denormal numbers for 0
+    x[:3] = np.inf, -np.inf, np.nan
+    rounded = np.empty(n, quantized_dtype(kind))
+    with np.errstate(all="ignore"):  # too large for float16, and signaling NaN
+        round_float32(x, rounded)
+        expected = x.astype(rounded.dtype)
+    np.testing.assert_array_equal(rounded.astype(np.float32), expected.astype(np.float32))
+
+
 def test_conversion_declines_with_a_reason(monkeypatch):
     pytest.importorskip("numba")
     halves = np.ones((2, 2**13), np.float16)
@@ -107,6 +128,13 @@ def test_conversion_declines_with_a_reason(monkeypatch):
     for x, phrase in ((halves, "converts float16"), (halves[:, :9], "fewer than"), (halves.view(np.int16), "int16")):
         assert phrase in convert.decline_reason(x)
         assert convert(x) is NotImplemented
+    floats = halves.astype(np.float32)
+    for x, out, phrase in (
+        (floats[:, :9], halves, "fewer than"),
+        (halves, halves, "float32"),
+        (floats, halves, "bfloat16"),
+    ):
+        assert phrase in narrow.decline_reason(x, out)
 
 
 def test_bfloat16_without_ml_dtypes(monkeypatch):

@@ -54,6 +54,12 @@ def to_float32(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float32)
 
 
+@Kernel
+def round_float32(x: np.ndarray, out: np.ndarray) -> None:
+    """Write float32 numbers into `out`, rounded to its 16-bit dtype."""
+    out[...] = x
+
+
 class QuantizedMatrix:
     """An immutable matrix with 8-bit or 16-bit elements, in host memory.
 

@@ -15,7 +15,7 @@ from tricycle import kernels
 from tricycle.kernels import activations, recurrent
 from tricycle.kernels import experts as mixtures
 from tricycle.kernels.low_rank import add_matmul
-from tricycle.kernels.quantized import quantized_matmul, to_float32
+from tricycle.kernels.quantized import quantized_matmul, round_float32, to_float32
 from tricycle.kernels.quantized_blocks import dequantize_blocks
 from tricycle.kernels.quantized_heads import quantized_attention
 from tricycle.kernels.ragged_attention import ragged_attention
@@ -66,17 +66,8 @@ def register(array: type) -> None:
         (tiled_matmul, [k.matmul]),
         (low_rank, [add_matmul]),
         (elementwise, (*activated, k.matmul_operand_and_sums, k.sum_rows, k.sum_squares, k.apply_rope)),
-        (
-            elementwise,
-            (
-                k.softmax,
-                k.softmax_backward,
-                k.sigmoid,
-                activations.exact_gelu,
-                activations.exact_gelu_backward,
-                to_float32,
-            ),
-        ),
+        (elementwise, (k.softmax, k.softmax_backward, k.sigmoid, to_float32, round_float32)),
+        (elementwise, (activations.exact_gelu, activations.exact_gelu_backward)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
         (recurrence, (r.prepare_matrix, r.run_batch_parallel, r.project, *layers)),
         (experts, (m.route, m.mix_swiglu_experts, *by_expert)),

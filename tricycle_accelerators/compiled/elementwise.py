@@ -273,3 +273,14 @@ def to_float32(x: np.ndarray) -> np.ndarray:
     floats = buffers.empty(x.shape, np.float32)
     load_loops("loops").widen(x.view(np.uint16).reshape(-1), x.dtype == np.float16, floats.reshape(-1))
     return floats
+
+
+def _round_decline_reason(x: np.ndarray, out: np.ndarray) -> str | None:
+    """Return why x is not rounded by the loop: not float32, `out` is not bfloat16, small or not contiguous; or None."""
+    return large_array_decline_reason(x, dtypes=("float32",)) or large_array_decline_reason(out, dtypes=("bfloat16",))
+
+
+@decline_when(_round_decline_reason)
+def round_float32(x: np.ndarray, out: np.ndarray) -> None:
+    """Write float32 numbers into `out` of bfloat16 by a Numba loop in this thread."""
+    load_loops("loops").narrow(x.reshape(-1), out.view(np.uint16).reshape(-1))

@@ -188,3 +188,10 @@ def widen(bits: np.ndarray, is_float16: bool, out: np.ndarray) -> None:
     else:
         for i in range(len(bits)):
             out[i] = bfloat16_to_float32(bits[i])
+
+
+@compile_loop("void(f4[::1], u2[::1])")
+def narrow(x: np.ndarray, bits: np.ndarray) -> None:
+    """Write float32 numbers as bits of the nearest bfloat16 numbers."""
+    for i in range(len(x)):
+        bits[i] = convert_for(bits, x[i])

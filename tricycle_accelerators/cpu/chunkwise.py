@@ -12,7 +12,8 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels import activations
-from tricycle.kernels.dispatch import Kernel
+from tricycle.kernels.dispatch import Kernel, is_16_bit, upcast
+from tricycle.kernels.quantized import round_float32
 from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.chunks import CHUNK_SIZE
 from tricycle_accelerators.providers import decline_when
@@ -91,11 +92,16 @@ def _compute(
     else:
         result = out.transpose(order)
 
+    has_16_bits = is_16_bit(result) or any(map(is_16_bit, arrays))  # then computed in float32
+
     def work(index: tuple[slice, ...]) -> None:
-        if isinstance(run, np.ufunc):
-            run(*_parts(views, index), out=result[index])
+        parts = _parts(views, index)
+        if has_16_bits:
+            round_float32(run(*map(upcast, parts)), result[index])
+        elif isinstance(run, np.ufunc):
+            run(*parts, out=result[index])
         else:
-            result[index] = run(*_parts(views, index))
+            result[index] = run(*parts)
 
     threads.parallel_for(work, _indexes(shape, whole_axes), calls_blas=False)
     if out is not None:
