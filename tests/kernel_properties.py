@@ -112,6 +112,7 @@ SIZES: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
         ("matmul_operand", "matmul_operand_and_sums"), lambda draw: (shape_of(draw, LENGTHS, LENGTHS), "float32")
     ),
     "embedding_backward": lambda draw: (draw(LENGTHS), draw(POSITIVE_LENGTHS), draw(LENGTHS)),
+    "add_at": lambda draw: (draw(LENGTHS), draw(POSITIVE_LENGTHS), draw(LENGTHS)),
     "layer_norm": lambda draw: ((*any_shape(draw), draw(POSITIVE_LENGTHS)), draw(BOOLEANS), draw(BOOLEANS)),
     "layer_norm_backward": lambda draw: ((*any_shape(draw), draw(POSITIVE_LENGTHS)), draw(BOOLEANS)),
     "batched_matmul": lambda draw: (

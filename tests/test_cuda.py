@@ -274,6 +274,15 @@ def test_embedding_backward_with_repeated_tokens_matches_reference(n_tokens, n_r
     assert_near([apart], [to_host(found)], 1e-6)
 
 
+def test_rows_are_added_where_an_index_selects_them(device, rng):
+    total, ids, rows = rng.standard_normal((5, 8)), np.array([[1, -1], [1, 3]]), rng.standard_normal((2, 2, 8))
+    expected = total.astype(np.float32)
+    np.add.at(expected, ids, rows)
+    found = device(total.astype(np.float32))
+    kernels.add_at(found, device(ids), device(rows.astype(np.float32)))
+    assert_near([found], [expected], 1e-5)
+
+
 def test_embedding_backward_ignores_ids_outside_the_table(device):
     grad, ids = np.ones((4, 2), np.float32), np.array([0, -1, 2, 7])
     found = to_host(kernels.embedding_backward(device(grad), device(ids), 3))
@@ -767,6 +776,9 @@ DECLINE_REASONS = [
     ("embedding_backward", (ROWS, ROWS, 0), "table without rows"),
     ("embedding_backward", (DOUBLES, ROWS, 3), FLOATS),
     ("embedding_backward", (ROWS, ROWS, 3), None),
+    ("add_at", (ROWS, ROWS, ROWS), "whole numbers"),
+    ("add_at", (ROWS, np.zeros(2, int), DOUBLES), FLOATS),
+    ("add_at", (ROWS, np.zeros(2, int), ROWS), None),
     ("attention", (heads(size=129), heads(), heads(), None, False), "head size above 128"),
     ("attention", (heads(), heads(2), heads(), None, False), r"keys and values.*\(1, 2, 2, 8\)"),
     ("attention", (heads(), heads(), heads(dtype=np.float16), None, False), "keys and values.*one dtype"),

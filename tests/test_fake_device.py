@@ -239,7 +239,7 @@ def test_activations_and_gradients_have_16_bits(device, changes, precision, monk
 
 
 ALONE = set(
-    """matmul matmul_operand matmul_operand_and_sums to_compute_dtype orthogonalize adamw embedding_backward
+    """matmul matmul_operand matmul_operand_and_sums to_compute_dtype orthogonalize adamw embedding_backward add_at
     route sum_rows grouped_matmul grouped_weight_gradients""".split()
 )
 SIXTEEN = [

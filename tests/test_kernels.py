@@ -55,6 +55,11 @@ def _embedding_backward(rng, n_ids, n_rows, channels):
     return rng.standard_normal((n_ids, channels)), rng.integers(0, n_rows, n_ids), n_rows
 
 
+def _add_at(rng, n_ids, n_rows, *channels):
+    total = rng.standard_normal((n_rows, *channels))
+    return total, rng.integers(-n_rows, n_rows, n_ids), rng.standard_normal((n_ids, *channels))
+
+
 def _cross_entropy(rng, n, n_classes, *smoothing):
     weights = rng.random(n) * (rng.random(n) < 0.8)
     return rng.standard_normal((n, n_classes)) * 5, rng.integers(0, n_classes, n), weights, *smoothing
@@ -218,6 +223,7 @@ CASES = {
         _embedding_backward,
         [(1, 1, 1), (7, 5, 3), (100, 3, 2), (5, 1000, 1), (0, 4, 3), (64, 64, 7), (100, 7, 70), (1000, 9, 130)],
     ),
+    "add_at": (_add_at, [(1, 1, 1), (7, 5, 3), (100, 3, 2), (5, 1000), (0, 4, 3), (64, 64, 7, 2), (1000, 9, 130)]),
     "cross_entropy": (_cross_entropy, LOGITS),
     **attention_cases.CASES,
     "apply_rope": (_rotate, [(1, 1, 1, 2), (2, 5, 3, 4), (1, 0, 2, 6)]),
@@ -248,6 +254,7 @@ IN_PLACE = {
     "attention_backward": slice(-3, None),
     "row_attention_backward": slice(-3, None),
     "adamw": slice(0, 4),
+    "add_at": slice(0, 1),
     "project": slice(3, 4),
     **dict.fromkeys(("rnn", "gru", "lstm"), slice(0, 2)),
     **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
@@ -452,6 +459,10 @@ DECLINED = [
     (cpu.chunkwise.multiply, (X[:1], X[:1]), "too few"),
     (cpu.chunkwise.add, (X, X.T.copy().T, X), None),
     (cpu.chunkwise.softmax, (X,), None),
+    (cpu.tables.add_at, (X, (slice(None), np.array([1, 1])), X[:, :2]), None),
+    (cpu.tables.add_at, (X, (slice(1), np.array([1, 1])), X[:1, :2]), "after whole axes"),
+    (cpu.tables.add_at, (X, (np.array([1]), np.array([1])), X[0, :1]), "after whole axes"),
+    (cpu.tables.add_at, (X, X > 0, X[X > 0]), "whole numbers"),
     (cpu.chunkwise.softmax, (X.reshape(-1),), "no axis to divide"),
     (cpu.matrices.batched_matmul, (X[None], X.T[None]), None),
     (cpu.matrices.batched_matmul, (X[None], HALF.T[None]), "16 bits"),

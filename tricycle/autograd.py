@@ -179,7 +179,7 @@ def _add_slices(total: Array, slices: list[SlicedGradient]) -> None:
         if unique or all(isinstance(part, (int, np.integer, slice, type(None), type(...))) for part in parts):
             total[index] += array
         else:
-            array_module(total).add.at(total, index, array)  # sums the gradients of an element selected twice
+            kernels.add_at(total, index, array)
 
 
 def _neighbours(slices: list[SlicedGradient], shape: tuple[int, ...]) -> list[Array]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad, OwnedGradient, SlicedGradient, evaluation, is_evaluating
-from tricycle.devices import Array, on_gpu
+from tricycle.devices import Array
 from tricycle.functions import PRECISIONS, linear
 from tricycle.initialisers import Initialiser, normal, xavier
 from tricycle.ops import as_floating, as_tensor, check_device, check_last_axis, check_positive, check_range
@@ -200,15 +200,9 @@ class Embedding(Layer):
         check_device("Embedding", table, index)
         check_range(f"Embedding(from_size={self.from_size})", index, self.from_size)
 
-        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | SlicedGradient]:
-            rows, places = grad.reshape(-1, self.to_size), index.reshape(-1)
-            if on_gpu(grad) or len(places) >= self.from_size:
-                return (kernels.embedding_backward(rows, places, self.from_size),)
-            present, places = np.unique(places, return_inverse=True)  # only the rows that were looked up
-            return (SlicedGradient(kernels.embedding_backward(rows, places, len(present)), present, unique=True),)
-
         rows = table[index]
         rows = rows.astype(np.float32) if rows.dtype.itemsize == 2 else rows  # a table stored in 16 bits
+        backward = lambda grad, needs_grad: (SlicedGradient(grad, index),)
         return record(rows, (self.weights,), backward, "embedding", ids.is_batched)
 
 

@@ -249,6 +249,12 @@ def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array:
 
 
 @kernel
+def add_at(total: Array, index: Any, array: Array) -> None:
+    """Add to total[index] in place, and to an element that the index selects repeatedly each of its numbers."""
+    array_module(total).add.at(total, index, array)
+
+
+@kernel
 def adamw(
     weights: Array,
     grad: Array,

@@ -57,7 +57,7 @@ def register(array: type) -> None:
         (elementwise, (*activated, activations.relu_squared, k.empty, k.apply_rope)),
         (chunkwise, (k.compute_in_chunks, k.multiply, k.add, k.sigmoid, *exact, *rows)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
-        (tables, [k.embedding_backward]),
+        (tables, (k.embedding_backward, k.add_at)),
         (losses, [k.cross_entropy]),
         (attention, (batched.run_over_batch, *attending)),
         (optimisers, (k.adamw, muon.orthogonalize, k.run_independent)),

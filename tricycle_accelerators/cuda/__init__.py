@@ -42,7 +42,7 @@ def register(array: type) -> None:
         (elementwise, (*activated, k.add, k.multiply, k.dropout_mask, k.apply_rope)),
         (matrices, (*operands, k.sum_rows, k.sum_squares)),
         (normalisation, (k.layer_norm, k.layer_norm_backward)),
-        (tables, [k.embedding_backward]),
+        (tables, (k.embedding_backward, k.add_at)),
         (losses, [k.cross_entropy]),
         (attention, (k.attention, k.attention_backward)),
         (optimisers, [k.adamw]),

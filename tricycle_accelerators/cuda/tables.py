@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tricycle.devices import Array, array_module
 from tricycle_accelerators.cuda import arrays, launch
 from tricycle_accelerators.cuda.arrays import f32, i32, i64
@@ -39,3 +41,17 @@ def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array:
     numbers = rows, i64(size), i32(launch.SHARED_TOKENS)
     launch.launch("embedding", "sum_tokens", (kind, str(at_once)), plan, grad, ordered, starts, table, *numbers)
     return table
+
+
+def _add_at_decline_reason(total: Array, index: Any, array: Array) -> str | None:
+    """Return a reason unless the index is an array of integers, and `embedding_backward` sums the rows; else None."""
+    if type(index) is not type(total) or index.dtype.kind not in "iu":
+        return "an array of whole numbers as the index"
+    return _embedding_backward_decline_reason(array, index, len(total))
+
+
+@decline_when(_add_at_decline_reason)
+def add_at(total: Array, index: Any, array: Array) -> None:
+    """Add rows of `array` to those of `total` that the index selects, in a fixed order; NotImplemented for others."""
+    rows = array.reshape(index.size, total.size // len(total))
+    total += embedding_backward(rows, index.reshape(-1) % len(total), len(total)).reshape(total.shape)
