@@ -113,7 +113,8 @@ class LogSoftmax(Op):
         """Compute log softmax(x) over the last axis, in the shape of x; float32 for integers."""
         x = as_non_scalar(self, x)
         y, exp = kernels.log_softmax(as_floating(x.array)), x.xp.exp
-        return record(y, (x,), lambda grad, _: (grad - exp(y) * grad.sum(axis=-1, keepdims=True),), "log_softmax")
+        to_x = lambda grad, y: grad - exp(y) * grad.sum(axis=-1, keepdims=True)
+        return record(y, (x,), lambda grad, _: (in_chunks(to_x, grad, y, whole_axes=(y.ndim - 1,)),), "log_softmax")
 
 
 class Sigmoid(Op):
