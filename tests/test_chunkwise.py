@@ -50,6 +50,12 @@ def test_results_lie_in_memory_like_the_operands(order, normal):
     np.testing.assert_array_equal(in_chunks(lambda x: 2 - x, x), 2 - x)
 
 
+def test_results_do_not_lie_in_memory_like_a_broadcast_operand(normal):
+    x, row = normal(), np.broadcast_to(normal((7,)), SHAPE)
+    assert in_chunks(operator.mul, row, x).strides == x.strides
+    assert in_chunks(operator.neg, row).flags.c_contiguous
+
+
 def test_reversed_and_spaced_arrays(normal):
     x, y = normal((6, 10, 7))[::2, ::-2], normal()
     np.testing.assert_array_equal(in_chunks(operator.mul, x, y), x * y)

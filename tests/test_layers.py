@@ -456,6 +456,13 @@ def test_embedding_table_used_twice_gets_both_gradients(first, n_rows, rng):
     np.testing.assert_allclose(embedding.weights.grad.array, expected, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int64"])
+def test_embedding_takes_ids_of_any_integer_dtype(dtype):
+    layer = Embedding(300, 2)
+    layer(np.array([[1, 2], [1, 100]], dtype)).sum().backward()
+    assert layer.weights.grad.array.sum(axis=1)[[0, 1, 2, 100, 299]].tolist() == [0, 4, 2, 2, 0]
+
+
 def test_embedding_gradient_does_not_modify_a_shared_gradient(rng):
     table = Parameter(rng.standard_normal((50, 4)).astype(np.float32))
     other = Parameter(rng.standard_normal((50, 4)).astype(np.float32))

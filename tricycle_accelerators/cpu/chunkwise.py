@@ -53,7 +53,7 @@ def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarr
     return _compute(np.add, (a, b), out=out)
 
 
-def _in_chunks(kernel: Kernel[..., Any], by_rows: bool = False) -> Any:
+def _chunked(kernel: Kernel[..., Any], by_rows: bool = False) -> Any:
     """Return a version of a kernel that calls its reference for chunks, of whole rows if `by_rows`, in threads."""
     reference = kernel.reference
     whole_axes: Callable[[Any], Sequence[int]] = lambda x: (x.ndim - 1,) if by_rows else ()
@@ -66,10 +66,10 @@ def _in_chunks(kernel: Kernel[..., Any], by_rows: bool = False) -> Any:
     return version
 
 
-multiply, sigmoid = _in_chunks(kernels.multiply), _in_chunks(kernels.sigmoid)
-exact_gelu, exact_gelu_backward = _in_chunks(activations.exact_gelu), _in_chunks(activations.exact_gelu_backward)
-softmax, log_softmax = _in_chunks(kernels.softmax, by_rows=True), _in_chunks(kernels.log_softmax, by_rows=True)
-softmax_backward = _in_chunks(kernels.softmax_backward, by_rows=True)
+multiply, sigmoid = _chunked(kernels.multiply), _chunked(kernels.sigmoid)
+exact_gelu, exact_gelu_backward = _chunked(activations.exact_gelu), _chunked(activations.exact_gelu_backward)
+softmax, log_softmax = _chunked(kernels.softmax, by_rows=True), _chunked(kernels.log_softmax, by_rows=True)
+softmax_backward = _chunked(kernels.softmax_backward, by_rows=True)
 
 
 def _compute(
@@ -79,7 +79,7 @@ def _compute(
     arrays = [x for x in operands if isinstance(x, np.ndarray)]
     shape = np.broadcast_shapes(*(x.shape for x in arrays))
     order = list(range(len(shape)))
-    like = next((x for x in arrays if x.shape == shape), None) if out is None else out
+    like = next((x for x in arrays if x.shape == shape and 0 not in x.strides), None) if out is None else out
     if like is not None and not whole_axes:
         order.sort(key=lambda axis: -abs(like.strides[axis]))
     views = [np.broadcast_to(x, shape).transpose(order) if isinstance(x, np.ndarray) else x for x in operands]
@@ -92,12 +92,10 @@ def _compute(
     else:
         result = out.transpose(order)
 
-    has_16_bits = is_16_bit(result) or any(map(is_16_bit, arrays))  # then computed in float32
-
     def work(index: tuple[slice, ...]) -> None:
-        parts = _parts(views, index)
-        if has_16_bits:
-            round_float32(run(*map(upcast, parts)), result[index])
+        parts = map(upcast, _parts(views, index))  # 16-bit floats are computed in float32
+        if is_16_bit(result):
+            round_float32(run(*parts), result[index])
         elif isinstance(run, np.ufunc):
             run(*parts, out=result[index])
         else:

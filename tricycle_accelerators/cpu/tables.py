@@ -48,6 +48,6 @@ def add_at(total: np.ndarray, index: Any, array: np.ndarray) -> None:
     axis, total = len(before), np.moveaxis(total, len(before), 0)
     rows = array.reshape(*array.shape[:axis], ids.size, *array.shape[axis + ids.ndim :])
     rows = np.moveaxis(rows, axis, 0).reshape(ids.size, math.prod(total.shape[1:]))
-    present, places = np.unique(ids % len(total), return_inverse=True)
+    present, places = np.unique(ids.astype(np.int64, copy=False) % len(total), return_inverse=True)
     sums = kernels.embedding_backward(rows, places.reshape(-1), len(present))
     total[present] += sums.reshape(len(present), *total.shape[1:])

@@ -54,4 +54,5 @@ def _add_at_decline_reason(total: Array, index: Any, array: Array) -> str | None
 def add_at(total: Array, index: Any, array: Array) -> None:
     """Add rows of `array` to those of `total` that the index selects, in a fixed order; NotImplemented for others."""
     rows = array.reshape(index.size, total.size // len(total))
-    total += embedding_backward(rows, index.reshape(-1) % len(total), len(total)).reshape(total.shape)
+    ids = index.reshape(-1).astype(i64, copy=False) % len(total)
+    total += embedding_backward(rows, ids, len(total)).reshape(total.shape)
