@@ -74,10 +74,8 @@ class ChunkedScan(Op, is_base=True):
         xp, (n_items, n_tokens, n_heads, size) = array_module(v), v.shape
         shape = n_items, k.shape[2], n_heads // k.shape[2], k.shape[3], size
         starts = range(0, n_tokens, self.chunk_size)
-        out, last = (
-            kernels.empty(v, v.shape),
-            xp.zeros(shape, v.dtype) if state is None else state.reshape(shape).copy(),
-        )
+        last = xp.zeros(shape, v.dtype) if state is None else state.reshape(shape).copy()
+        out = kernels.empty(v, v.shape)
         states = [kernels.empty(v, shape) for _ in starts] if keep_states else []
 
         def work(items: slice) -> None:
@@ -103,10 +101,8 @@ class ChunkedScan(Op, is_base=True):
         def work(items: slice) -> None:
             ds: Array | None = None  # of the state after the chunk; nothing follows the last one
             for number in reversed(range(len(states))):
-                rows, s = (
-                    (items, slice(number * self.chunk_size, (number + 1) * self.chunk_size)),
-                    states[number][items],
-                )
+                rows = items, slice(number * self.chunk_size, (number + 1) * self.chunk_size)
+                s = states[number][items]
                 c = self._chunk(s, *(x[rows] for x in inputs))
                 dy = by_head(grad[rows], c.k.shape[1])
                 (dv, dsums, dk, dq, *others), ds = self._chunk_gradients(c, s, dy, ds)
