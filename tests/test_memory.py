@@ -23,7 +23,7 @@ from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import required_memory
 from tricycle.system import cgroups, memory
-from tricycle.system.memory import check_memory, format_gigabytes, free_memory
+from tricycle.system.memory import available_memory, check_memory, format_gigabytes
 from tricycle.training_state import TrainingState, new_optimiser, train_step, training_bytes
 from tricycle_cli.main import MODULE, main
 
@@ -47,19 +47,19 @@ def system(tmp_path, monkeypatch):
     monkeypatch.setattr(cgroups, "_CGROUPS", tmp_path / "groups")
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:  4000 kB\n")
     (tmp_path / "groups" / "a" / "b").mkdir(parents=True)
-    monkeypatch.setattr(memory, "_free_address_space", lambda: None)  # the tests may run under `ulimit -v`
+    monkeypatch.setattr(memory, "_available_address_space", lambda: None)  # the tests may run under `ulimit -v`
     return tmp_path
 
 
 def test_free_memory_is_read_from_meminfo(system):
-    assert free_memory() == 4000 * 1024
+    assert available_memory() == 4000 * 1024
     (system / "meminfo").unlink()
-    assert free_memory() == memory._free_on_machine() > 0
+    assert available_memory() == memory._available_on_machine() > 0
 
 
 def test_cgroup_v2_limits(system):
     (system / "cgroup").write_text("0::/a/b\n")
-    assert free_memory() == 4000 * 1024  # without any limit
+    assert available_memory() == 4000 * 1024  # without any limit
     for file, text, free in (
         ("b/memory.max", "max", 4000 * 1024),
         ("b/memory.current", "500", 4000 * 1024),
@@ -69,7 +69,7 @@ def test_cgroup_v2_limits(system):
         ("memory.current", "900000", 0),
     ):
         (system / "groups" / "a" / file).write_text(text + "\n")
-        assert free_memory() == free
+        assert available_memory() == free
 
 
 def test_cgroup_v1_limits(system):
@@ -78,12 +78,12 @@ def test_cgroup_v1_limits(system):
     group.mkdir(parents=True)
     (group / "memory.limit_in_bytes").write_text("3000\n")
     (group / "memory.usage_in_bytes").write_text("1000\n")
-    assert free_memory() == 2000
+    assert available_memory() == 2000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
 def test_shell_memory_limit_is_respected():
-    program = "from tricycle.system.memory import free_memory; print(free_memory())"
+    program = "from tricycle.system.memory import available_memory; print(available_memory())"
     words = f"ulimit -v 4000000; {sys.executable} -c '{program}'"
     environment = {**os.environ, "TRICYCLE_MEMORY_GB": ""}
     out = subprocess.run(["bash", "-c", words], capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
@@ -92,11 +92,11 @@ def test_shell_memory_limit_is_respected():
 
 def test_environment_variable_sets_the_memory_limit(monkeypatch):
     monkeypatch.setenv(memory.MEMORY_VARIABLE, "1.5")
-    assert free_memory() == 1_500_000_000
+    assert available_memory() == 1_500_000_000
     for bad in ("much", "nan", "inf"):
         monkeypatch.setenv(memory.MEMORY_VARIABLE, bad)
         with pytest.raises(ValueError, match=f"TRICYCLE_MEMORY_GB: .*'{bad}'"):
-            free_memory()
+            available_memory()
 
 
 def test_check_memory_raises_when_too_little_is_free(monkeypatch):
@@ -104,7 +104,7 @@ def test_check_memory_raises_when_too_little_is_free(monkeypatch):
     check_memory(2 * 10**9, "it")
     with pytest.raises(MemoryError, match=r"2\.5 GB.*2\.0 GB.*buy some$"):
         check_memory(2_500_000_000, "it", "buy some")
-    monkeypatch.setattr(memory, "free_memory", lambda: None)
+    monkeypatch.setattr(memory, "available_memory", lambda: None)
     check_memory(10**30, "it")
     formatted = [format_gigabytes(n) for n in (10**6, 36 * 10**6, 12 * 10**9, 10**15)]
     assert formatted == ["0.001 GB", "0.036 GB", "12.0 GB", "1,000,000 GB"]

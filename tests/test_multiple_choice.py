@@ -15,7 +15,7 @@ from tiny_models import write_folder
 from tricycle.pretrained import load
 from tricycle_cli.likelihoods import Pair, iter_likelihoods
 from tricycle_cli.main import main
-from tricycle_cli.multiple_choice import ItemScore, compare
+from tricycle_cli.multiple_choice import ItemScore, compare_accuracy
 
 ITEMS = [
     {"prompt": "the quick brown", "choices": ["fox", "dogs", "rain"], "answer": 0},
@@ -82,15 +82,15 @@ def result(answers):
 
 def test_comparison():
     first, second = [1] * 8 + [0] * 2 + [1] * 10, [0] * 8 + [1] * 2 + [1] * 10
-    found = compare(result(first), result(second))
+    found = compare_accuracy(result(first), result(second))
     d = np.array(first) - np.array(second)
     assert (found["only_first"], found["only_second"]) == (8, 2)
     assert found["difference"] == pytest.approx(d.mean()) and found["difference"] == pytest.approx(0.3)
     assert found["difference_error"] == pytest.approx(d.std(ddof=1) / math.sqrt(20))
     assert found["p_value"] == pytest.approx(2 * (1 + 10 + 45) / 1024)  # the binomial distribution of 10 items
-    same = compare(result(first), result(first))
+    same = compare_accuracy(result(first), result(first))
     assert (same["difference"], same["difference_error"], same["p_value"]) == (0, 0, 1)
-    assert compare(result([1] * 4000), result([0] * 4000))["p_value"] < 1e-300
+    assert compare_accuracy(result([1] * 4000), result([0] * 4000))["p_value"] < 1e-300
 
 
 def test_compare_with(folder, tmp_path):

@@ -128,7 +128,7 @@ def tangent_rule(*names: str) -> Callable[[TangentRule], TangentRule]:
 
 
 def unfused(*names: str, closure: bool = False) -> Callable[[Unfused], Unfused]:
-    """Return a decorator like `rule` for a function (node, variables) that recomputes the node by other operations.
+    """Return a decorator that registers, for operations, a function (node, variables) composed of simpler operations.
 
     Args:
         closure: the function uses Tensors of the original call besides `node.args`, such as a layer's parameters.
@@ -154,7 +154,7 @@ def gradients_through(result: Tensor, node: Tensor, grad: Tensor) -> list[Tensor
 def tangents(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor | None], constant: bool = False
 ) -> list[Tensor | None]:
-    """Return each output's derivative in the direction of the inputs' tangents, detached if `constant`; None for 0.
+    """Return outputs' tangents (Jacobian-vector products) for input `directions`, detached if `constant`; None for 0.
 
     The tangents of all nodes are computed in the order of the nodes. Raises the errors of `gradients`.
 

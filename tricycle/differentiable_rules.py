@@ -19,7 +19,7 @@ from tricycle.activation_checkpointing import recompute_derivatives
 from tricycle.create_graph import broadcast, cast, gradients_through, rule, scatter, unbroadcast, unfused
 from tricycle.devices import Array, array_module
 from tricycle.einsum import contraction, gradient_labels, matmul
-from tricycle.kernels.activations import normal_distribution
+from tricycle.kernels.activations import gaussian_and_cdf
 from tricycle.kernels.reference.attention import mask_scores
 from tricycle.tensor import Tensor, record
 
@@ -213,7 +213,7 @@ def _gelu(node: Tensor, v: Any) -> Tensor:
 def normal_cdf(x: Tensor) -> Tensor:
     """Compute the distribution function of the standard normal distribution, elementwise and differentiably."""
     density = lambda grad, needs_grad: (grad * _normal_density(array_module(grad), x.array),)
-    return record(normal_distribution(x.array)[1], (x,), density, "normal_cdf")
+    return record(gaussian_and_cdf(x.array)[1], (x,), density, "normal_cdf")
 
 
 def _normal_density(xp: Any, x: Any) -> Any:

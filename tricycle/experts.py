@@ -332,7 +332,7 @@ class MixtureOfExperts(Layer):
         self.dropout = Dropout(config.dropout, generator)
 
     def forward(self, x: Operand) -> Tensor:
-        """Apply each token's selected experts to x (..., C); return the weighted sum plus any shared MLP's result.
+        """Apply each token's experts to x (..., C); return dropout of their weighted sum plus any shared MLP's result.
 
         If a graph is built, experts without tokens take part with no rows, so that their gradients are 0, not None.
         """

@@ -41,7 +41,7 @@ class DecodingState:
         limit = self.model.config.rotary_original_window
         return self.model.config.rotary_scaling == "longrope" and (length > limit) != (len(self.tokens) > limit)
 
-    def uncached_tokens(self, text: list[int], n_last: int = 1) -> list[int]:
+    def trim_to_prefix(self, text: list[int], n_last: int = 1) -> list[int]:
         """Truncate the caches to a prefix of `text`, set `tokens` to [], return the ids after it, at least `n_last`."""
         n_shared = 0 if self._crosses(len(text)) else common_prefix_length(self.tokens, text)
         n_shared = min(n_shared, len(text) - n_last)
@@ -54,7 +54,7 @@ class DecodingState:
     def logits(self, text: Sequence[int]) -> np.ndarray:
         """Return the logits (V,) after the last token of a text; process only uncached tokens, and cache them."""
         text = list(text)
-        logits: np.ndarray = next_logits(self.model, self.uncached_tokens(text), self.caches)[0]
+        logits: np.ndarray = next_logits(self.model, self.trim_to_prefix(text), self.caches)[0]
         self.tokens = text
         return logits
 

@@ -82,7 +82,7 @@ def train(
     max_norm: float = 0.0,
     session: Session | None = None,
 ) -> bool:
-    """Make `n_steps` updates, or those, evaluations and saves of a session; return False if the session stopped.
+    """Make `n_steps` updates, or a session's updates, evaluations and saves; return False if the session stopped.
 
     Args:
         batches: an iterator of arguments of `batch_loss`; a session may draw several for an update.

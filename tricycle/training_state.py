@@ -170,7 +170,7 @@ class TrainingState:
         }
 
     def first_nonfinite(self) -> str:
-        """Return the first non-finite array, "the parameter NAME" or "the STATE of NAME", or "" if all are finite."""
+        """Name the first non-finite array, "the parameter NAME" or "the STATE of NAME"; return "" if all are finite."""
         for name, parameter in self.saved_module().named_parameters():
             arrays = {"parameter": parameter.array}
             arrays |= self.optimiser.state_of(parameter)[1]
@@ -367,7 +367,7 @@ class StateSession(Session):
 
     @contextmanager
     def batches(self, source: CausalLMDataset) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Give a block this process's batches and label counts; then advance data and dropout draws past all batches.
+        """Yield this process's batches and label counts; leave data and dropout draws as after all processes' batches.
 
         Afterwards the dataset and the generator are in the same state as if one process had computed all batches.
         """

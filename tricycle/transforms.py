@@ -117,7 +117,11 @@ def _gradient_of(x: Tensor, grad: Tensor | None) -> Tensor:
 
 
 def backward_with_graph(x: Tensor, on_input: Callable[[Tensor], None] | None = None) -> None:
-    """Add gradients with a graph to the `grad` of all leaves behind x, as `x.backward(create_graph=True)`."""
+    """Add differentiable gradients to the `grad` of all leaves of x's graph, as `x.backward(create_graph=True)`.
+
+    Args:
+        on_input: called with each leaf that got a gradient.
+    """
     create_graph.check_builds_graph()
     leaves = [node for node in autograd.topological_order(x) if not node.args]
     grads = create_graph.gradients([x], [_ones_like(x)], leaves)

@@ -31,7 +31,7 @@ def row_chunks(n_rows: int, row_size: int = 1) -> list[slice]:
 
 
 def flatten_alike(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -> list[np.ndarray] | None:
-    """Flatten [weights, grad, *moments] in one order (views; `grad` may be copied); None if the others' layouts differ.
+    """Flatten all in one memory order (views; `grad` may be copied); None unless the others are all C- or F-contiguous.
 
     Weights that were loaded lie column by column, and what is made like them does so too; gradients seldom do.
     """

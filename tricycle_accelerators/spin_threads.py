@@ -99,7 +99,7 @@ def _blas() -> _Blas | None:
 
 
 def multiply_vector(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
-    """Return row @ b by OpenBLAS with all threads, for this call; None if b is small or threads may not spin.
+    """Return a @ b for one row `a` by OpenBLAS with all threads; None if b is small or BLAS must stay limited.
 
     BLAS adds up the terms of each column in the same order, whatever its threads.
     """

@@ -60,12 +60,11 @@ _n_threads: int | None = None
 
 
 def n_threads() -> int:
-    """Return the number of threads: TRICYCLE_NUM_THREADS, else OMP_NUM_THREADS, else BLAS's; 1 if none is found.
+    """Return TRICYCLE_NUM_THREADS, else 1 if no BLAS library can be limited, else OMP_NUM_THREADS or BLAS's number.
 
     BLAS's number is what it has outside of our own holds, at most the processors of the affinity and the CPU quota.
     While that is less than the machine offers, as inside of a user's `threadpool_limits(1)`, it counts for the moment
-    alone; once it is not, it is kept. Without the first, one where nothing can hold BLAS to one thread a worker (but
-    not on macOS, whose BLAS has no threads to hold).
+    alone; once it is not, it is kept. On macOS, whose BLAS has no threads to limit, several threads are used.
 
     Raises:
         ValueError: TRICYCLE_NUM_THREADS is no whole number above 0.
@@ -127,7 +126,7 @@ def in_worker() -> bool:
 
 # -------------------------------------------------------------------- BLAS
 def set_blas_threads(library: Any, number: int) -> None:
-    """Set a BLAS library's number of threads from any thread (threadpoolctl alone allows only one thread to).
+    """Set a BLAS library's number of threads, even if threadpoolctl lets only another thread set it.
 
     Later versions of threadpoolctl let only the first thread that tries set the number, and ignore all others until it
     ends. Clearing that thread, before the call for this thread and after it for others, lets any thread set it.

@@ -27,7 +27,7 @@ from tricycle_cli.models import ModelFlags, load_model
 from tricycle_cli.multiple_choice import (
     Item,
     ItemScore,
-    compare,
+    compare_accuracy,
     encode_items,
     read_items,
     score_items,
@@ -142,7 +142,8 @@ def evaluate_task(arguments: Arguments, task: str) -> None:
     if groups := summarize_groups(scores):
         result["groups"] = groups
     if others is not None:
-        result["compare_with"] = {"model": arguments.compare_with, **summarize(others), **compare(scores, others)}
+        compared = summarize(others) | compare_accuracy(scores, others)
+        result["compare_with"] = {"model": arguments.compare_with, **compared}
     print(json.dumps(result, indent=2) if arguments.json else _task_text(result))
 
 

@@ -187,7 +187,7 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def read_arguments(folder: Path) -> Arguments:
-    """Read the flags of a run from its data.json; FileNotFoundError, or ValueError if not of `tricycle finetune`."""
+    """Read the flags of a run from data.json; FileNotFoundError if absent, ValueError if not `tricycle finetune`."""
     path = folder / "data.json"
     if not path.is_file() or not (folder / "config.json").is_file():
         expected = "a run folder of `tricycle finetune`, with config.json and data.json"

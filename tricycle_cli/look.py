@@ -81,7 +81,7 @@ class Arguments:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `tricycle look`: show models, runs or a graph on a served page or in an HTML file; ValueError if none."""
+    """Run `tricycle look`: show models, runs or a graph, served or in an HTML file; ValueError without any of these."""
     words = sys.argv[1:] if args is None else args
     if compare.are_runs(words):
         flags = parse(compare.Arguments, args=words, description=__doc__ or "")

@@ -117,7 +117,7 @@ def encode_items(tokeniser: Tokeniser, items: list[Item]) -> list[list[Pair]]:
 
 
 def encode_pair(tokeniser: Tokeniser, prompt: str, choice: str) -> Pair:
-    """Return ids of prompt (`new_text` if blank) and choice, cut from both encoded together; a space is put between.
+    """Return ids of prompt (`new_text` if blank) and choice, split after encoding both, joined by white space.
 
     White space at the end of the prompt is encoded with the choice, as in the LM Evaluation Harness. A choice that the
     tokenizer joins with the end of the prompt, so that it adds no token, is encoded alone.
@@ -149,8 +149,8 @@ def summarize_groups(scores: list[ItemScore]) -> dict[str, dict[str, float]]:
     return {} if list(groups) == [""] else groups
 
 
-def compare(scores: list[ItemScore], others: list[ItemScore]) -> dict[str, float]:
-    """Return two models' accuracy difference, its standard error, items only one has right, McNemar's exact p-value.
+def compare_accuracy(scores: list[ItemScore], others: list[ItemScore]) -> dict[str, float]:
+    """Compare two models' accuracies: difference, its standard error, items only one answers right, exact p-value.
 
     Returns:
         The difference of the accuracies and the standard error of the paired difference, the numbers of items that

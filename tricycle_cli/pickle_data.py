@@ -162,7 +162,7 @@ class _Reader(pickle._Unpickler):
         self.expect_top(list).extend(values)
 
     def set_items(self, pairs: list[Any]) -> None:
-        """Put alternating keys (str or int) and values in the top dict of the stack; else UnsupportedPickleError."""
+        """Put alternating keys (str or int) and values in the dict on top of the stack; else UnsupportedPickleError."""
         target = self.expect_top(dict)
         if len(pairs) % 2:
             raise UnsupportedPickleError("it is damaged: a key without a value")

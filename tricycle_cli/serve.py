@@ -24,7 +24,7 @@ from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.sentence_encoder import to_sentence_encoder
 from tricycle.sequences.text_encoder import TextEncoder
-from tricycle.system.memory import free_memory
+from tricycle.system.memory import available_memory
 from tricycle_cli.flags import parse
 from tricycle_cli.models import (
     CacheDtype,
@@ -199,7 +199,7 @@ def published_name(source: str) -> str:
 
 def cache_capacity_tokens(model: GPT, cache: str | None) -> float:
     """Return the number of KV-cache tokens that fit into part of free main memory, at least 256; inf if unknown."""
-    free = free_memory()
+    free = available_memory()
     if free is None:
         return math.inf
     config = model.config

@@ -244,7 +244,7 @@ def read_sweep_config(folder: Path) -> SweepConfig:
 
 # -------------------------------------------------------------------- trials
 def run_trials(folder: Path, plan: SweepConfig, base: TrainArguments, over: SearchSpace) -> int:
-    """Run the other trials, write a report after each, print it, return 0; RuntimeError if several fail in a row."""
+    """Run the remaining trials, report after each and at the end, return 0; RuntimeError if several fail in a row."""
     sweep = Sweep(folder.resolve(), plan, base, over, open_study(folder, plan))
     command = f"{command_name('sweep', 'sweep')} --resume {shlex.quote(folder.as_posix())}"
     print(f"sweep folder: {folder}; resume with\n  {command}", flush=True)

@@ -101,7 +101,7 @@ def path_tables(
 def circuit_tables(
     inspectable: InspectableStack, task: str, n_prompts: int = 10, exact: bool = False
 ) -> Iterator[Table]:
-    """Yield the mean effects of heads on a task, and a Table per further prompt: faithfulness of the strongest heads.
+    """Yield a Table of heads' mean effects on a task, then the strongest heads' faithfulness after each further prompt.
 
     Args:
         inspectable: the model.

@@ -67,15 +67,15 @@ def range_test(
     n_steps: int = N_STEPS,
     progress: Callable[[int], None] = lambda step: None,
 ) -> RangeTest:
-    """Train at rates from `low` until `high` or divergence; return losses, restore the weights; or ValueError.
+    """Run a learning-rate range test from `low` to `high` or divergence, restore the weights; ValueError if invalid.
 
     Args:
         config: the config of the model and of training.
         tokens: the training tokens.
         model: the model; default: a new one.
         low, high: the first and the last learning rate.
-        n_steps: the maximum number of updates; the test ends early if the loss rises above its first value or is not
-            finite.
+        n_steps: the maximum number of updates; the test ends early if the smoothed loss is 10% above the first loss,
+            or a loss is not finite.
         progress: called with the number of updates after each one.
 
     Raises:

@@ -79,7 +79,7 @@ class SpeculativeState(DecodingState):
     def all_logits(self, text: Sequence[int]) -> np.ndarray:
         """Return the logits (R, V) after each of the R uncached tokens of a text, at least the last; cache them."""
         text = list(text)
-        logits = next_logits(self.model, [self.uncached_tokens(text)], [self.caches], every=True)
+        logits = next_logits(self.model, [self.trim_to_prefix(text)], [self.caches], every=True)
         self.tokens = text
         return logits
 
@@ -111,7 +111,7 @@ def decode_batch(
     """
     n_drafts = [0] * len(texts) if n_draft_tokens is None else list(n_draft_tokens)
     whole = [list(text) for text in texts]
-    pending = [state.uncached_tokens(text, n + 1) for state, text, n in zip(states, whole, n_drafts)]
+    pending = [state.trim_to_prefix(text, n + 1) for state, text, n in zip(states, whole, n_drafts)]
     for state, text, new, n in zip(states, whole, pending, n_drafts):
         if n and not state.is_inexact:
             state._pin(len(text) - len(new))

@@ -26,19 +26,19 @@ def relu_squared(x: Array) -> tuple[Array, Array]:
 @upcasting_kernel(1)
 def exact_gelu(x: Array) -> Array:
     """Compute x times the standard normal distribution function of x (Hendrycks and Gimpel 2016), elementwise."""
-    return x * normal_distribution(x)[1]
+    return x * gaussian_and_cdf(x)[1]
 
 
 @upcasting_kernel(1)
 def exact_gelu_backward(grad: Array, x: Array) -> Array:
     """Return the gradient of x from that of exact_gelu(x): grad times (cdf + x density), recomputed from x."""
     x = upcast(x)
-    gaussian, cdf = normal_distribution(x)
+    gaussian, cdf = gaussian_and_cdf(x)
     return grad * (cdf + x * gaussian * (1 / math.sqrt(2 * math.pi)))
 
 
-def normal_distribution(x: Array) -> tuple[Array, Array]:
-    """Return e^(-x^2 / 2) and the standard normal distribution function of x, elementwise, in the dtype of x.
+def gaussian_and_cdf(x: Array) -> tuple[Array, Array]:
+    """Return e^(-x^2 / 2) and the standard normal CDF of x, elementwise, in the dtype of x.
 
     The probability above |x|, divided by e^(-x^2 / 2), is a smooth function of t = 1 / (1 + TAIL_SCALE |x|), as in
     Numerical Recipes, section 6.2.2. A polynomial computes it as accurately as float64, for other dtypes as float32.

@@ -35,7 +35,7 @@ class Routing(NamedTuple):
     scale: float = 1.0
 
     def select(self, scores: Array) -> Array:
-        """Return the indices (N, K) of the experts with the highest scores (N, E); of equal ones the first."""
+        """Return indices (N, K) of the highest of scores (N, E), in the best groups if grouped; ties: the first."""
         xp = array_module(scores)
         if self.n_active_groups < self.n_groups:
             groups = scores.reshape(len(scores), self.n_groups, -1)

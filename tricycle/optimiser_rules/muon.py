@@ -52,7 +52,7 @@ class MuonRule(Rule):
         return math.prod(shape) * min(shape)
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
-        """Update weights and state in place by Muon: Nesterov momentum, orthogonalized in square blocks, and decay."""
+        """Update weights and state in place by Muon: Nesterov momentum, orthogonalized in blocks, and weight decay."""
         mean = state["first"]
         mean *= self.momentum
         mean += (1 - self.momentum) * grad

@@ -14,8 +14,8 @@ FILE_PATTERNS = """config.json generation_config.json model*.safetensors model.s
 def download(name: str) -> Path:
     """Download missing files of "owner/model[@revision]"; return its cached folder; FileNotFoundError if this fails.
 
-    The settings of that library apply: HF_HOME and HF_HUB_CACHE set the folder of the cache, HF_HUB_OFFLINE=1 forbids
-    downloads, and `hf auth login` gives access to gated models.
+    The settings of `huggingface_hub` apply: HF_HOME and HF_HUB_CACHE set the folder of the cache, HF_HUB_OFFLINE=1
+    forbids downloads, and `hf auth login` gives access to gated models.
 
     Args:
         name: "owner/model", as on huggingface.co; a branch, tag or commit may follow after "@".

@@ -53,7 +53,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def unigram_document(data: bytes) -> dict[str, Any]:
-    """Return a tokenizer.json that splits texts into a SentencePiece unigram model's pieces, any ids; else ValueError.
+    """Return a tokenizer.json that splits texts into a SentencePiece unigram model's pieces, with other ids.
 
     Raises:
         ValueError: the file is damaged, or has another model type, user-defined pieces, bytes or other normalization.

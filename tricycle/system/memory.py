@@ -14,7 +14,7 @@ _MEMINFO = Path("/proc/meminfo")
 _STATUS = Path("/proc/self/status")
 
 
-def free_memory() -> int | None:
+def available_memory() -> int | None:
     """Return the bytes this process can allocate, None if unknown; TRICYCLE_MEMORY_GB overrides (ValueError if bad).
 
     This is the smallest of the free memory of the machine, the rest of the limits of a container or cgroup, and the
@@ -26,7 +26,7 @@ def free_memory() -> int | None:
             return int(float(stated) * 1e9)
         except (ValueError, OverflowError):
             raise ValueError(f"{MEMORY_VARIABLE}: expected a number of gigabytes, got {stated!r}") from None
-    limits = [_free_on_machine(), _free_address_space(), *_free_in_cgroups()]
+    limits = [_available_on_machine(), _available_address_space(), *_available_in_cgroups()]
     return min((n for n in limits if n is not None), default=None)
 
 
@@ -46,7 +46,7 @@ def check_memory(n_bytes: int, what: str, advice: str = "") -> None:
         what: the subject of the message, such as "the model".
         advice: what to do, for the end of the message.
     """
-    free = free_memory()
+    free = available_memory()
     if free is not None and n_bytes > free:
         end = f": {advice}" if advice else ""
         needed = f"{what} needs at least {format_gigabytes(n_bytes)} of memory"
@@ -60,7 +60,7 @@ def format_gigabytes(n_bytes: int) -> str:
 
 
 # -------------------------------------------------------------------- sources
-def _free_on_machine() -> int | None:
+def _available_on_machine() -> int | None:
     """Return the machine's available memory in bytes, its total if only that is reported; None if unknown."""
     kilobytes = _read_number(_MEMINFO, "MemAvailable:")
     if kilobytes is not None:
@@ -73,7 +73,7 @@ def _free_on_machine() -> int | None:
         return None
 
 
-def _free_address_space() -> int | None:
+def _available_address_space() -> int | None:
     """Return the bytes left of the limit of `ulimit -v`, None without a limit or on Windows."""
     if sys.platform == "win32":
         return None
@@ -86,7 +86,7 @@ def _free_address_space() -> int | None:
     return max(0, limit - kilobytes * 1024)
 
 
-def _free_in_cgroups() -> list[int]:
+def _available_in_cgroups() -> list[int]:
     """Return the free bytes within each memory limit of this process's cgroup and its parents; [] without any."""
     free = []
     for folder, is_v1 in cgroup_folders("memory"):

@@ -31,7 +31,7 @@ def sigmoid(x: np.ndarray, y: np.ndarray) -> None:
 
 
 @numba.njit(inline="always")
-def _normal_distribution(x: np.float32) -> tuple[np.float32, np.float32]:
+def _gaussian_and_cdf(x: np.float32) -> tuple[np.float32, np.float32]:
     """Return e^(-x^2 / 2) and the normal distribution function of x, by the polynomial of `kernels.activations`."""
     u = (ONE / (ONE + SCALE * abs(x)) - FIRST) * FACTOR - ONE
     high = ((C8 * u + C7) * u + C6) * u + C5
@@ -45,7 +45,7 @@ def exact_gelu(x: np.ndarray, y: np.ndarray) -> None:
     """Write the exact GELU of x into `y`; vectors of float32 or of bfloat16 bits (uint16)."""
     for i in range(len(x)):
         value = to_float32(x[i])
-        y[i] = convert_for(y, value * _normal_distribution(value)[1])
+        y[i] = convert_for(y, value * _gaussian_and_cdf(value)[1])
 
 
 @compile_loop([f"void({x}[::1], {x}[::1], {x}[::1])" for x in ("f4", "u2")])
@@ -53,5 +53,5 @@ def exact_gelu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     """Write `dy` times the derivative of the exact GELU at x into `dx`; vectors of float32 or of bfloat16 bits."""
     for i in range(len(x)):
         value = to_float32(x[i])
-        gaussian, cdf = _normal_distribution(value)
+        gaussian, cdf = _gaussian_and_cdf(value)
         dx[i] = convert_for(dx, to_float32(dy[i]) * (cdf + value * gaussian * DENSITY))

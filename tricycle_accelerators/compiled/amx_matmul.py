@@ -68,7 +68,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> np.ndarray:
-    """Return a @ b + bias as float32, in `out` if given, or as bfloat16 if `dtype` is; NotImplemented if not suited.
+    """Return a @ b + bias by AMX tiles in threads, float32 or `dtype`, in `out` if given; NotImplemented if not suited.
 
     NotImplemented also where operands of float32 have a result that is not finite: the parts of an infinite number are
     infinite and NaN.
@@ -97,7 +97,7 @@ def matmul(
 
 
 def multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> bool:
-    """Write a @ b + bias into `out` in this thread, as `matmul`; return whether all results are finite."""
+    """Write a @ b + bias into `out` by AMX tiles in this thread; return whether all results are finite."""
     loops = load_loops("amx_loops")
     n_inner = len(b) if out.dtype != np.float32 else loops.even_inner(len(b))
     scratch = _scratch(loops.scratch_bytes(a, out.shape[1], n_inner))

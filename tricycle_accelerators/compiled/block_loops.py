@@ -210,7 +210,7 @@ def multiply_blocks(
 def multiply_by_blocks(
     n_x: int, x: int, place: int, n_parts: int, out: int, function: int, box: int, n_threads: int
 ) -> int:
-    """Write n_x vectors times blocks to `out` as `multiply_blocks` does, all given by their addresses."""
+    """Call `multiply_blocks` with vectors, table, `out` and mailbox given by their addresses; return its result."""
     table = numba.carray(pointer_to(place, np.int64(0)), (n_parts, N_FIELDS))
     size, n_rows = table[0, N_BLOCKS] * table[0, BLOCK_VALUES], table[-1, FIRST_ROW] + table[-1, PART_ROWS]
     vectors = numba.carray(pointer_to(x, ZERO), (n_x, size))

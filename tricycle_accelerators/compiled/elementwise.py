@@ -228,7 +228,7 @@ def _apply_rope_decline_reason(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) 
 
 @decline_when(_apply_rope_decline_reason)
 def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Apply RoPE to (B, T, H, D): rotate pairs (i, i + D/2) by cos and sin (T, D/2), with Numba, items in threads."""
+    """Apply RoPE to (B, T, H, D): rotate pairs (i, i + D/2) by cos and sin (T, D/2), by Numba; or NotImplemented."""
     y = buffers.empty(x.shape, x.dtype)
     compute = load_loops("loops").rotate
     heads, rotated = view_for_loops(x), view_for_loops(y)

@@ -72,7 +72,7 @@ def _announce_compilation() -> None:
 # Cache: done once in a process.
 @cache
 def discard_stale_code(folder: Path) -> None:
-    """Delete a folder's machine code unless a file beside the code says that it was compiled from today's sources.
+    """Delete a folder's Numba cache unless its record says that it was compiled from the current sources.
 
     Numba looks at the source of a function alone, and not at the other files whose functions it inlines: after an
     update the code of functions that have not changed would be that of before. In a folder that is read-only, whose

@@ -105,7 +105,10 @@ def rnn_backward(
     dh: np.ndarray,
     relu: bool,
 ) -> None:
-    """Write an Elman RNN's `d_gates` (T, B, H); turn `dh`, of h[T], into h[0]'s, adding grad[t] of h[t], t < T."""
+    """Write an Elman RNN's gradients `d_gates` (T, B, H); turn `dh` from the gradient of h[T] into that of h[0].
+
+    grad[t] is the further gradient of h[t], t < T.
+    """
     n_items, size = dh.shape
     sums = np.empty((1, n_items, size), np.float32)
     nothing = np.zeros(len(weight_panels) * PANEL, np.float32)

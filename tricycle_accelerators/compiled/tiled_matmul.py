@@ -72,7 +72,7 @@ def matmul(
 
 
 def multiply_in_this_thread(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Write a float32 product a @ b into `out`, by tiles if they are faster, else by BLAS, whose threads are held."""
+    """Write a @ b into `out`, by tiles if they are faster, else by BLAS, which the caller limits to one thread."""
     loops = _loops()
     left = "rows" if a.strides[1] == a.itemsize else "columns"
     if (

@@ -43,7 +43,7 @@ def _add_at_decline_reason(total: np.ndarray, index: Any, array: np.ndarray) -> 
 
 @decline_when(_add_at_decline_reason)
 def add_at(total: np.ndarray, index: Any, array: np.ndarray) -> None:
-    """Add the gradient of rows along an axis to `total` in place: sums of rows with equal indices, each added once."""
+    """Add rows of `array` to `total` at `index` in place; rows of equal indices are summed first; or NotImplemented."""
     *before, ids = index if isinstance(index, tuple) else (index,)
     axis, total = len(before), np.moveaxis(total, len(before), 0)
     rows = array.reshape(*array.shape[:axis], ids.size, *array.shape[axis + ids.ndim :])

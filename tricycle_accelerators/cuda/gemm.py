@@ -372,7 +372,7 @@ def _multiply(product: MatmulSpec, a: Array, b: Array, bias: Array | None, out: 
 
 
 def cupy_matmul(a: Array, b: Array, bias: Array | None, out: Array | None, dtype: Any) -> Array:
-    """Return a @ b plus bias, in `out` if given, by CuPy (slower); 16-bit operands of a wider result become float32."""
+    """Return a @ b plus bias, in `out` if given, by CuPy; 16-bit operands of a wider result become float32."""
     import cupy
 
     if a.dtype.itemsize == 2 and np.dtype(dtype).itemsize > 2:

@@ -226,7 +226,7 @@ def record_routing(routing: Arrays, name: str, mixture: Any, router: Any, logits
 
 
 def record_arguments(layer: AttentionLayer, op: Any, args: tuple[Any, ...]) -> None:
-    """Store in `layer` an attention op, its arguments, and a function that computes (scores, weights) of text 0."""
+    """Store in `layer` an attention op, its arguments, and a function for (scores, weights) of the first batch item."""
 
     def compute_maps() -> tuple[Any, Any]:
         scores, weights = scores_and_weights(op, *args)
@@ -447,7 +447,7 @@ class InspectableEncoderDecoder(InspectableModel):
             raise ValueError(f"expected a target of 1 to {self.max_tokens} tokens to inspect, got {len(ids)}")
 
     def run(self, ids: Sequence[int], interventions: Interventions, earlier: Trace | None = None) -> Trace:
-        """Run encoder and decoder on `source_ids` and target, return the trace; ValueError for some interventions."""
+        """Run encoder on `source_ids`, decoder on `ids`; return the trace; ValueError if interventions do not fit."""
         model = self.model
         source, target = (model.place(np.array([list(tokens)])) for tokens in (self.source_ids, ids))
         rows: list[tuple[np.ndarray, np.ndarray]] = []  # scores and weights of each step of a recurrent model

@@ -41,7 +41,7 @@ from tricycle.pretrained.families.stablelm import STABLELM
 from tricycle.pretrained.families.stacks import unstack
 from tricycle.pretrained.families.t5 import T5, T5_GATED
 from tricycle.pretrained.stored_model import StoredModel, StoredTensor, error_prefix
-from tricycle.system.memory import check_memory, format_gigabytes, free_memory
+from tricycle.system.memory import available_memory, check_memory, format_gigabytes
 
 ALL_FAMILIES: list[Family] = [
     *(LLAMA, MISTRAL, QWEN2, OLMO2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, GEMMA3N, PHI, PHI3, STABLELM, SMOLLM3),
@@ -117,7 +117,7 @@ def read_config(family: Family, source: StoredModel) -> Any:
 # -------------------------------------------------------------------- memory
 def _check_memory(config: Any, source: StoredModel, weights: str) -> None:
     """Raise MemoryError, as described at `build_model`, if a model does not fit into the free memory."""
-    free, needed = free_memory(), required_memory(config, source, weights)
+    free, needed = available_memory(), required_memory(config, source, weights)
     if free is None or needed <= free:
         return
     smaller = {kind: required_memory(config, source, kind) for kind in ("bfloat16", "int8", "stored")}
@@ -129,7 +129,7 @@ def _check_memory(config: Any, source: StoredModel, weights: str) -> None:
 
 
 def required_memory(config: Any, source: StoredModel, weights: str) -> int:
-    """Return the minimum bytes to load a model in the format `weights`: all tensors, or the largest with its copies."""
+    """Return the least bytes to load a model as `weights`: all tensors, or the largest with copies if that is more."""
     tensors = [
         tensor
         for name, tensor in source.tensors.items()

@@ -157,7 +157,7 @@ class TensorMapping:
     def matching_views(
         self, name: str, hf_tensor: HFTensor, ours: np.ndarray, theirs: np.ndarray
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield views of parameter `ours` and tensor `theirs` with equal elements, a few rows at a time, to copy."""
+        """Yield views of matching elements of parameter `ours` and tensor `theirs`, a few rows at a time, to copy."""
         if hf_tensor.columns.stop - hf_tensor.columns.start < ours.shape[-1]:
             ours = ours[..., hf_tensor.columns]
         if self.is_transposed(name):

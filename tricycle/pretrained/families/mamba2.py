@@ -68,7 +68,7 @@ def to_config(fields: ConfigFields) -> MambaConfig:
 
 
 def to_fields(config: MambaConfig) -> dict[str, Any]:
-    """Convert a `MambaConfig` to fields of a Mamba-2 config.json, without model_type; ValueError for a hybrid."""
+    """Convert a `MambaConfig` to fields of a Mamba-2 config.json, without model_type; ValueError if unsupported."""
     if config.attention_layers:
         raise field_error("attention_layers", "()", config.attention_layers)
     expand, rest = divmod(config.inner_size, config.embedding_dim)
