@@ -173,10 +173,14 @@ def test_both_sides_of_attention_compute_the_same(keep_torch_threads):
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_both_sides_of_families_compute_the_same(name, tmp_path, keep_torch_threads):
     family = families.FAMILIES[name]
-    family = family._replace(options={**family.options, "num_hidden_layers": 2}, shape=(family.shape[0], 9))
+    family = family._replace(options={**family.options, "num_hidden_layers": 4}, shape=(family.shape[0], 9))
     families.write_model(family, tmp_path / name)
     actual, expected = (families.SIDES[side](family, tmp_path / name)() for side in ("tricycle", "torch"))
     np.testing.assert_allclose(actual.reshape(expected.shape), expected, atol=1e-4)
+    if family.is_decoder:
+        steps = [make(tmp_path / name, "all", "float32", (2, 9), False) for make in STEPS.values()]
+        losses, expected_losses = ([step(), step()] for step in steps)
+        np.testing.assert_allclose(losses, expected_losses, 1e-4)
 
 
 @needs("torch")
