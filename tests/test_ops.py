@@ -6,6 +6,10 @@ from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
 from tricycle import extra_ops, ops, to_tensor
+from tricycle.einsum import Einsum
+from tricycle.functions import LogSoftmax
+from tricycle.loss import MeanSquaredError
+from tricycle.softmaxes import AdaptiveSoftmax
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 
@@ -123,3 +127,36 @@ def test_axes_may_be_numpy_integers_and_lists():
     x = to_tensor(np.arange(6).reshape(2, 3))
     assert x.sum(np.int64(1)).array.tolist() == [3, 12]
     assert x.sum([0, 1]).item() == 15
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda x: x.sum(axis=0),
+        lambda x: x.mean(axis=0),
+        lambda x: Einsum("ij->j")(x),
+        lambda x: LogSoftmax()(x.transpose()),
+        lambda x: AdaptiveSoftmax()(x.transpose()) * x.transpose() * 1000,
+        lambda x: MeanSquaredError()(2 * x, x),
+        lambda x: x + x[:1],
+    ],
+    ids=["sum", "mean", "einsum", "log_softmax", "adaptive_softmax", "mean_squared_error", "broadcast"],
+)
+@pytest.mark.parametrize("dtype_name", ["float16", "bfloat16"])
+def test_16_bit_floats_are_added_in_float32(reduce, dtype_name):
+    """A sum in 16 bits does not grow beyond 256 in bfloat16, 2048 in float16, when small numbers are added to it."""
+    dtype = np.dtype(np.float16 if dtype_name == "float16" else pytest.importorskip("ml_dtypes").bfloat16)
+    values = np.random.default_rng(0).uniform(0.5, 1.5, (3000, 2)).astype(dtype)
+    narrow, exact = to_tensor(values, dtype=dtype), to_tensor(values, dtype=float)
+    results = [reduce(x) for x in (narrow, exact)]
+    for y in results:
+        y.backward()
+    assert results[0].dtype == narrow.grad.dtype == dtype
+    for x, expected in ((results[0], results[1]), (narrow.grad, exact.grad)):
+        np.testing.assert_allclose(x.array.astype(float), expected.array, 0, 0.1 * np.abs(expected.array).max())
+
+
+def test_mean_of_more_elements_than_float16_can_count():
+    x = to_tensor(np.ones(70_000), dtype=np.float16)
+    x.mean().backward()
+    np.testing.assert_allclose(x.grad.array, 1 / 70_000, 0.01)

@@ -297,7 +297,7 @@ def _decay_weights(decays: Tensor) -> Tensor:
 @rule("tricycle.extra_ops.sum", "tricycle.extra_ops.mean")
 def _sum(node: Tensor, grad: Tensor, v: Any) -> list[Tensor]:
     """Return the gradient of a sum or mean: `grad`, divided by any count, broadcast to the input's shape."""
-    grad = grad / v.count if hasattr(v, "count") else grad
+    grad = cast(grad, np.result_type(grad.dtype, np.float32)) / v.count if hasattr(v, "count") else grad
     return [broadcast(extra_ops.restore_axes(grad, v.shape, v.axes), v.shape)]
 
 

@@ -16,6 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 from tricycle.devices import Array, array_module
+from tricycle.kernels import upcast
 from tricycle.kernels.batched import batched_matmul
 from tricycle.ops import Op, as_tensors, check_device, promote_integers, register
 from tricycle.tensor import Operand, Tensor, record
@@ -181,7 +182,7 @@ def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes
     array, left = terms[0]
     gone = tuple(axis for axis, letter in enumerate(left) if letter not in out)
     if gone:
-        array = array.sum(axis=gone)
+        array = _sum(array, gone)
         left = "".join(letter for letter in left if letter in out)
     array = _align(array, left, out)
     full = tuple(sizes[letter] for letter in out)
@@ -283,10 +284,15 @@ def _multiply(first: tuple[Array, str], second: tuple[Array, str], kept: set[str
     return product.reshape([lengths[c] for c in out]), out
 
 
+def _sum(array: Array, axes: tuple[int, ...]) -> Array:
+    """Return the sum over axes, of 16-bit floats in float32, in the dtype of the array."""
+    return upcast(array).sum(axis=axes).astype(array.dtype, copy=False)
+
+
 def _sum_out(array: Array, labels: str, needed: set[str]) -> tuple[Array, str]:
     """Return (array, labels) summed over the labels that are not needed; unchanged if all are."""
     axes = tuple(i for i, letter in enumerate(labels) if letter not in needed)
-    return (array.sum(axis=axes), "".join(c for c in labels if c in needed)) if axes else (array, labels)
+    return (_sum(array, axes), "".join(c for c in labels if c in needed)) if axes else (array, labels)
 
 
 def _as_matrix(array: Array, labels: str, batch: str, rows: str, columns: str) -> Array:

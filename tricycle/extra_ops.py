@@ -14,7 +14,7 @@ import numpy as np
 
 from tricycle.autograd import NeedsGrad, SlicedGradient
 from tricycle.devices import Array, array_module, is_array
-from tricycle.kernels import LARGE, in_chunks
+from tricycle.kernels import LARGE, in_chunks, upcast
 from tricycle.ops import (
     as_floating,
     as_tensor,
@@ -196,10 +196,11 @@ def restore_axes(grad: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> An
 
 
 def _reduce(name: str, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
-    """Return x reduced over axes by its method of this name."""
+    """Return x reduced over axes by its method of this name, 16-bit floats in float32."""
     if x.size < LARGE:
-        return getattr(x, name)(axis=axes, keepdims=keepdims)
-    y = in_chunks(lambda x: getattr(x, name)(axis=axes, keepdims=True), x, whole_axes=axes)
+        return getattr(upcast(x), name)(axis=axes, keepdims=keepdims).astype(x.dtype, copy=False)
+    y = in_chunks(lambda x: getattr(upcast(x), name)(axis=axes, keepdims=True), x, whole_axes=axes)
+    y = y.astype(x.dtype, copy=False)
     return y if keepdims else y.reshape(tuple(n for i, n in enumerate(x.shape) if i not in axes))
 
 
@@ -222,7 +223,7 @@ def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     if count == 0:
         raise ValueError(f"mean: expected at least one element along axes {axes}, got shape {shape}")
     y = _reduce("mean", as_floating(x.array), axes, keepdims)
-    backward = lambda grad, needs_grad: (xp.broadcast_to(restore_axes(grad / count, shape, axes), shape),)
+    backward = lambda grad, needs_grad: (xp.broadcast_to(restore_axes(upcast(grad) / count, shape, axes), shape),)
     return record(y, (x,), backward, "mean", x.is_batched and 0 not in axes)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from tricycle import kernels, ops
 from tricycle.autograd import NeedsGrad, OwnedGradient, is_evaluating
 from tricycle.devices import Array
-from tricycle.kernels import FEW_ROWS, ScoreOptions, in_chunks
+from tricycle.kernels import FEW_ROWS, ScoreOptions, in_chunks, upcast
 from tricycle.ops import Op, as_floating, as_tensor, check_device, check_last_axis, register
 from tricycle.tensor import Operand, Tensor, record
 
@@ -113,7 +113,7 @@ class LogSoftmax(Op):
         """Compute log softmax(x) over the last axis, in the shape of x; float32 for integers."""
         x = as_non_scalar(self, x)
         y, exp = kernels.log_softmax(as_floating(x.array)), x.xp.exp
-        to_x = lambda grad, y: grad - exp(y) * grad.sum(axis=-1, keepdims=True)
+        to_x = lambda grad, y: grad - exp(y) * upcast(grad).sum(axis=-1, keepdims=True)
         return record(y, (x,), lambda grad, _: (in_chunks(to_x, grad, y, whole_axes=(y.ndim - 1,)),), "log_softmax")
 
 

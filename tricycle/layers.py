@@ -200,8 +200,7 @@ class Embedding(Layer):
         check_device("Embedding", table, index)
         check_range(f"Embedding(from_size={self.from_size})", index, self.from_size)
 
-        rows = table[index]
-        rows = rows.astype(np.float32) if rows.dtype.itemsize == 2 else rows  # a table stored in 16 bits
+        rows = kernels.upcast(table[index])  # a table may be stored in 16 bits
         backward = lambda grad, needs_grad: (SlicedGradient(grad, index),)
         return record(rows, (self.weights,), backward, "embedding", ids.is_batched)
 

@@ -50,8 +50,7 @@ class CrossEntropy(Op):
             raise ValueError(f"CrossEntropy: expected whole numbers (dtype=int) as labels, got {labels.dtype}")
         rows, ids, xp = as_floating(x.array).reshape(-1, x.shape[-1]), labels.array.reshape(-1), labels.xp
         wide = np.float32 if rows.dtype.itemsize == 2 else rows.dtype.type  # 16-bit floats cannot hold large counts
-        if not isinstance(scale, float) and np.ndim(scale):
-            scale = scale.reshape(-1)
+        scale = scale if isinstance(scale, float) or not np.ndim(scale) else scale.reshape(-1)
         counted = None if self.ignore_index is None else ids != self.ignore_index
         n_counted = ids.size if counted is None else counted.sum()
         if not on_gpu(ids) and n_counted == 0:
@@ -89,10 +88,11 @@ class MeanSquaredError(Op):
             raise ValueError(f"MeanSquaredError: expected at least one element, got shape {y_pred.shape}")
         check_device("MeanSquaredError", y_true.array, y_pred.array)
         difference = as_floating(y_pred.array) - as_floating(y_true.array)
-        loss, scale = (difference * difference).mean(), 2 / difference.size
+        wide, scale = kernels.upcast(difference), 2 / difference.size
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array]:
-            to_pred = scale * grad * difference
+            to_pred = scale * kernels.upcast(grad) * wide
             return (-to_pred if needs_grad[0] else None), to_pred
 
+        loss = (wide * wide).mean().astype(difference.dtype)
         return record(loss, (y_true, y_pred), backward, "mean_squared_error", False)

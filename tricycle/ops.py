@@ -17,7 +17,7 @@ import numpy as np
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad, SlicedGradient
 from tricycle.devices import Array, array_module, is_array, on_gpu
-from tricycle.kernels import LARGE, in_chunks
+from tricycle.kernels import LARGE, in_chunks, upcast
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -207,12 +207,12 @@ def _beside_number(array: Array, number: Any) -> tuple[Array, Any]:
 
 
 def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
-    """Return a gradient summed to `shape`, over the axes along which an input of this shape was broadcast."""
+    """Return a gradient summed to `shape`, in float32 at least, over axes along which an input of it was broadcast."""
     if grad.shape == shape:
         return grad
     added = grad.ndim - len(shape)
     axes = (*range(added), *(added + i for i, n in enumerate(shape) if n == 1 and grad.shape[added + i] != 1))
-    return in_chunks(lambda x: x.sum(axis=axes, keepdims=True), grad, whole_axes=axes).reshape(shape)
+    return in_chunks(lambda x: upcast(x).sum(axis=axes, keepdims=True), grad, whole_axes=axes).reshape(shape)
 
 
 add = binary_op("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: g, saves=False)

@@ -19,6 +19,7 @@ import numpy as np
 from tricycle import autograd, create_graph, devices, differentiable_rules, extra_ops, ops, tangent_rules  # noqa: F401
 from tricycle.activation_checkpointing import enable_grad
 from tricycle.batched_arrays import BatchedArray, NotVectorizedError, items_of
+from tricycle.kernels import upcast
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 Tree: TypeAlias = Any  # a Tensor, or a nested tuple, list or dict of Tensors
@@ -350,7 +351,7 @@ def _map_at_once(f: Function, pairs: Sequence[tuple[Tree, int | None]], n_items:
         if x._version >= first_version or not x.requires_grad:
             return x
         with enable_grad():  # without the functions of `Mode.on_record`
-            same = create_graph.linear_map(x, lambda a: a, lambda a: all_items(a).sum(axis=0), "vmap sum")
+            same = create_graph.linear_map(x, lambda a: a, lambda a: upcast(all_items(a)).sum(axis=0), "vmap sum")
         same._version, same.is_batched = first_version, x.is_batched  # outside of any call of vmap within this one
         boundary.append(same)
         return same

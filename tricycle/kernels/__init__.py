@@ -14,7 +14,8 @@ import numpy as np
 
 from tricycle.devices import Array, array_module
 from tricycle.kernels.dispatch import KERNELS as KERNELS
-from tricycle.kernels.dispatch import kernel, upcast, upcasting_kernel
+from tricycle.kernels.dispatch import kernel, upcasting_kernel
+from tricycle.kernels.dispatch import upcast as upcast
 from tricycle.kernels.reference.attention import ScoreOptions as ScoreOptions
 from tricycle.kernels.reference.attention import attention as attention
 from tricycle.kernels.reference.attention import attention_backward as attention_backward

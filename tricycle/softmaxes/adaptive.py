@@ -9,6 +9,7 @@ from typing import Any
 from tricycle import extra_ops, kernels
 from tricycle.devices import Array, array_module
 from tricycle.functions import RowSoftmax, Softmax
+from tricycle.kernels import upcast
 from tricycle.tensor import Tensor
 
 
@@ -43,7 +44,7 @@ class AdaptiveSoftmax(RowSoftmax):
 
     def row_softmax(self, scores: Array) -> Array:
         """Return softmax(beta scores) over the last axis, with beta of each row as of `inverse_temperature`."""
-        return kernels.softmax(scores * self.inverse_temperature(scores)[0])
+        return kernels.softmax(scores * self.inverse_temperature(scores)[0]).astype(scores.dtype, copy=False)
 
     def row_softmax_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
         """Return the gradient of the scores from that of the weights, also through beta unless `stop_gradient`."""
@@ -72,7 +73,7 @@ class AdaptiveSoftmax(RowSoftmax):
     def inverse_temperature(self, scores: Array) -> tuple[Array, ...]:
         """Return beta, d beta / d entropy, softmax, log softmax, entropy (nats); (..., 1), the softmaxes (..., S)."""
         xp = array_module(scores)
-        plain = kernels.softmax(scores)
+        plain = kernels.softmax(upcast(scores))
         log_plain = xp.log(xp.where(plain > 0, plain, 1))
         entropy = -(plain * log_plain).sum(axis=-1, keepdims=True)
         value = slope = xp.zeros_like(entropy)
