@@ -360,3 +360,35 @@ def test_derivatives_of_constant_and_linear_functions_are_zero():
         close(differentiate(x), np.zeros(3))
     close(hessian(lambda x: x.sum())(x), np.zeros((3, 3)))
     close(jvp(constant, (x,), (x,))[1], 0.0)
+
+
+@pytest.mark.parametrize("depends_on_values", [False, True])
+def test_vmap_calls_functions_with_tensors_of_the_dtype_of_arrays(depends_on_values, rng):
+    """Both where the function is called once, and where it is called for each item."""
+    x = rng.standard_normal((4, 3))
+
+    def f(x):
+        return -x.exp() if depends_on_values and float(x.sum()) > 0 else x.exp()
+
+    expected = np.where(depends_on_values & (x.sum(axis=1, keepdims=True) > 0), -1, 1) * np.exp(x)
+    np.testing.assert_allclose(vmap(f)(x).array, expected, 1e-12)
+
+
+def test_vmap_of_wrong_arguments():
+    for call, message in (
+        (lambda: vmap(lambda x, y: x)(np.ones((2, 3)), 2.0), r"an axis 0, got shape \(\)"),
+        (lambda: vmap(lambda x: x, -3)(np.ones((2, 3))), r"an axis -3, got shape \(2, 3\)"),
+        (lambda: vmap(lambda x, y: x, (0,))(np.ones((2, 3)), 2.0), r"in_axes for 2 arguments, got \(0,\)"),
+        (lambda: vmap(lambda x: x if x.sum() > 0 else -x)(np.ones((0, 3))), "an item or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert vmap(lambda x: x.sum())(np.ones((0, 3))).shape == (0,)
+
+
+def test_results_that_are_constant_or_empty(rng):
+    x = rng.standard_normal(3)
+    assert jacobian(lambda x: x[:0])(x).shape == (0, 3)
+    assert jacobian(lambda x: x)(2.0).shape == ()
+    for derivative in (jvp(lambda x: 3.0, (x,), (x,))[1], vjp(lambda x: 3.0, x)[1](1.0)[0], jacobian(lambda x: 3.0)(x)):
+        np.testing.assert_array_equal(derivative.array, np.zeros(derivative.shape))

@@ -216,7 +216,7 @@ def vjp(f: Function, *primals: Tree) -> tuple[Tree, Function]:
     The function may be called repeatedly: it computes the products of vectors with the Jacobian.
     """
     inputs = tree_map(_input, primals)
-    outputs = f(*inputs)
+    outputs = tree_map(_constant, f(*inputs))
 
     def pull_back(cotangents: Tree) -> tuple[Tree, ...]:
         weights = tree_leaves(tree_map(_matching, outputs, cotangents))
@@ -241,7 +241,7 @@ def jvp(f: Function, primals: Sequence[Tree], tangents: Sequence[Tree]) -> tuple
     """
     inputs = tree_map(_input, tuple(primals))
     directions = tree_leaves(tree_map(_matching, inputs, tuple(tangents)))
-    outputs, leaves = f(*inputs), tree_leaves(inputs)
+    outputs, leaves = tree_map(_constant, f(*inputs)), tree_leaves(inputs)
     results = tree_leaves(outputs)
     is_constant = _depend_only_on(leaves, [y for y in results if y.requires_grad], directions)
     found = create_graph.tangents(results, leaves, directions, is_constant)
@@ -269,12 +269,13 @@ def jacobian(f: Function, argnums: Argnums = 0) -> Function:
 
     def jacobian_of(*args: Any, **kwargs: Any) -> Tree:
         chosen, call = _inputs_at(f, args, argnums)
-        outputs, inputs = call(chosen, kwargs), tree_leaves(chosen)
+        outputs, inputs = tree_map(_constant, call(chosen, kwargs)), tree_leaves(chosen)
 
         def rows(y: Tensor) -> Tree:
             basis = y.xp.eye(y.size, dtype=y.dtype).reshape(y.size, *y.shape)
             each = [_pull_back([y], [Tensor(vector, False)], inputs, True) for vector in basis]
-            stacked = [extra_ops.stack(grads).reshape(*y.shape, *x.shape) for x, grads in zip(inputs, zip(*each))]
+            columns = [extra_ops.stack(grads) for grads in zip(*each)] or [x[None][:0] for x in inputs]
+            stacked = [column.reshape(*y.shape, *x.shape) for x, column in zip(inputs, columns)]
             return _one_or_all(_like(chosen, stacked), argnums)
 
         return tree_map(rows, outputs)
@@ -304,26 +305,42 @@ def vmap(f: Function, in_axes: int | Sequence[int | None] | None = 0) -> Functio
 
     def mapped(*args: Tree) -> Tree:
         axes = tuple(in_axes) if isinstance(in_axes, Sequence) else (in_axes,) * len(args)
-        pairs = list(zip(args, axes, strict=True))
+        if len(axes) != len(args):
+            raise ValueError(f"vmap: expected in_axes for {len(args)} arguments, got {in_axes}")
+        pairs = [(x if axis is None else tree_map(_constant, x), axis) for x, axis in zip(args, axes)]
         leaves = [(x, axis) for tree, axis in pairs if axis is not None for x in tree_leaves(tree)]
-        sizes = {np.shape(x)[axis] for x, axis in leaves}
+        sizes = {_length(x, axis) for x, axis in leaves}
         if len(sizes) != 1:
             raise ValueError(f"vmap: expected mapped axes of one length, got lengths {sorted(sizes)}")
         (n_items,) = sizes
-        if n_items and not any(devices.on_gpu(x.array) for x, _ in leaves if isinstance(x, Tensor)):
+        if not any(x.on_gpu for x, _ in leaves):
             with contextlib.suppress(Exception):  # an error of f is raised again below, for one item
                 return _map_at_once(f, pairs, n_items)
+        if not n_items:
+            raise ValueError("vmap: expected an item or more for a function that is called for each, got none")
         results = [f(*(_item(tree, axis, i) for tree, axis in pairs)) for i in range(n_items)]
         return tree_map(lambda *values: extra_ops.stack(values), *results)
 
     return mapped
 
 
+def _constant(x: Any) -> Tensor:
+    """Return a Tensor unchanged, and anything else as a Tensor without a gradient, an array in its dtype."""
+    return to_tensor(x, dtype=x.dtype, requires_grad=False) if devices.is_array(x) else ops.as_tensor(x)
+
+
+def _length(x: Tensor, axis: int) -> int:
+    """Return the length of an axis of x; raise a ValueError if x does not have it."""
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"vmap: expected arguments with an axis {axis}, got shape {x.shape}")
+    return x.shape[axis]
+
+
 def _item(tree: Tree, axis: int | None, i: int) -> Tree:
     """Return a tree with item i of each leaf along `axis`; the tree itself if `axis` is None."""
     if axis is None:
         return tree
-    return tree_map(lambda x: x[(slice(None),) * (axis % np.ndim(x)) + (i,)], tree)
+    return tree_map(lambda x: x[(slice(None),) * (axis % x.ndim) + (i,)], tree)
 
 
 # Cache: a counter for the process.
@@ -341,8 +358,7 @@ def _map_at_once(f: Function, pairs: Sequence[tuple[Tree, int | None]], n_items:
     boundary: list[Tensor] = []  # the inputs of the graph inside
     all_items = partial(items_of, level=level, n_items=n_items)
 
-    def batched(x: Any, axis: int) -> Tensor:
-        x = x if isinstance(x, Tensor) else ops.as_tensor(x)
+    def batched(x: Tensor, axis: int) -> Tensor:
         split = lambda a: BatchedArray(np.moveaxis(a, axis, 0), level)
         boundary.append(create_graph.linear_map(x, split, lambda a: np.moveaxis(all_items(a), 0, axis), "vmap"))
         return boundary[-1]
