@@ -79,6 +79,11 @@ def test_a_mask_is_refused() -> None:
         small()(TOKENS, mask=np.ones(TOKENS.shape, bool))
 
 
+def test_a_key_shift_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected key_shift to be False"):
+        small(key_shift=True)
+
+
 # -------------------------------------------------------------------- against transformers
 HF: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "num_heads": 4, "head_dim": 12, "num_hidden_layers": 2}
 HF |= {"state_size": 10, "n_groups": 2, "chunk_size": 8, "pad_token_id": None, "layer_norm_epsilon": 1e-3}
