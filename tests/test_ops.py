@@ -160,3 +160,9 @@ def test_mean_of_more_elements_than_float16_can_count():
     x = to_tensor(np.ones(70_000), dtype=np.float16)
     x.mean().backward()
     np.testing.assert_allclose(x.grad.array, 1 / 70_000, 0.01)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, bool])
+def test_sums_of_small_integers_do_not_overflow(dtype):
+    x = to_tensor(np.ones(300), dtype=dtype)
+    assert x.sum().item() == Einsum("i->")(x).item() == 300

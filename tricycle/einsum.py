@@ -16,8 +16,8 @@ from functools import lru_cache
 import numpy as np
 
 from tricycle.devices import Array, array_module
-from tricycle.kernels import upcast
 from tricycle.kernels.batched import batched_matmul
+from tricycle.kernels.dispatch import upcasting
 from tricycle.ops import Op, as_tensors, check_device, promote_integers, register
 from tricycle.tensor import Operand, Tensor, record
 
@@ -284,9 +284,10 @@ def _multiply(first: tuple[Array, str], second: tuple[Array, str], kept: set[str
     return product.reshape([lengths[c] for c in out]), out
 
 
+@upcasting(1)
 def _sum(array: Array, axes: tuple[int, ...]) -> Array:
-    """Return the sum over axes, of 16-bit floats in float32, in the dtype of the array."""
-    return upcast(array).sum(axis=axes).astype(array.dtype, copy=False)
+    """Return the sum over axes."""
+    return array.sum(axis=axes)
 
 
 def _sum_out(array: Array, labels: str, needed: set[str]) -> tuple[Array, str]:

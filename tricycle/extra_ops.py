@@ -15,6 +15,7 @@ import numpy as np
 from tricycle.autograd import NeedsGrad, SlicedGradient
 from tricycle.devices import Array, array_module, is_array
 from tricycle.kernels import LARGE, in_chunks, upcast
+from tricycle.kernels.dispatch import upcasting
 from tricycle.ops import (
     as_floating,
     as_tensor,
@@ -195,12 +196,17 @@ def restore_axes(grad: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> An
     return grad.reshape(tuple(1 if i in axes else n for i, n in enumerate(shape)))
 
 
+@upcasting(1)
+def _reduced(x: Array, name: str, axes: tuple[int, ...], keepdims: bool) -> Array:
+    """Return x reduced over axes by its method of this name."""
+    return getattr(x, name)(axis=axes, keepdims=keepdims)
+
+
 def _reduce(name: str, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
-    """Return x reduced over axes by its method of this name, 16-bit floats in float32."""
+    """Return x reduced over axes by its method of this name, large arrays in chunks."""
     if x.size < LARGE:
-        return getattr(upcast(x), name)(axis=axes, keepdims=keepdims).astype(x.dtype, copy=False)
-    y = in_chunks(lambda x: getattr(upcast(x), name)(axis=axes, keepdims=True), x, whole_axes=axes)
-    y = y.astype(x.dtype, copy=False)
+        return _reduced(x, name, axes, keepdims)
+    y = in_chunks(lambda x: _reduced(x, name, axes, True), x, whole_axes=axes)
     return y if keepdims else y.reshape(tuple(n for i, n in enumerate(x.shape) if i not in axes))
 
 
