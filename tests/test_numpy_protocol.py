@@ -90,6 +90,11 @@ def test_ufuncs_match_numpy(ufunc):
             assert result.dtype == bool or ufunc.__name__ in zero_gradient
 
 
+def test_concatenation_of_flattened_arrays():
+    joined = np.concatenate([to_tensor(X, dtype=float), Y], axis=None)
+    np.testing.assert_array_equal(joined.array, np.concatenate([X, Y], axis=None))
+
+
 def test_functions_without_gradient_return_what_numpy_returns():
     x = to_tensor(X, dtype=float)
     assert np.shape(x) == (2, 3, 3)
@@ -134,6 +139,8 @@ def test_errors_of_operations_are_kept():
         np.ones(3) + to_tensor([1.0, 2.0])
     with pytest.raises(ValueError, match="axis 7 is out of bounds"):
         np.expand_dims(to_tensor(X), 7)
+    with pytest.raises(ValueError, match="axis 3 is out of bounds"):
+        np.swapaxes(to_tensor(X), 0, 3)
     with pytest.raises(ValueError, match=r"numpy\.dot: expected at most 2 axes"):
         np.dot(to_tensor(X), Y)
     array = np.ones(2)

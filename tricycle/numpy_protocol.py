@@ -106,10 +106,15 @@ def _call_ufunc(x: Tensor, ufunc: np.ufunc, method: str, *inputs: Any, **options
 
 # -------------------------------------------------------------------- functions
 def _swapaxes(a: Tensor, axis1: int, axis2: int) -> Tensor:
-    """Return a with two axes exchanged."""
-    order = list(range(a.ndim))
-    order[axis1], order[axis2] = order[axis2], order[axis1]
-    return a.transpose(order)
+    """Return a with two axes exchanged; ValueError out of range."""
+    return a.transpose(np.empty(range(a.ndim)).swapaxes(axis1, axis2).shape)  # axis i has the length i
+
+
+def _concatenate(arrays: Sequence[Tensor], axis: int | None = 0) -> Tensor:
+    """Concatenate arrays along an axis, or flattened if it is None."""
+    if axis is None:
+        return extra_ops.concatenate([ops.reshape(x, -1) for x in ops.as_tensors(*arrays)])
+    return extra_ops.concatenate(arrays, axis)
 
 
 def _expand_dims(a: Tensor, axis: int | Sequence[int]) -> Tensor:
@@ -156,7 +161,7 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     np.amax: extra_ops.max,
     np.min: extra_ops.min,
     np.amin: extra_ops.min,
-    np.concatenate: extra_ops.concatenate,
+    np.concatenate: _concatenate,
     np.stack: extra_ops.stack,
     np.where: extra_ops.where,
     np.reshape: lambda a, shape: a.reshape(shape),
