@@ -265,6 +265,7 @@ BAD = {
     "rotary shape": (lambda: Rotary()(np.ones((4, 12))), r"Rotary: .*shape.*\(4, 12\)"),
     "token shift of another width": (lambda: TokenShift(4)(np.ones((1, 2, 3))), "TokenShift: .*last axis"),
     "key shift of another width": (lambda: KeyShift(2, 2)(np.ones((1, 2, 3))), "KeyShift: .*last axis"),
+    "token shift without a batch": (lambda: TokenShift(4)(np.ones((2, 4))), r"TokenShift: .*batch.*got \(2, 4\)"),
     "rotary of odd heads": (lambda: Rotary()(np.ones((1, 4, 1, 3))), "Rotary: .*even.*channels"),
     "a mask of numbers": (
         lambda: SelfAttention(2)(X, mask=np.ones((1, 4))),

@@ -38,6 +38,8 @@ class TokenShift(Layer):
         """Return x_t + mix x_(t-1) (KeyShift: + mix (x_(t-1) - x_t)); x_(-1) is 0, or the cache's, which is updated."""
         x = as_tensor(x, self.mix)
         check_last_axis(type(self).__name__, x, self.mix.size)
+        if x.ndim != 3:
+            raise ValueError(f"{type(self).__name__}: expected shape (batch, tokens, channels), got {x.shape}")
         check_device(type(self).__name__, x.array, self.mix.array)
         array, mix = as_floating(x.array), self.mix.array
         earlier = previous_tokens(array, cache, self._name)
