@@ -108,3 +108,9 @@ REFUSED = {
     "no channels": (lambda: Conv1d(0, 2, 3), "Conv1d: .*from_size.*got 0"),
 }
 test_bad_input = bad_input(REFUSED)
+
+
+@pytest.mark.parametrize(("shape", "padding"), [((2, 3, 4), 0), ((1, 2, 2, 4), 2)])
+def test_conv_transpose_refuses_other_axes_and_empty_outputs(shape, padding):
+    with pytest.raises(ValueError, match=r"ConvTranspose2d: expected shape \(batch, height, width, 4\)"):
+        ConvTranspose2d(4, 2, 3, padding=padding)(np.ones(shape))

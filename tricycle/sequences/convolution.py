@@ -170,10 +170,17 @@ class ConvTranspose2d(Conv2d):
         return self.from_size, n_places * self.to_size
 
     def forward(self, x: Operand) -> Tensor:
-        """Upsample x (B, *O, C) to sizes (O - 1) * stride - 2 padding + kernel_size + output_padding; add the bias."""
+        """Upsample x (B, *O, C) to sizes (O - 1) * stride - 2 padding + kernel_size + output_padding; add the bias.
+
+        Raises:
+            ValueError: x has other axes, or an output size is below 1.
+        """
         x = self._checked(x)
         columns = linear(x, self.weights, name="convtranspose2d")
         each = zip(x.shape[1:-1], self.stride, self.padding, self.kernel, self.output_padding)
         sizes = tuple((n - 1) * s - 2 * p + k + extra for n, s, p, k, extra in each)
+        if x.ndim != self.n_axes + 2 or min(sizes) < 1:
+            expected = f"shape (batch, height, width, {self.from_size}) and output sizes of 1 or more"
+            raise ValueError(f"ConvTranspose2d: expected {expected}, got {x.shape} and {sizes}")
         y = fold(columns, sizes, self.kernel, self.stride, self.padding)
         return y if self.bias is None else y + self.bias
