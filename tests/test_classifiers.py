@@ -85,6 +85,8 @@ def test_pooling_matches_values_computed_by_hand():
     assert weights.tolist() == [[0.5, 0.5, 0]]
     pooled, weights = MaxPooling()(to_tensor([[[1, 1], [1, 0]]]))
     assert weights.tolist() == [[0.75, 0.25]]  # two that are equally large share
+    pooled, _ = MaxPooling()(x, np.array([[False, False, False]]))
+    assert pooled.array.tolist() == [[0, 0]]
     pooling = AttentionPooling(2, generator=0)
     pooled, weights = pooling(x, np.array([[False, True, False]]))
     np.testing.assert_allclose(pooled.array, [[3, 2]])
@@ -110,3 +112,10 @@ REFUSED = {
     "a token that is none": (lambda: recurrent()(TOKENS + V), rf"Embedding\(from_size={V}\): .*ids"),
 }
 test_bad_input = bad_input(REFUSED)
+
+
+def test_lengths_of_another_batch_are_refused():
+    encoder = ConvolutionalEncoder(V, 4, 2, (1,), generator=0)
+    for layer in (encoder, Classifier(encoder, MaxPooling(), 2, 3, generator=0)):
+        with pytest.raises(ValueError, match=r"expected lengths .* of shape \(2,\), got int64 of shape \(1,\)"):
+            layer(np.array([[1, 2], [3, 4]]), [1])

@@ -49,7 +49,8 @@ class ConvolutionalEncoder(Layer):
         """Return features max(conv, 0) (B, T, C) of tokens (B, T); embeddings after the lengths (B,) are 0."""
         x, n_tokens = self.dropout(self.embedding(tokens)), as_tensor(tokens).shape[1]
         if lengths is not None:  # the embeddings of padding are set to zero
-            x = where(x.xp.asarray(length_mask(lengths, n_tokens)[..., None]), x, 0.0)
+            mask = length_mask(lengths, n_tokens, len(x))
+            x = where(x.xp.asarray(mask[..., None]), x, 0.0)
         return maximum(concatenate([convolve(x)[:, :n_tokens] for convolve in self.filters], axis=-1), 0.0)
 
 
@@ -85,11 +86,12 @@ class MaxPooling(Layer):
         """Return maxima (B, C) over tokens, and shares (B, T) of channels where each is largest; mask False = padding.
 
         Args:
-            mask: (B, T), False for padding.
+            mask: (B, T), False for padding; the maxima of a text with only padding are 0.
         """
         x = x if mask is None else where(x.xp.asarray(mask[..., None]), x, -np.inf)
         largest = x.max(axis=1)
         is_largest = (x.array == largest.array[:, None]).astype(x.dtype)
+        largest = largest if mask is None else where(x.xp.asarray(mask.any(axis=1)[:, None]), largest, 0.0)
         return largest, (is_largest / is_largest.sum(axis=1, keepdims=True)).mean(axis=-1)
 
 
@@ -128,7 +130,7 @@ class Classifier(Layer):
         tokens = as_tensor(tokens)
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"Classifier: expected tokens (batch, tokens) with a token or more, got {tokens.shape}")
-        mask = None if lengths is None else length_mask(lengths, tokens.shape[1])
+        mask = None if lengths is None else length_mask(lengths, tokens.shape[1], len(tokens))
         pooled, weights = self.pooling(self.encoder(tokens, lengths), mask)
         logits = self.output(self.dropout(pooled))
         return (logits, weights) if return_weights else logits

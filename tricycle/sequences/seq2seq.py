@@ -356,7 +356,7 @@ class TransformerStack(Layer):
             lengths: (B,), the number of tokens before the padding; all if not given.
         """
         x = self.embed(tokens)
-        mask = None if lengths is None else length_mask(lengths, x.shape[1])
+        mask = None if lengths is None else length_mask(lengths, x.shape[1], len(x))
         for block in self.blocks:
             x = block(x, mask=mask)
         return x if self.norm is None else self.norm(x)
@@ -437,7 +437,7 @@ class EncoderDecoderTransformer(EncoderDecoder):
     def start_decoding(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
         """Encode the source (B, S); return {"kv", "mask", "caches" (None each without `capacity`), "position": 0}."""
         source = as_tensor(source)
-        mask = None if lengths is None else length_mask(lengths, source.shape[-1])
+        mask = None if lengths is None else length_mask(lengths, source.shape[-1], len(source))
         caches = [KeyValueCache(capacity) if capacity else None for _ in self.decoder.blocks]
         return {"kv": self.project_kv(self.encoder(source, lengths)), "mask": mask, "caches": caches, "position": 0}
 
