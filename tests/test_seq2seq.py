@@ -208,6 +208,10 @@ BAD = {
         lambda: MODELS["Transformer"]()(np.ones((2, 4), int), np.ones((2, 3), int), [4, 5]),
         "length_mask: .*0 to 4.*got 4 to 5",
     ),
+    "lengths of another batch": (
+        lambda: MODELS["Transformer"]()(np.ones((2, 4), int), np.ones((2, 3), int), [3]),
+        r"length_mask: .*shape \(2,\), got int64 of shape \(1,\)",
+    ),
     "an empty source": (
         lambda: MODELS["fixed context"]()(np.ones((2, 0), int), np.ones((2, 3), int)),
         r"GRU\(input_size=6\): .*step.*got \(2, 0, 6\)",
@@ -223,6 +227,15 @@ BAD = {
     ),
 }
 test_bad_input = bad_input(BAD)
+
+
+def test_a_second_call_of_decode_needs_a_capacity() -> None:
+    """Without keys in a cache, it would attend only to the new tokens."""
+    model, tokens = MODELS["Transformer"](), np.ones((1, 2), int)
+    state = model.start_decoding(tokens)
+    model.decode(tokens, state)
+    with pytest.raises(ValueError, match=r"Transformer: .*capacity"):
+        model.decode(tokens, state)
 
 
 def test_the_base_class_names_missing_methods() -> None:

@@ -446,8 +446,14 @@ class EncoderDecoderTransformer(EncoderDecoder):
         return [block.cross.project_kv(encoded) for block in self.decoder.blocks if isinstance(block, DecoderBlock)]
 
     def decode(self, target: Operand, state: State) -> Tensor:
-        """Return the logits (B, T, V) after each target token (B, T), and advance position and caches of the state."""
+        """Return the logits (B, T, V) after each target token (B, T), and advance position and caches of the state.
+
+        Raises:
+            ValueError: another call after `start_decoding` without a capacity, so that no keys were cached.
+        """
         target = as_tensor(target)
+        if state["position"] and None in state["caches"]:
+            raise ValueError(f"{type(self).__name__}: expected a capacity in start_decoding for a second decode, got 0")
         x = self.hidden_states(target, state["position"], state["caches"], state["kv"], state["mask"])
         state["position"] += target.shape[1]
         return self.logits(x)
