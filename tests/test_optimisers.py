@@ -135,6 +135,15 @@ def test_adafactor_state_is_factored() -> None:
         optimiser.set_state(parameter, 1, {"rows": parameter.array, "columns": parameter.array})
 
 
+@each_optimiser
+def test_a_parameter_without_axes_is_updated(make: Callable[..., Optimiser]) -> None:
+    parameter, optimiser = Parameter(2.0), make(0.1)
+    for _ in range(2):
+        parameter.grad = to_tensor(1.0)
+        optimiser.update([("scale", parameter)])
+    assert parameter.shape == () and parameter.item() < 2
+
+
 @pytest.mark.parametrize("name", OPTIMISERS_BY_NAME)
 def test_optimizer_table_gives_state_size_and_config_fields(name: str) -> None:
     row, config = OPTIMISERS_BY_NAME[name], DebugConfig(optimiser=name, beta1=0.5, beta2=0.75, weight_decay=0.25)

@@ -50,7 +50,7 @@ class AdafactorRule(Rule):
         """Update weights and state in place by Adafactor: row, column means of squares, clipping, decoupled decay."""
         xp = array_module(grad)
         new = step.number**self.beta2_decay  # the weight of this gradient in the moving average
-        squares = xp.square(grad)
+        squares = xp.square(grad, out=xp.empty_like(grad))  # an array, also for 0-d gradients
         squares += self.eps[0]
         if "second" in state:
             _mix(state["second"], squares, new)
