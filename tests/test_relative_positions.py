@@ -56,6 +56,9 @@ def test_gradients_of_attention(bidirectional: bool, rng: np.random.Generator) -
     tensors = [Tensor(rng.standard_normal(shape)) for shape in shapes]
     mask = np.arange(5) < np.array([[5], [3]])
     gradcheck(lambda q, k, v, table: attention(q, k, v, mask, table), *tensors)
+    none = [Tensor(x.array[:0]) for x in tensors[:3]]
+    attention(*none, scales=tensors[3]).backward()
+    assert tensors[3].grad is not None and not tensors[3].grad.array.any()
 
 
 def test_attention_equals_softmax_of_scores_and_biases(rng: np.random.Generator) -> None:

@@ -87,7 +87,7 @@ class RelativePositionSoftmax(RowSoftmax):
             if table is None:
                 kernels.attention_backward(grad, q, k, v, out, logsumexp, score_options, dq, dk, dv, bias)
                 return None
-            dbias: Any = 0
+            dbias: Any = array_module(q).zeros((q.shape[2], q.shape[1], k.shape[1]), q.dtype)
 
             def row_softmax_backward(dweights: Array, scores: Array, weights: Array) -> Array:
                 nonlocal dbias
