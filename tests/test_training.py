@@ -450,7 +450,9 @@ def test_session_callbacks(rng):
     session, rates = Noted(), []
     batches = iter([uneven_batches(rng)[0]] * 3)
     schedule = lambda step: rates.append(step) or 0.1
-    assert training.train(small_model(), AdamW(), batches, schedule=schedule, session=session) is False
+    optimiser = AdamW(lambda step: 0.5)
+    assert training.train(small_model(), optimiser, batches, schedule=schedule, session=session) is False
+    assert optimiser.learning_rate == 0.1  # of the argument, not of the optimizer's own schedule
     assert session.calls == [("log", 1), ("log", 2), ("evaluate", 2), ("log", 3), ("save", 3)]
     assert rates == [1, 2, 3]
 

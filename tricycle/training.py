@@ -88,7 +88,7 @@ def train(
         batches: an iterator of arguments of `batch_loss`; a session may draw several for an update.
         n_steps: the number of updates, if there is no session.
         batch_loss: by default the cross-entropy of batches of inputs and labels.
-        schedule: maps the number of an update (1, 2, ...) to its learning rate; by default the optimizer's own.
+        schedule: maps the number of an update (1, 2, ...) to its learning rate; replaces the optimizer's own, if any.
         max_norm: see `apply_gradients`.
 
     Raises:
@@ -102,7 +102,7 @@ def train(
                 session.save()
                 return session.step >= session.n_steps
             if schedule is not None:
-                optimiser.learning_rate = schedule(session.step + 1)
+                optimiser.schedule, optimiser.learning_rate = None, schedule(session.step + 1)
             with session.batches(batches) as (inputs, n_labels):
                 result = session.replay(batch_loss, inputs, n_labels, max_norm)
                 if result is None:
