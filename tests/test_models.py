@@ -510,3 +510,17 @@ def test_user_head_parameters_get_gradients(precision, monkeypatch):
     for name, gradient in grads[1].items():
         np.testing.assert_array_equal(grads[0][name], gradient)
         assert gradient.any()
+
+
+class DoubledLoss(CrossEntropy):
+    """Twice the cross-entropy."""
+
+    def forward(self, labels, logits, scale=1.0):
+        return 2 * super().forward(labels, logits, scale)
+
+
+@pytest.mark.parametrize("loss_fn", [DoubledLoss(), lambda *args: 2 * CrossEntropy()(*args)], ids=["class", "function"])
+def test_user_losses_are_called_for_many_logits_too(loss_fn, monkeypatch):
+    monkeypatch.setattr(models, "n_logit_rows", lambda *_: 2)
+    model, tokens = GPT(TINY), to_tensor(np.arange(8).reshape(2, 4) % 5, dtype=int)
+    assert model.loss(tokens, tokens, loss_fn).item() == pytest.approx(2 * model.loss(tokens, tokens).item())

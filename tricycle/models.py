@@ -181,9 +181,9 @@ class GPT(BlockStack):
         add_loss = getattr(self.blocks[-1].mlp, "add_loss", None)  # of a mixture: the load-balancing loss of its router
         return compute_loss() if add_loss is None else add_loss(compute_loss, scale)
 
-    def loss_from_hidden(self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Any = 1.0) -> Tensor:
-        """Return `loss_fn(labels, logits(hidden), scale)`; on a CPU, in chunks of rows if there are many logits."""
-        if not accepts_argument(self.logits, "dtype"):
+    def loss_from_hidden(self, labels: Operand, hidden: Tensor, loss_fn: Any, scale: Any = 1.0) -> Tensor:
+        """Return `loss_fn(labels, logits(hidden), scale)`; many logits of a CrossEntropy in chunks of rows on a CPU."""
+        if type(loss_fn) is not CrossEntropy or not accepts_argument(self.logits, "dtype"):
             return loss_fn(labels, self.logits(hidden), scale)
         dtype = None
         if grad_enabled_for(hidden) and not self.config.logit_cap:  # 16 bits suffice if the products have 16 bits
