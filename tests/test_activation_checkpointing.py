@@ -145,6 +145,21 @@ def test_inputs_of_user_layers_are_not_freed():
     assert all(np.isfinite(grad).all() for grad in freed.values())
 
 
+def test_results_of_user_functions_are_not_freed():
+    """A penalty of activations, for example, reads them after the forward pass."""
+    model, seen = GPT(CONFIG), []
+    activation = model.blocks[1].mlp.activation
+
+    def and_keep(x):
+        seen.append(activation(x))
+        return seen[-1]
+
+    model.blocks[1].mlp.activation = and_keep
+    with free_activations():
+        model(to_tensor(TOKENS[0], dtype=int))
+    assert np.isfinite(seen[0].array).all()
+
+
 @pytest.mark.parametrize("checked_by", ["recorded", "set", "watched"])
 def test_arguments_of_user_functions_are_not_freed(checked_by):
     start = to_tensor([1.0, 2.0])

@@ -65,7 +65,7 @@ class Layer:
             if isinstance(value, (Tensor, Layer)):  # a faster special case of the next
                 yield name, value
             elif isinstance(value, (list, tuple, dict)):
-                yield from (part for part in _flatten(name, value) if isinstance(part[1], (Tensor, Layer)))
+                yield from (part for part in flatten(name, value) if isinstance(part[1], (Tensor, Layer)))
 
     def _walk(self, kind: type, prefix: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
         """Yield (name, part) of the Tensors or Layers (`kind`) inside, each once, by first name; add ids to `seen`."""
@@ -137,18 +137,18 @@ class Layer:
         return tensor.to_gpu(like.array.device.id) if like.on_gpu else tensor
 
 
-def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, leaf) of nested lists, tuples and dicts, or (name, value) for any other value."""
     if isinstance(value, (list, tuple, dict)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _flatten(f"{name}.{key}", item)
+            yield from flatten(f"{name}.{key}", item)
     else:
         yield name, value
 
 
 def generators_in(layer: Layer) -> list[np.random.Generator]:
     """Return the random generators of a layer and all layers inside it, each once."""
-    values = (value for inner in layer.layers() for _, value in _flatten("", vars(inner)))
+    values = (value for inner in layer.layers() for _, value in flatten("", vars(inner)))
     return list({id(value): value for value in values if isinstance(value, np.random.Generator)}.values())
 
 

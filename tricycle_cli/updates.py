@@ -192,7 +192,7 @@ class RunSession(StateSession):
         except NonFiniteError as serious:
             error = serious
         self.close()
-        state, run = self.state, self.run
+        state, run, bad_step = self.state, self.run, self.state.step + 1
         if run.on_nan == "rollback" and run.has(run.last):
             _roll_back(state, run, error)
             self._visits[state.step] = self._visits.get(state.step, 0) + 1
@@ -200,7 +200,7 @@ class RunSession(StateSession):
                 self.start()
                 return
             error.args = (f"{error} (after {MAX_ROLLBACKS} rollbacks to the same checkpoint)",)
-        run.record_nonfinite_step(state.step + 1, str(error), "stop")
+        run.record_nonfinite_step(bad_step, str(error).removeprefix(f"step {bad_step}: "), "stop")
         raise error
 
     def _must_be_read(self) -> bool:

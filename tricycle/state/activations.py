@@ -11,7 +11,7 @@ import numpy as np
 
 from tricycle.autograd import Mode, graph_mode
 from tricycle.devices import Array, array_module
-from tricycle.layers import Layer
+from tricycle.layers import Layer, flatten
 from tricycle.tensor import Tensor
 
 
@@ -23,8 +23,8 @@ def free_activations() -> AbstractContextManager[None]:
 def run_and_free(block: Layer, x: Tensor, *args: Any) -> Tensor:
     """Return `block(x, *args)`; then free inner arrays unused by backward, if no layer is foreign or patched.
 
-    Nothing is freed if the block contains a layer from another package, or one whose `forward` was replaced (by a
-    probe, for example).
+    Nothing is freed if the block contains a layer or function from another package, which may keep its input or result,
+    or a layer whose `forward` was replaced (by a probe, for example).
     """
     result: Tensor = block(x, *args)
     if all(_is_ours(part) for part in block.layers()):
@@ -72,5 +72,7 @@ def _holds_its_arrays(backward: Any) -> bool:
 
 
 def _is_ours(layer: Layer) -> bool:
-    """Return whether a layer is of this package, and its `forward` has not been replaced."""
-    return type(layer).__module__.startswith("tricycle.") and "forward" not in vars(layer)
+    """Return whether a layer and the functions it calls are of this package, and its `forward` was not replaced."""
+    parts = [layer, *(value for _, value in flatten("", vars(layer)) if callable(value))]
+    modules = [getattr(part, "__module__", None) or "" for part in parts]
+    return "forward" not in vars(layer) and all(module.startswith("tricycle.") for module in modules)
