@@ -20,6 +20,7 @@ from tricycle.decoding.ragged import next_logits
 from tricycle.decoding.speculative import SpeculativeState
 from tricycle.generate import DecodingState, generate
 from tricycle.kernels import FEW_ROWS
+from tricycle.latent_attention import LatentConfig
 from tricycle.models import GPT
 from tricycle.sampling import SamplingParams, top_indices
 from tricycle.tensor import no_grad, to_tensor
@@ -442,6 +443,23 @@ def test_sliding_window_cache_keeps_visible_tokens():
             cache.truncate(1000)
         cache.truncate(0)
         assert cache.append(keys[:, :3], keys[:, :3])[0].ravel().tolist() == [0, 1, 2]
+
+
+LATENT = {"head_size": 8, "rotary_size": 4, "value_size": 8, "latent_size": 8, "n_dense_layers": 2, "n_layers": 2}
+
+
+@pytest.mark.parametrize("kind", [GPT, LatentConfig], ids=["heads", "latents"])
+def test_mask_of_all_tokens_fits_caches_that_have_dropped_some(kind):
+    fields = {"vocab_size": 50, "context_window": 400, "embedding_dim": 16, "n_heads": 2, "window": 5}
+    config = LatentConfig(**fields, **LATENT) if kind is LatentConfig else replace(CONFIG, **fields)
+    model, rng = GPT(replace(config, full_layers=(0,), positions="rotary")), np.random.default_rng(0)
+    tokens, mask = rng.integers(0, 50, (2, 330)), rng.random((2, 330)) < 0.9
+    with model.evaluating():
+        expected, caches, parts = model(tokens, mask=mask).array, model.new_caches(), []
+        for start, stop in ((0, 290), (290, 291), (291, 292), (292, 330)):
+            parts.append(model(tokens[:, start:stop], caches, mask=mask[:, :stop]).array)
+    assert caches[1].keys.shape[1] < 290
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, 1e-3, 1e-5)
 
 
 def test_sliding_window_cache_truncates_to_stored_tokens():

@@ -233,10 +233,13 @@ class LatentAttention(MultiHeadSelfAttention):
             queries = Tensor(q.array[:, rows], False)
             appended = text.append(k.array[:, rows], v.array[:, rows])
             latents, rotated = (Tensor(_as_floats(x), False) for x in appended)
+            visible = mask
+            if mask is not None and mask.shape[-1] == text.length:  # also for tokens that have been dropped
+                visible = mask[..., text.length - latents.shape[1] :]
             # Per cached token and head, absorbing takes 2 T L multiplications, and expanding L (D + E).
             is_short = 2 * queries.shape[1] <= self.content_size + self.head_size
             attend = self._attend_absorbed if is_plain and is_short else self._attend_expanded
-            results.append(attend(queries, latents, rotated, mask))
+            results.append(attend(queries, latents, rotated, visible))
         return concatenate_texts(results)
 
     def _attend_expanded(self, q: Tensor, latents: Tensor, rotated: Tensor, mask: Mask) -> Tensor:

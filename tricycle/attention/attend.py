@@ -91,8 +91,7 @@ class Attention(Op):
 
         def backward(grad: Array, needs_grad: NeedsGrad, *options: Any) -> tuple[Array | None, ...]:
             grads = new_grads()
-            dscales = attend_backward(grad, *grads)
-            return (*grads, dscales)[:n_args]
+            return (*grads, attend_backward(grad, *grads))[:n_args]
 
         return record(out, args, backward, "attention", None, (self, hidden))
 
@@ -104,8 +103,7 @@ class Attention(Op):
 
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
-    if not type(q) is type(k) is type(v):
-        check_device("Attention", q, k, v)
+    check_device("Attention", q, k, v)
     fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[::3] == k.shape[::3] and k.shape[:3] == v.shape[:3]
     if not fits or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         expected = "query (B, T, H, D), key (B, S, K, D) and value (B, S, K, E), H a multiple of K"

@@ -59,8 +59,10 @@ class KeyValueCache:
 
     def attend(self, op: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any, precision: str = "float32") -> Tensor:
         """Append keys, values; return attention `op` of q to all, in float32 if converting them would take longer."""
-        cached = [Tensor(x, False) for x in self.append(k.array, v.array)]
-        return op(Tensor(q.array, False), *cached, *options, precision if q.shape[1] > FEW_ROWS else "float32")
+        cached, (mask, *scales) = [Tensor(x, False) for x in self.append(k.array, v.array)], options
+        if mask is not None and mask.shape[-1] == self.length:  # also for tokens that have been dropped
+            mask = mask[..., self.length - cached[0].shape[1] :]
+        return op(Tensor(q.array, False), *cached, mask, *scales, precision if q.shape[1] > FEW_ROWS else "float32")
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """Append keys, values (B, T, K, D), ValueError if full; return views of those stored, at least those in use."""
