@@ -144,6 +144,21 @@ def test_a_parameter_without_axes_is_updated(make: Callable[..., Optimiser]) -> 
     assert parameter.shape == () and parameter.item() < 2
 
 
+@each_optimiser
+def test_state_of_16_bit_parameters_is_float32(make: Callable[..., Optimiser], rng: np.random.Generator) -> None:
+    """The squares of these gradients are 0 in float16."""
+    grads, results = rng.standard_normal((5, 4, 4)).astype(np.float16) * np.float16(1e-4), []
+    for dtype in (np.float16, np.float64):
+        parameter, optimiser = to_tensor(np.ones((4, 4)), dtype=dtype), make(0.05)
+        for grad in grads:
+            parameter.grad = to_tensor(grad, dtype=dtype)
+            optimiser.update([("matrix", parameter)])
+        assert parameter.dtype == dtype
+        assert all(array.dtype != np.float16 for array in optimiser.state_of(parameter)[1].values())
+        results.append(parameter.array)
+    np.testing.assert_allclose(*results, 0, 0.05)
+
+
 @pytest.mark.parametrize("name", OPTIMISERS_BY_NAME)
 def test_optimizer_table_gives_state_size_and_config_fields(name: str) -> None:
     row, config = OPTIMISERS_BY_NAME[name], DebugConfig(optimiser=name, beta1=0.5, beta2=0.75, weight_decay=0.25)

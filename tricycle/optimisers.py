@@ -155,7 +155,7 @@ class Optimiser:
             decay = self.weight_decay if self.weight_decay and self.decays(p) else 0.0
             step = Step(numbers[n_updates], self.learning_rate, decay)
             update: Any = rule.update if factor is None else partial(rule.scaled_update, factor=factor)
-            call = partial(update, p.array, p.grad.array, state, step)  # type: ignore[union-attr]
+            call = partial(update, p.array, kernels.upcast(p.grad.array), state, step)  # type: ignore[union-attr]
             jobs.append((call, p.size, rule.is_parallelizable, rule.is_single_threaded))
         if jobs:
             kernels.run_independent(p.array, jobs)
@@ -177,7 +177,7 @@ class Optimiser:
         n_updates, state = self.states.get(parameter, (0, {}))
         for name, shape in (rule or self.rule_of(parameter)).state_shapes(parameter.shape).items():
             if name not in state:
-                state[name] = parameter.xp.zeros_like(parameter.array, shape=shape)
+                state[name] = parameter.xp.zeros_like(kernels.upcast(parameter.array), shape=shape)
             elif state[name].device != parameter.array.device:
                 host = devices.to_cpu(state[name])
                 state[name] = devices.to_gpu(host, parameter.array.device.id) if parameter.on_gpu else host
