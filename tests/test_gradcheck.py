@@ -84,3 +84,8 @@ def test_inputs_without_requires_grad_are_skipped():
     gradcheck(wrong_for_y, np.ones(2), to_tensor([3, 4], requires_grad=False))
     with pytest.raises(ValueError, match="input 1"):
         gradcheck(wrong_for_y, np.full(2, 2.0), np.array([3.0, 4]))
+
+
+def test_functions_must_return_one_tensor():
+    with pytest.raises(TypeError, match=r"gradcheck: .*returns a Tensor, got tuple"):
+        gradcheck(lambda x: (x, x), np.ones(2))

@@ -32,10 +32,13 @@ def gradcheck(
     Raises:
         ValueError: a gradient is missing or wrong; the message has the input, the place and both values.
         RuntimeError: a gradient does not have the shape of its input, or no input requires a gradient.
+        TypeError: `fn` does not return a Tensor, but several, for example.
     """
     generator = np.random.default_rng(seed)
     tensors = [_in_float64(x) for x in inputs]
     output = fn(*tensors)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"gradcheck: expected a function that returns a Tensor, got {type(output).__name__}")
     if output.dtype != np.float64:
         raise ValueError(f"gradcheck: expected {output.name or fn} to keep float64, got {output.dtype}")
     weights = generator.standard_normal(output.shape)
