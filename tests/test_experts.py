@@ -211,6 +211,11 @@ def test_first_of_equally_probable_experts_is_selected():
     np.testing.assert_allclose(weights.array, 1 / 3, rtol=1e-6)
 
 
+def test_no_tokens_are_routed_to_groups():
+    weights, selected = select_experts(to_tensor(np.zeros((0, 12))), GROUPS)
+    assert weights.shape == selected.shape == (0, 3)
+
+
 def test_layer_accepts_no_tokens():
     with no_grad():
         assert new_mixture()(np.zeros((0, 6))).shape == (0, 6)

@@ -38,7 +38,7 @@ class Routing(NamedTuple):
         """Return indices (N, K) of the highest of scores (N, E), in the best groups if grouped; ties: the first."""
         xp = array_module(scores)
         if self.n_active_groups < self.n_groups:
-            groups = scores.reshape(len(scores), self.n_groups, -1)
+            groups = scores.reshape(len(scores), self.n_groups, scores.shape[1] // self.n_groups)
             best = xp.sort(groups, axis=-1)[..., -2 if self.sigmoid else -1 :].sum(axis=-1)
             excluded = xp.argsort(-best, axis=-1, kind="stable")[:, self.n_active_groups :]
             groups = groups.copy()
