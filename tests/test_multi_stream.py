@@ -130,6 +130,15 @@ def test_sparsity_is_the_fraction_of_normal_values_below_the_threshold() -> None
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-12)
 
 
+def test_gradients_of_constant_rows_are_finite() -> None:
+    """The root of their variance or of their mean square has no derivative at 0."""
+    x = Tensor(np.ones((2, 8)))
+    zeros = Tensor(np.zeros((2, 8)))
+    (GaussianTopK(0.5, GeLU())(x) + match_magnitude(x, zeros)[:, :4]).backward()
+    assert x.grad is not None and zeros.grad is not None
+    assert np.isfinite(x.grad.array).all() and np.isfinite(zeros.grad.array).all()
+
+
 def test_layers_share_keys_of_the_last_layer_with_the_same_window() -> None:
     model = small()
     assert [model.config.source(layer) for layer in range(6)] == [0, 1, 2, 1, 2, 1]

@@ -97,4 +97,10 @@ class StreamProjections(Layer):
 def match_magnitude(x: Tensor, like: Tensor) -> Tensor:
     """Return x (..., C), each row multiplied to have the root mean square of the row of `like` (..., C)."""
     target, square = (mean(y * y, axis=-1, keepdims=True) for y in (like, x))
-    return x * target**0.5 / where(square > MIN_MEAN_SQUARE, square, MIN_MEAN_SQUARE) ** 0.5
+    return x * root(target) / where(square > MIN_MEAN_SQUARE, square, MIN_MEAN_SQUARE) ** 0.5
+
+
+def root(x: Tensor) -> Tensor:
+    """Return the square root of x elementwise, with a gradient of 0 where x is 0, at which it would be infinite."""
+    positive = x.array > 0
+    return where(positive, x, 1.0) ** 0.5 * positive

@@ -14,6 +14,7 @@ from statistics import NormalDist
 from tricycle.activation import Activation, ReLU
 from tricycle.extra_ops import mean, split
 from tricycle.layers import Layer
+from tricycle.multi_stream.altup import root
 from tricycle.tensor import Tensor
 
 
@@ -33,5 +34,5 @@ class GaussianTopK(Layer):
         """Return a f(relu(b - threshold)), (..., F), for x = [a, b] of shape (..., 2 F)."""
         values, gate = split(x, 2)
         center = mean(gate, axis=-1, keepdims=True)
-        deviation = mean((gate - center) ** 2, axis=-1, keepdims=True) ** 0.5
+        deviation = root(mean((gate - center) ** 2, axis=-1, keepdims=True))
         return values * self.activation(ReLU()(gate - (center + deviation * self.n_deviations)))
