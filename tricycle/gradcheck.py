@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ def gradcheck(
     Raises:
         ValueError: a gradient is missing or wrong; the message has the input, the place and both values.
         RuntimeError: a gradient does not have the shape of its input, or no input requires a gradient.
-        TypeError: `fn` does not return a Tensor, but several, for example.
+        TypeError: `fn` does not return a Tensor.
     """
     generator = np.random.default_rng(seed)
     tensors = [_in_float64(x) for x in inputs]
@@ -44,7 +45,8 @@ def gradcheck(
     weights = generator.standard_normal(output.shape)
     (output * weights).sum().backward()
 
-    def value() -> float:
+    def value_at(array: Any) -> float:
+        tensor.array = array
         with no_grad():
             return float((fn(*tensors).array * weights).sum())
 
@@ -57,10 +59,7 @@ def gradcheck(
             directions += list(np.eye(tensor.size).reshape(tensor.size, *tensor.shape))
         start = tensor.array
         for direction in directions:
-            tensor.array = start + eps * direction
-            above = value()
-            tensor.array = start - eps * direction
-            below = value()
+            above, below = value_at(start + eps * direction), value_at(start - eps * direction)
             tensor.array = start
             numeric, analytic = (above - below) / (2 * eps), float((grad * direction).sum())
             # the rounding error of the two values, divided by 2 eps
