@@ -460,6 +460,7 @@ def test_a_product_is_added_to_some_columns(dtype):
     total, left, right = normal(301, 96).astype(dtype), normal(301, 5, seed=1), normal(5, 48, seed=2)
     expected = total.astype(np.float64)
     expected[:, 32:80] += left @ right
+    right.flags.writeable = False  # as in a mapped file
     assert low_rank.add_matmul(total[:, 32:80], left, right) is None
     unit = 2.0**-8 if dtype == "bfloat16" else 1e-6
     np.testing.assert_allclose(total.astype(np.float64), expected, unit, unit)

@@ -8,7 +8,7 @@ import numpy as np
 
 from tricycle.kernels.dispatch import upcast
 from tricycle_accelerators import chunks, matmul_plan, threads
-from tricycle_accelerators.compiled.elementwise import MIN_SIZE, TOO_SMALL, view_for_loops
+from tricycle_accelerators.compiled.elementwise import MIN_SIZE, TOO_SMALL, as_contiguous, view_for_loops
 from tricycle_accelerators.compiled.loader import load_loops
 from tricycle_accelerators.providers import decline_when
 
@@ -31,6 +31,6 @@ def _decline_reason(total: np.ndarray, a: np.ndarray, b: np.ndarray, *_: Any, **
 @decline_when(_decline_reason)
 def add_matmul(total: np.ndarray, a: np.ndarray, b: np.ndarray, precision: str = "float32") -> None:
     """Add a @ b to `total` in place by Numba in threads; NotImplemented for small or unsuited arrays or many terms."""
-    left, right, sums = np.ascontiguousarray(upcast(a)), np.ascontiguousarray(upcast(b)), view_for_loops(total)
+    left, right, sums = as_contiguous(upcast(a)), as_contiguous(upcast(b)), view_for_loops(total)
     add = load_loops("low_rank_loops").add_product
     threads.parallel_for(lambda rows: add(left[rows], right, sums[rows]), chunks.thread_slices(len(total)), False)
