@@ -282,6 +282,19 @@ except KeyboardInterrupt:
     print("interrupted" if len(done) == 1 else done)
 check()
 """,
+    "to hand over work": """
+threads.parallel_for(time.sleep, [0, 0])
+usual = threading.Lock
+def interrupt():
+    threading.Lock = usual
+    raise KeyboardInterrupt
+threading.Lock = interrupt
+try:
+    threads.parallel_for(print, range(4))
+except KeyboardInterrupt:
+    print("interrupted")
+check()
+""",
 }
 
 

@@ -271,9 +271,9 @@ class _Helper:
     def begin(self, work: Callable[[], None]) -> None:
         """Start to run `work` in this worker's thread, and return at once."""
         self.work = work
-        self.finished = False
         self.done = threading.Lock()  # a new one: without the GIL the last one may be released after `end` returned
         self.done.acquire()
+        self.finished = False  # last, because an interrupt before the release would make `end` wait forever
         self.start.release()
 
     def end(self) -> list[BaseException]:
