@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import os
 import sys
@@ -12,7 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 from programs import call, good
-from test_threads import run_threads
+from test_threads import interrupted, run_threads
 
 from tricycle import kernels, to_tensor
 from tricycle.configs import GPTConfig
@@ -199,6 +200,24 @@ def test_array_larger_than_a_range(arena, monkeypatch):
     assert [whole.bytes.size for whole in arena.ranges].count(10 * MB) == 1 and len(arena.ranges) == 3
     array.fill(1)
     assert owns_memory(array) and len({address(each) for each in (array, *others)}) == 3
+
+
+@on_unix
+def test_an_interrupt_neither_locks_the_memory_nor_lends_it_twice(arena):
+    def take():
+        held.extend([some(2), some(70), some(3)])
+
+    for n in itertools.count(1):
+        held = [some(1), some(3), some(2), some(1)]
+        del held[1:3]
+        was_interrupted = interrupted(buffers, n, take)
+        held.extend([some(2), some(3), some(1)])
+        for i, array in enumerate(held):
+            array.fill(i)
+        assert all((array == i).all() for i, array in enumerate(held)), n
+        assert not arena.lock.locked() and held[-1].base is not None, n
+        if not was_interrupted:
+            break
 
 
 def test_numpy_memory_while_the_lock_is_held_at_a_fork_or_memory_is_traced(arena):

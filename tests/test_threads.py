@@ -55,6 +55,26 @@ def blas_threads() -> list[int]:
     return [library.num_threads for library in threads.blas_libraries()]
 
 
+def interrupted(module, n: int, function) -> bool:
+    """Call a function with an interrupt at the n-th call, or after the n-th C function, in a module; return if any."""
+
+    def count(frame, event, arg):
+        nonlocal n
+        if event in ("call", "c_return") and frame.f_code.co_filename == module.__file__:
+            n -= frame.f_code.co_name != "__del__"  # which ignores errors
+            if n == 0:
+                raise KeyboardInterrupt
+
+    sys.setprofile(count)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
 def run_threads(*targets) -> None:
     """Run functions in one thread each, and wait for them."""
     running = [threading.Thread(target=target) for target in targets]

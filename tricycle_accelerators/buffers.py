@@ -57,8 +57,8 @@ class _Lease(np.ndarray):
     """Bytes of a range that are the base of one array, and are free when it and all views of it are gone."""
 
     lent_to_one_array = True  # for `tricycle.devices.owns_memory`
-    returned: deque[tuple[int, int]]
-    place: tuple[int, int]
+    returned: deque[tuple[int, int]] = deque(maxlen=0)  # until it is lent: an interrupt may come before
+    place: tuple[int, int] = 0, 0
 
     def __del__(self) -> None:
         """Report the memory of this deleted array as returned to the arena."""
@@ -112,8 +112,8 @@ class _Arena:
             if each.used_end - below + size <= each.end:
                 if below:
                     self.remove(each.used_end - below, below)
-                self.insert(each.used_end - below, size)
                 each.used_end += size - below
+                self.insert(each.used_end - size, size)
                 return True
         return self.reserve(size) and self.grow(size)
 
@@ -158,7 +158,8 @@ class _Arena:
 
     def insert(self, start: int, size: int) -> None:
         """Add a free part to the indices by size, by start and by end."""
-        insort(self.free, (size, start))
+        place = bisect_left(self.free, (size, start))
+        self.free[place:place] = [(size, start)]  # without a call, during which an interrupt could come
         self.starts[start] = self.ends[start + size] = size
 
     def remove(self, start: int, size: int) -> None:
@@ -199,12 +200,10 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     # tracemalloc cannot see into a range, and a forked process may inherit the lock held
-    if size < MIN_BYTES or tracemalloc.is_tracing() or not _arena.lock.acquire(blocking=False):
+    if size < MIN_BYTES or tracemalloc.is_tracing() or _arena.lock.locked():
         return np.empty(shape, dtype)
-    try:
+    with _arena.lock:  # unlike after `acquire(blocking=False)`, an interrupt cannot leave it locked
         lease = _arena.take(-(-size // ALIGNMENT) * ALIGNMENT)
-    finally:
-        _arena.lock.release()
     return np.empty(shape, dtype) if lease is None else np.ndarray(shape, dtype, lease)
 
 
