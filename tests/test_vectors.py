@@ -1,11 +1,13 @@
 """Products of a few rows and a matrix, and attention of one query, which threads share while they spin."""
 
+import itertools
 import os
 import threading
 import time
 
 import numpy as np
 import pytest
+from test_threads import interrupted
 
 from tricycle.kernels import ScoreOptions
 from tricycle.kernels.quantized import QuantizedMatrix
@@ -97,6 +99,15 @@ def test_non_finite_values_propagate_and_zeros_give_zeros(team, kind):
         x[0, 17] = broken
         assert not np.isfinite(product_of(x, matrix)).any(), broken
     assert not product_of(np.zeros((1, 256), np.float32), matrix).any()
+
+
+def test_an_interrupt_leaves_the_helpers_to_others(team):
+    matrix, x = matrix_of("float32", (64, 96)), np.ones((1, 96), np.float32)
+    for n in itertools.count(1):
+        was_interrupted = interrupted(vector_matmul, n, lambda: product_of(x, matrix))
+        assert not threads.pool_lock.locked()
+        if not was_interrupted:
+            break
 
 
 def test_read_only_matrix_is_multiplied_without_a_copy(team):

@@ -66,18 +66,16 @@ class SpinTeam:
             job: called with a mailbox and the number of threads; returns the pauses waited, -1 if too few took part.
             is_long: whether it takes milliseconds, so that workers which do not serve are started first, in 30 us.
         """
-        if not self.policy or not threads.pool_lock.acquire(blocking=False):
+        if not self.policy or threads.pool_lock.locked():
             return job(self.memory.mailbox, 1)
-        start = perf_counter()
-        try:
+        with threads.pool_lock:  # unlike after `acquire(blocking=False)`, an interrupt cannot leave it locked
+            start = perf_counter()
             if is_long:
                 self.n_long_jobs += 1
                 threads.start_serving(self.serve, self.stop)
             waited = job(self.shared, min(threads.n_threads(), self.loops.MOST_PARTS))
             if waited == TOO_FEW:
                 threads.start_serving(self.serve, self.stop)
-        finally:
-            threads.pool_lock.release()
         self.policy.record(perf_counter() - start, waited * PAUSE_SECONDS if waited > LATE_PAUSES else 0.0)
         return waited
 
