@@ -122,7 +122,8 @@ def test_bfloat16_matmul_matches_float64(many_threads, monkeypatch, wide, size, 
     bias = rng.standard_normal(n_columns).astype(np.float32) if with_bias else None
     expected = a.astype(np.float64) @ b.astype(np.float64) + (0 if bias is None else bias)
     poisoned = np.full((n_rows, n_columns + 2), np.nan, np.float32)
-    outs = [None, poisoned[:, 1:-1], np.full((n_columns, n_rows), np.nan, np.float32).T]
+    whole = np.full((n_rows, n_columns), np.nan, np.float32)
+    outs = [None, poisoned[:, 1:-1], whole.reshape(n_columns, n_rows).T, whole[::-1]]
     for out in outs:
         actual = kernels.matmul(a, b, bias, out)
         assert actual.dtype == np.float32

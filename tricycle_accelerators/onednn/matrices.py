@@ -95,7 +95,7 @@ def matmul(
         return _few_rows(a, b, bias)
     n_rows = len(a)
     n_columns = b.shape[1]
-    fits = out is not None and out.strides[1] == out.itemsize
+    fits = out is not None and out.strides[1] == out.itemsize and parallel_matmul.has_contiguous_axis(out)
     narrow = out is None and dtype == library.bfloat16()
     result: Any = out if fits else buffers.empty((n_rows, n_columns), library.bfloat16() if narrow else np.float32)
     if not a.size or not b.size:
