@@ -115,13 +115,11 @@ def swiglu(x: Array) -> Array:
 @upcasting_kernel(1)
 def swiglu_backward(grad: Array, x: Array) -> Array:
     """Return the gradient of x = [a, b] from that of swiglu(x) = a b sigmoid(b), recomputing the sigmoids."""
-    x = upcast(x)
-    half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]
+    xp = array_module(x)
+    a, b = xp.split(upcast(x), 2, axis=-1)
     gate = sigmoid(b)
-    dx = array_module(x).empty_like(x, dtype=grad.dtype)
-    dx[..., :half], dx[..., half:] = grad * (b * gate), grad * a * gate * (1 + b * (1 - gate))
-    return dx
+    dx = xp.concatenate([grad * (b * gate), grad * a * gate * (1 + b * (1 - gate))], axis=-1)
+    return dx.astype(grad.dtype, copy=False)
 
 
 @upcasting_kernel(1)
@@ -243,16 +241,18 @@ def cross_entropy(
 @upcasting_kernel(0)
 def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array:
     """Return the gradient (n_rows, C), at least float32, of an embedding table from that (N, C) of its rows `ids`."""
-    xp = array_module(grad)
-    table = xp.zeros((n_rows, grad.shape[-1]), grad.dtype)
-    xp.add.at(table, ids, grad)
+    table = array_module(grad).zeros((n_rows, grad.shape[-1]), grad.dtype)
+    add_at.reference(table, ids, grad)
     return table
 
 
 @kernel
 def add_at(total: Array, index: Any, array: Array) -> None:
     """Add to total[index] in place, and to an element that the index selects repeatedly each of its numbers."""
-    array_module(total).add.at(total, index, array)
+    sums = upcast(total)  # many numbers of 16 bits are too small for their sum
+    array_module(total).add.at(sums, index, upcast(array))
+    if sums is not total:
+        total[...] = sums
 
 
 @kernel
