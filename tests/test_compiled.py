@@ -96,6 +96,15 @@ def test_loops_are_compiled_where_machine_code_cannot_be_kept():
     assert jit.compile_loop("i8(i8)")(add_one)(1) == jit.compile_callback("i8(i8)")(add_one).ctypes(1) == 2
 
 
+@pytest.mark.parametrize(("method", "error"), [("save", OSError("disk full")), ("load", EOFError())])
+def test_loops_are_compiled_if_the_disk_is_full_or_a_file_cut_off(method, error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(numba.core.caching.IndexDataCacheFile, method, fail)
+    assert jit.compile_loop("i8(i8)")(lambda x: x + 1)(1) == 2
+
+
 def test_all_loops_can_be_compiled_ahead(monkeypatch, capsys):
     sources = [path.read_text(encoding="utf-8") for path in Path(compiled.__file__).parent.glob("*.py")]
     loaded = {name for source in sources for name in re.findall(r'load_loops\("(\w+)"\)', source)}

@@ -74,12 +74,12 @@ def compile_callback(signature: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _cached_if_possible(decorator: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator of Numba that keeps machine code on disk, or compiles without if there is no place for it."""
+    """Return a decorator of Numba that keeps machine code on disk, or only compiles if it cannot be kept or read."""
 
     def compile_(function: Callable[..., Any]) -> Any:
         try:
             return decorator(cache=True)(function)
-        except RuntimeError:  # there is no place to keep it
+        except (RuntimeError, OSError, EOFError):  # there is no place to keep it, a full disk, or a file cut off
             return decorator()(function)
 
     return compile_
