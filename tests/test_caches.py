@@ -159,7 +159,7 @@ def test_permanent_blas_limit_survives_a_fork(monkeypatch):
         pytest.skip("no BLAS that can be held")
     main = blas_threads()
     hold.usual = [(library, 7) for library in threads.blas_libraries()]
-    hold.n_holders, hold.is_permanent = 1, True
+    hold.holders = {hold}
     run_threads(hold.forget_other_threads)  # in a thread that holds nothing, as the child of a fork
-    assert (hold.n_holders, hold.is_permanent) == (1, True)
+    assert hold.is_permanent
     assert blas_threads() == main

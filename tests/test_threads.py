@@ -1,11 +1,13 @@
 """Worker threads: work is divided, BLAS has one thread meanwhile, errors are raised, no thread waits forever."""
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from functools import partial
 
@@ -91,7 +93,7 @@ def test_parallel_for_processes_every_item_once(n_workers, n_items, calls_blas):
 
     def work(item):
         received.append(item)
-        n_holders.append(threads.blas_limit.n_holders)
+        n_holders.append(len(threads.blas_limit.holders))
 
     threads.parallel_for(work, range(n_items), calls_blas)
     assert sorted(received) == list(range(n_items))
@@ -323,6 +325,23 @@ check()
 def test_interrupt_while_waiting(wait):
     result = run_with(INTERRUPTED + WAITS[wait], TRICYCLE_NUM_THREADS="2")
     assert result.stdout.split() == ["interrupted", "True"], result.stderr
+
+
+@pytest.mark.parametrize("calls_blas", [False, True])
+def test_work_after_an_interrupt_is_done_with_the_same_blas_threads(calls_blas, monkeypatch):
+    monkeypatch.setattr(threads, "n_threads", lambda: 2)
+
+    def share() -> list[int]:
+        done: list[int] = []
+        threads.parallel_for(lambda item: time.sleep(0.001) or done.append(item), range(3), calls_blas)
+        return sorted(done)
+
+    before = blas_threads()
+    for n in itertools.count(1):
+        was_interrupted = interrupted(threads, n, share)
+        assert (blas_threads(), share()) == (before, [0, 1, 2]), n
+        if not was_interrupted:
+            break
 
 
 # -------------------------------------------------------------------- the number of threads

@@ -107,7 +107,7 @@ def multiply_vector(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
     if blas is None or b.nbytes < MIN_SHARED_BYTES or not spin_policy:
         return None
     with threads.pool_lock, threads.blas_limit.lock:
-        if threads.blas_limit.n_holders > threads.blas_limit.is_permanent:
+        if len(threads.blas_limit.holders) > threads.blas_limit.is_permanent:
             return None  # a caller has limited BLAS to one thread
         before = blas.get()
         try:

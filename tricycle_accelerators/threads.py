@@ -112,7 +112,7 @@ class _ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.in_worker = False  # whether it is in a call of `parallel_for`
-        self.n_holds = 0  # calls of `acquire_limit` in this thread that are not undone yet
+        self.holders: set[object] = set()  # of `acquire_limit` in this thread
         self.usual: list[tuple[Any, int]] = []  # what these calls changed of BLAS in this thread alone
 
 
@@ -137,19 +137,19 @@ def set_blas_threads(library: Any, number: int) -> None:
     forget(force=True)
 
 
-def _limit_blas_threads(of_each_thread: bool) -> list[tuple[Any, int]]:
-    """Set one thread in BLAS libraries that count per thread (OpenMP), or in the others; return (library, former).
+def _limit_blas_threads(usual: list[tuple[Any, int]], of_each_thread: bool) -> None:
+    """Set one thread in BLAS libraries that count per thread (OpenMP), or in the others.
 
     Args:
+        usual: receives (library, former number), unless an interrupt has left it so.
         of_each_thread: those where every thread has a number of its own, as OpenMP does it; else those where the
             process has one.
     """
-    usual = []
-    for library in blas_libraries():
-        if (getattr(library, "threading_layer", "") == "openmp") == of_each_thread:
-            usual.append((library, library.num_threads))
-            set_blas_threads(library, 1)
-    return usual
+    if not usual:
+        layers = ((library, getattr(library, "threading_layer", "")) for library in blas_libraries())
+        usual += [(library, library.num_threads) for library, layer in layers if (layer == "openmp") == of_each_thread]
+    for library, _ in usual:
+        set_blas_threads(library, 1)
 
 
 def _restore_blas_threads(usual: list[tuple[Any, int]]) -> None:
@@ -160,32 +160,36 @@ def _restore_blas_threads(usual: list[tuple[Any, int]]) -> None:
 
 
 class _BlasLimit:
-    """Reference-counted limit of BLAS to one thread."""
+    """Limit of BLAS to one thread, as long as it has holders."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.n_holders = 0
+        self.holders: set[object] = set()  # this object itself until the process ends
         self.usual: list[tuple[Any, int]] = []
-        self.is_permanent = False
 
-    def acquire_limit(self) -> None:
-        """Limit BLAS to one thread; calls are counted, and the first one saves the numbers of threads."""
-        with self.lock:
-            if self.n_holders == 0:
-                self.usual = _limit_blas_threads(of_each_thread=False)
-            self.n_holders += 1
-        if _thread_state.n_holds == 0:
-            _thread_state.usual = _limit_blas_threads(of_each_thread=True)
-        _thread_state.n_holds += 1
+    @property
+    def is_permanent(self) -> bool:
+        """Whether the limit is held until the process ends."""
+        return self in self.holders
 
-    def release_limit(self) -> None:
-        """Undo one call of `acquire_limit`; the last one restores the numbers of BLAS threads."""
+    def acquire_limit(self, holder: object) -> None:
+        """Limit BLAS to one thread for a holder; the first one saves the numbers of threads."""
         with self.lock:
-            self.n_holders -= 1
-            if self.n_holders == 0:
+            if not self.holders:
+                _limit_blas_threads(self.usual, of_each_thread=False)
+            self.holders.add(holder)
+        if not _thread_state.holders:
+            _limit_blas_threads(_thread_state.usual, of_each_thread=True)
+        _thread_state.holders.add(holder)
+
+    def release_limit(self, holder: object) -> None:
+        """Undo `acquire_limit`, also one that was interrupted; the last one restores the numbers of BLAS threads."""
+        with self.lock:
+            self.holders.discard(holder)
+            _thread_state.holders.discard(holder)
+            if not self.holders:
                 _restore_blas_threads(self.usual)
-        _thread_state.n_holds -= 1
-        if _thread_state.n_holds == 0:
+        if not _thread_state.holders:
             _restore_blas_threads(_thread_state.usual)
 
     def unlimited_threads(self, library: Any) -> int:
@@ -197,12 +201,9 @@ class _BlasLimit:
     def forget_other_threads(self) -> None:
         """After a fork, keep only the holds of this thread; if none, restore the BLAS threads, unless permanent."""
         self.lock = threading.Lock()
-        if self.is_permanent:  # whichever thread has asked for that
-            self.n_holders = 1 + max(0, _thread_state.n_holds - 1)
-            return
-        if self.n_holders and not _thread_state.n_holds:
+        self.holders &= {self, *_thread_state.holders}
+        if not self.holders:
             _restore_blas_threads(self.usual)
-        self.n_holders = _thread_state.n_holds
 
 
 blas_limit = _BlasLimit()
@@ -216,8 +217,7 @@ def limit_blas_until_exit() -> bool:
     layers = [getattr(library, "threading_layer", "") for library in blas_libraries()]
     if not layers or "openmp" in layers:
         return False
-    blas_limit.acquire_limit()
-    blas_limit.is_permanent = True
+    blas_limit.acquire_limit(blas_limit)
     return True
 
 
@@ -228,11 +228,16 @@ def single_blas_thread() -> Iterator[None]:
         yield
         return
     _register_fork_hook()
-    blas_limit.acquire_limit()
+    holder = object()
     try:
+        blas_limit.acquire_limit(holder)
         yield
     finally:
-        blas_limit.release_limit()
+        try:
+            blas_limit.release_limit(holder)
+        except BaseException:  # an interrupt
+            blas_limit.release_limit(holder)
+            raise
 
 
 # -------------------------------------------------------------------- helper threads
@@ -256,7 +261,7 @@ class _Helper:
     def _run(self) -> None:
         """Run in the worker thread forever: the work of each `begin`; store an exception in `error`, signal the end."""
         _thread_state.in_worker = True
-        _limit_blas_threads(of_each_thread=True)
+        _limit_blas_threads(_thread_state.usual, of_each_thread=True)
         while True:
             self.start.acquire()
             done = self.done
