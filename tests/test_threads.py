@@ -327,6 +327,14 @@ def test_interrupt_while_waiting(wait):
     assert result.stdout.split() == ["interrupted", "True"], result.stderr
 
 
+def test_helper_finishes_what_an_interrupted_caller_has_left():
+    helper, leave, done = threads._Helper(), threading.Event(), []
+    helper.begin(lambda: leave.wait(60))
+    threading.Timer(0.2, leave.set).start()
+    helper.begin(lambda: done.append("work"))
+    assert (helper.end(), done) == ([], ["work"])
+
+
 @pytest.mark.parametrize("calls_blas", [False, True])
 def test_work_after_an_interrupt_is_done_with_the_same_blas_threads(calls_blas, monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: 2)

@@ -275,6 +275,9 @@ class _Helper:
 
     def begin(self, work: Callable[[], None]) -> None:
         """Start to run `work` in this worker's thread, and return at once."""
+        while not self.finished:  # a caller that was interrupted has not waited for its work
+            self.done.acquire()
+        self.error = None
         self.work = work
         self.done = threading.Lock()  # a new one: without the GIL the last one may be released after `end` returned
         self.done.acquire()
