@@ -269,6 +269,7 @@ def test_unsupported_config_fields_raise(name: str, value: Any, message: str, tm
 UNSUPPORTED: list[tuple[str, str, Any, str]] = [
     ("llama", "rope_scaling", {"type": "yarn", "factor": 0}, "factor .*a number above 0, got 0"),
     ("llama", "rope_scaling", {"type": "dynamic", "factor": 2.0}, "one of default, linear, llama3, yarn, longrope"),
+    ("llama", "partial_rotary_factor", 0.5, r"partial_rotary_factor .*1, the only supported value, got 0\.5"),
     ("mistral", "layer_types", ["full_attention"] * 32, "layer_types .*sliding_attention for each layer"),
     ("qwen2", "layer_types", ["sliding_attention"] * 32, "layer_types .*full_attention for each layer"),
     ("olmo2", "rope_scaling", {"type": "dynamic", "factor": 2.0}, "rope_type .*yarn, longrope, got 'dynamic'"),

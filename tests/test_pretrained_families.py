@@ -328,6 +328,7 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, linear, type": ("Llama, linear", {"rope_theta": 100_000.0, "rope_scaling": LINEAR_4}),
     "llama, llama3": ("Llama 3", {"rope_theta": 100_000.0, "rope_scaling": LLAMA3_SCALING}),
     "neox": ("Pythia", {"rotary_emb_base": 1000, "rotary_pct": 0.25}),
+    "neox, fields of others": ("Pythia", {"rotary_emb_base": 1000, "rope_theta": 5.0, "partial_rotary_factor": 0.5}),
     "phi": ("Phi", {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}),
     "gemma3": ("Gemma 3", {**GEMMA3_BASES, "rope_scaling": GEMMA3_ROPE["full_attention"]}),
     "gemma3, pattern": ("gemma3", {**GEMMA3_BASES, "layer_types": None, "_sliding_window_pattern": None}),

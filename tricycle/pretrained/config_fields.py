@@ -158,14 +158,14 @@ def size_fields(config: ModelConfig, **names: str) -> dict[str, Any]:
 
 # -------------------------------------------------------------------- RoPE
 def read_rotary_fields(
-    fields: ConfigFields, default_theta: float = 10_000.0, default_fraction: float = 1.0
+    fields: ConfigFields, default_theta: float = 10_000.0, default_fraction: float | None = None
 ) -> dict[str, Any]:
     """Convert the RoPE fields of a config.json to a dict of `ModelConfig` fields `rotary_*`; ValueError if unsupported.
 
     They are stored in rope_theta, rope_scaling and partial_rotary_factor, or, in newer files, in rope_parameters.
 
     Args:
-        default_theta, default_fraction: of the base and of the fraction of rotary channels.
+        default_theta, default_fraction: of the base and of the fraction of rotary channels; None if it must be 1.
 
     Raises:
         ValueError: an unsupported scaling, or a value that is missing or invalid.
@@ -178,17 +178,19 @@ def read_rotary_fields(
 
 
 def read_rotary_section(
-    section: dict[str, Any], section_name: str, default_theta: float, default_fraction: float = 1.0
+    section: dict[str, Any], section_name: str, default_theta: float, default_fraction: float | None = None
 ) -> dict[str, Any]:
     """Convert a RoPE object of config.json to a dict of `rotary_*` fields; ValueError if unsupported or invalid."""
     fields = ConfigFields({f"{section_name}.{name}": value for name, value in section.items()})
     rope_type = section.get("rope_type", section.get("type", "default"))
+    fraction = fields.positive_float(f"{section_name}.partial_rotary_factor", default_fraction or 1.0)
+    if fraction > 1 or (default_fraction is None and fraction != 1):
+        rule = "at most 1" if default_fraction else "1, the only supported value"
+        raise field_error(f"{section_name}.partial_rotary_factor", rule, fraction)
     rotary: dict[str, Any] = {
         "rotary_base": fields.positive_float(f"{section_name}.rope_theta", default_theta),
-        "rotary_fraction": fields.positive_float(f"{section_name}.partial_rotary_factor", default_fraction),
+        "rotary_fraction": fraction,
     }
-    if rotary["rotary_fraction"] > 1:
-        raise field_error(f"{section_name}.partial_rotary_factor", "at most 1", rotary["rotary_fraction"])
     if rope_type == "default":
         return rotary
     if not isinstance(rope_type, str) or rope_type not in SCALING_READERS:

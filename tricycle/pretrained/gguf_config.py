@@ -417,10 +417,12 @@ def _rotary_fraction(metadata: ModelMetadata) -> float:
 
 def _neox(metadata: ModelMetadata, divisors: np.ndarray | None) -> Fields:
     """Return GPT-NeoX's config.json fields: partial RoPE, parallel residual (default true), an untied output matrix."""
-    return _decoder(metadata, divisors, "layer") | {
+    fields = _decoder(metadata, divisors, "layer")
+    return fields | {
         "model_type": "gpt_neox",
         "hidden_act": "gelu",
-        "partial_rotary_factor": _rotary_fraction(metadata),
+        "rotary_emb_base": fields["rope_theta"],
+        "rotary_pct": _rotary_fraction(metadata),
         "use_parallel_residual": metadata.boolean("use_parallel_residual", True),
         "tie_word_embeddings": False,
     }

@@ -126,8 +126,6 @@ def rope_config(fields: ConfigFields) -> dict[str, Any]:
     local_rope = read_rotary_section(local, f"{place}.sliding_attention", local_theta)
     if local_rope.get("rotary_scaling"):
         raise field_error(f"{place}.sliding_attention.rope_type", "default", local_rope["rotary_scaling"])
-    if local_rope["rotary_fraction"] != rope["rotary_fraction"]:
-        raise field_error(f"{place}.partial_rotary_factor", "the same in all layers", local_rope["rotary_fraction"])
     return {**rope, "rotary_local_base": local_rope["rotary_base"]}
 
 

@@ -78,9 +78,6 @@ def to_config(fields: ConfigFields) -> MultiStreamConfig:
     numbers = {"rope_scaling": None, "rope_parameters": None, "intermediate_size": max(widths)}
     common = common_config(ConfigFields({**fields.values, **numbers}), default_key_heads=2, default_head_size=256)
     common["activation"] = fields.activation("hidden_activation", "")
-    rope = rope_config(fields)
-    if rope["rotary_fraction"] != 1:
-        raise field_error("rope_parameters.partial_rotary_factor", "1", rope["rotary_fraction"])
     n_shared = fields.get("num_kv_shared_layers")
     if not isinstance(n_shared, int) or isinstance(n_shared, bool):
         raise field_error("num_kv_shared_layers", "a whole number", n_shared)
@@ -88,7 +85,7 @@ def to_config(fields: ConfigFields) -> MultiStreamConfig:
     sizes: dict[str, Any] = {ours: fields.positive_int(name, default) for ours, (name, default) in SIZES.items()}
     windows = sliding_window_config(types, fields.positive_int("sliding_window")) or {"window": 0, "full_layers": ()}
     return MultiStreamConfig(
-        **{**common, **rope, **sizes, **windows},
+        **{**common, **rope_config(fields), **sizes, **windows},
         norm_placement="both",
         qk_norm_eps=common["norm_eps"],
         **attention_biases(fields),

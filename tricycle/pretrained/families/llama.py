@@ -43,13 +43,17 @@ OLMO2_NAMES: TensorNames = {  # norms of the outputs of attention and MLP
 
 # -------------------------------------------------------------------- from config.json
 def common_config(
-    fields: ConfigFields, default_key_heads: int | None = None, default_head_size: int | None = None
+    fields: ConfigFields,
+    default_key_heads: int | None = None,
+    default_head_size: int | None = None,
+    default_fraction: float | None = None,
 ) -> dict[str, Any]:
     """Convert config.json fields to those of `ModelConfig` that all Llama-like families share, as keyword arguments.
 
     Args:
         default_key_heads: None for the number of query heads.
         default_head_size: None for the width divided by the number of heads.
+        default_fraction: of rotary channels; None if it must be 1.
     """
     sizes = fields.sizes(32_000, 2048, 4096, 11_008, 32, 32)
     return {
@@ -63,7 +67,7 @@ def common_config(
         "gated": True,
         "bias": False,
         "tied": fields.boolean("tie_word_embeddings", False),
-        **read_rotary_fields(fields),
+        **read_rotary_fields(fields, default_fraction=default_fraction),
     }
 
 

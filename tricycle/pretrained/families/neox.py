@@ -31,8 +31,7 @@ NAMES: TensorNames = {
 
 def to_config(fields: ConfigFields) -> ModelConfig:
     """Convert a GPT-NeoX config.json to a `ModelConfig` with transformers' defaults; ValueError if unsupported."""
-    legacy = {"rope_theta": fields.get("rotary_emb_base"), "partial_rotary_factor": fields.get("rotary_pct")}
-    current = ConfigFields({**{name: value for name, value in legacy.items() if value is not None}, **fields.values})
+    rope = {"rope_theta": fields.get("rotary_emb_base"), "partial_rotary_factor": fields.get("rotary_pct")}
     return ModelConfig(
         **fields.sizes(50_432, 2048, 6144, 24_576, 44, 64),
         norm_eps=fields.positive_float("layer_norm_eps", 1e-5),
@@ -41,7 +40,7 @@ def to_config(fields: ConfigFields) -> ModelConfig:
         positions="rotary",
         **attention_biases(fields, default=True),
         tied=fields.boolean("tie_word_embeddings", False),
-        **read_rotary_fields(current, default_fraction=0.25),
+        **read_rotary_fields(ConfigFields({**fields.values, **rope}), default_fraction=0.25),
     )
 
 

@@ -35,7 +35,9 @@ def to_config(fields: ConfigFields) -> ModelConfig:
             raise field_error(f"{name}.rope_type", "default or longrope", kind)
         values[name] = {**section, "rope_type": "longrope" if kind in FORMER_NAMES else kind} if section else None
     fields = ConfigFields(values)
-    return ModelConfig(**common_config(fields), window=fields.optional_positive_int("sliding_window") or 0)
+    return ModelConfig(
+        **common_config(fields, default_fraction=1.0), window=fields.optional_positive_int("sliding_window") or 0
+    )
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.pretrained.config_equivalence import has_bias
-from tricycle.pretrained.config_fields import ConfigFields, field_error, read_rotary_fields
+from tricycle.pretrained.config_fields import ConfigFields, field_error
 from tricycle.pretrained.families.family import Family, TensorNames
 from tricycle.pretrained.families.llama import attention_biases, common_config, common_fields, qk_norms
 from tricycle.pretrained.families.mixtures import NAMES, expert_config, expert_fields
@@ -54,10 +54,10 @@ def to_config(fields: ConfigFields) -> DeltaNetConfig:
     fields.require("hidden_act", "silu")
     width = {"intermediate_size": fields.positive_int("moe_intermediate_size", 512)}
     fields = ConfigFields({**DEFAULTS, **fields.values, **width})
-    common = common_config(fields, default_key_heads=2, default_head_size=256)
+    common = common_config(fields, default_key_heads=2, default_head_size=256, default_fraction=0.25)
     sizes: dict[str, Any] = {ours: fields.positive_int(name, default) for ours, (name, default) in SIZES.items()}
     return DeltaNetConfig(
-        **common | read_rotary_fields(fields, default_fraction=0.25) | expert_config(fields, 512, 10, 0.001),
+        **common | expert_config(fields, 512, 10, 0.001),
         **sizes,
         attention_layers=_attention_layers(fields, common["n_layers"]),
         normalize_experts=fields.boolean("norm_topk_prob", True),
