@@ -280,6 +280,7 @@ UNSUPPORTED: list[tuple[str, str, Any, str]] = [
     ("gemma2", "use_bidirectional_attention", True, "use_bidirectional_attention .*false, got True"),
     ("gemma2", "sliding_window", None, "sliding_window .*because layers have sliding_attention, got None"),
     ("gemma3_text", "rope_parameters", {"sliding_attention": {"type": "linear", "factor": 2}}, "rope_type .*'linear'"),
+    ("gemma3_text", "attn_logit_softcapping", 50.0, r"attn_logit_softcapping .*None, the only supported value"),
     ("gemma3n_text", "altup_active_idx", 1, "altup_active_idx .*0, the only supported value, got 1"),
     ("phi", "qk_layernorm", True, "qk_layernorm .*False, the only supported value, got True"),
     ("phi3", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type .*default or longrope, got 'linear'"),

@@ -331,6 +331,7 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "neox, fields of others": ("Pythia", {"rotary_emb_base": 1000, "rope_theta": 5.0, "partial_rotary_factor": 0.5}),
     "phi": ("Phi", {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}),
     "gemma3": ("Gemma 3", {**GEMMA3_BASES, "rope_scaling": GEMMA3_ROPE["full_attention"]}),
+    "gemma3, RoPE without types": ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
     "gemma3, pattern": ("gemma3", {**GEMMA3_BASES, "layer_types": None, "_sliding_window_pattern": None}),
     "qwen2, no layer types": ("Qwen2", {"layer_types": None, "rope_theta": 10_000.0}),
 }
@@ -341,7 +342,7 @@ def test_config_fields_of_transformers_4(spelling: str, tmp_path: Path) -> None:
     name, hf_fields = SPELLINGS[spelling]
     hf_model = new_case(name)
     hf_model.save_pretrained(tmp_path)
-    change_config(tmp_path, **OLD, **hf_fields)
+    change_config(tmp_path, **{**OLD, **hf_fields})
     assert_equal_logits(tmp_path, hf_model)
 
 

@@ -57,6 +57,7 @@ def from_gemma2(fields: ConfigFields) -> ModelConfig:
 def from_gemma3(fields: ConfigFields) -> ModelConfig:
     """Convert a Gemma 3 config.json or its text_config to a `ModelConfig` with defaults; ValueError if unsupported."""
     fields = text_fields(fields, GEMMA3_DEFAULTS, "gemma3")
+    fields.require("attn_logit_softcapping", None)  # transformers ignores this field
     common = _common_config(
         ConfigFields({**fields.values, "rope_scaling": None, "rope_parameters": None}), caps=(None, None)
     )
@@ -115,14 +116,10 @@ def rope_config(fields: ConfigFields) -> dict[str, Any]:
     theta = fields.positive_float("rope_theta", 1_000_000.0)
     local_theta = fields.positive_float("rope_local_base_freq", 10_000.0)
     place = "rope_parameters"
-    sections = fields.section(place)
-    if "full_attention" in sections or "sliding_attention" in sections:
-        by_type = ConfigFields(sections)
-        full = by_type.section("full_attention") | fields.section("rope_scaling")
-        local = by_type.section("sliding_attention")
-    else:
-        full, local = sections | fields.section("rope_scaling"), {}
+    by_type = ConfigFields(fields.section(place))
+    full = by_type.section("full_attention") | fields.section("rope_scaling")
     rope = read_rotary_section(full, f"{place}.full_attention", theta)
+    local = by_type.section("sliding_attention")
     local_rope = read_rotary_section(local, f"{place}.sliding_attention", local_theta)
     if local_rope.get("rotary_scaling"):
         raise field_error(f"{place}.sliding_attention.rope_type", "default", local_rope["rotary_scaling"])
