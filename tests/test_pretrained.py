@@ -248,6 +248,7 @@ FIELDS: list[tuple[str, Any, str]] = [
         "rope_theta.* to differ from 1 with yarn",
     ),
     ("quantization_config", {"quant_method": "gptq"}, "got quantization_config"),
+    ("is_causal", False, "is_causal .*True, the only supported value, got False"),
 ]
 
 

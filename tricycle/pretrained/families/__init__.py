@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from tricycle.configs.encoder import EncoderConfig
 from tricycle.configs.size import min_n_weights
 from tricycle.kernels.quantized import DTYPE_NAMES
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS
@@ -97,8 +98,11 @@ def read_config(family: Family, source: StoredModel) -> Any:
     is_mxfp4 = family.stacks and fields.section("quantization_config").get("quant_method") == "mxfp4"
     if fields.get("quantization_config") is not None and not is_mxfp4:
         raise ValueError("expected weights of 16 or 32 bits, got quantization_config")
+    text_fields = ConfigFields({**fields.values, **fields.section("text_config")})
+    if family.config_class is not EncoderConfig:
+        text_fields.require("is_causal", True)
     for place in ("num_hidden_layers", "n_layer"):
-        n_layers = ConfigFields(fields.section("text_config")).get(place, fields.get(place, 1))
+        n_layers = text_fields.get(place, 1)
         if isinstance(n_layers, int) and n_layers > len(source.tensors):
             # checked here, before anything is allocated for each layer
             raise field_error(place, f"at most {len(source.tensors)}, the number of tensors", n_layers)
