@@ -250,6 +250,7 @@ def test_all_gradients_match_peft(name, kind, tmp_path):
         ({"use_dora": True}, r"magnitude_vector.*model\.layers\.0"),
         ({"bias": "all"}, "bias.*'none'.*'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save.*None"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens.*None"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights.*True.*'pissa'"),
         ({"r": "four"}, "rank.*whole number"),
         ({"lora_alpha": -1}, "alpha.*above 0"),

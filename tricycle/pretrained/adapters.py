@@ -52,6 +52,7 @@ REQUIRED_FIELDS: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
     "target_parameters": (None, []),
+    "alora_invocation_tokens": (None, []),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base weights
 }
 
