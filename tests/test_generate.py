@@ -13,7 +13,7 @@ from tricycle.configs import DebugConfig
 from tricycle.decoding import batch as batch_module
 from tricycle.decoding import prompt_lookup, speculative
 from tricycle.decoding.batch import GenerationBatch, generate_batch
-from tricycle.decoding.exactness import is_certain
+from tricycle.decoding.exactness import is_certain, sample_if_certain
 from tricycle.decoding.penalties import PenalizedSamplingParams, ngram_completions
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.decoding.ragged import next_logits
@@ -737,6 +737,13 @@ def test_certain_tokens_are_stable_under_small_changes(seed, top_k, top_p, min_p
     for _ in range(20 if is_certain(sampling, logits, token, number, 0.01) else 0):
         near = logits + numbers.choice([-0.01, 0.01], 30)
         assert sampling.token_at_quantile(near, number) == token
+
+
+def test_certainty_depends_on_excluded_logits_too():
+    logits, generator = np.array([90.0, 1e-4, 0.0]), np.random.default_rng(0)
+    sampling = PenalizedSamplingParams(0, suppress_tokens=(0,))
+    assert sample_if_certain(sampling, logits, generator, [1], 1e-7) == 1
+    assert sample_if_certain(sampling, logits, generator, [1], 1e-5) is None
 
 
 @pytest.mark.slow

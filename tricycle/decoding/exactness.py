@@ -28,8 +28,8 @@ def sample_if_certain(
         ValueError: logits are not finite.
     """
     state = generator.bit_generator.state
+    tolerance *= float(np.abs(logits[: sampling.n_vocab]).max())  # also of excluded ones, which may be far larger
     logits = sampling.adjusted_logits(logits, seen, n_prompt)
-    tolerance *= float(np.abs(logits[np.isfinite(logits)]).max())
     if isinstance(sampling, PenalizedSamplingParams):
         tolerance *= max(sampling.repetition_penalty, 1 / sampling.repetition_penalty)
     number = generator.random() if sampling.temperature else 0.0
