@@ -604,6 +604,8 @@ def test_only_needed_files_are_downloaded() -> None:
         return any(fnmatch(name, pattern) for pattern in hub.FILE_PATTERNS)
 
     assert all(is_downloaded(f"model{part}.safetensors") for part in ("", "-00001-of-00003"))
+    assert is_downloaded("source.spm")  # Marian's
+    assert all(map(is_downloaded, ("sentence_bert_config.json", "config_sentence_transformers.json")))
     assert not any(
         is_downloaded(name) for name in ("pytorch_model.bin", "modeling.py", "onnx/model.onnx", "consolidated.pth")
     )
