@@ -267,6 +267,14 @@ def test_beams_of_a_decoder(tmp_path: Path) -> None:
     assert text == "the sea" + tokeniser.stream(ids).push([i for i in found if i != 1]) + "\n"
 
 
+def test_activation_of_a_t5_is_dense_act_fn(tmp_path: Path) -> None:
+    hf_model = new_hf_model("T5", dense_act_fn="silu")
+    hf_model.save_pretrained(tmp_path)
+    assert load(tmp_path).source.fields["feed_forward_proj"] == "relu"
+    inputs = SOURCE, TARGET, LENGTHS
+    assert difference(load(tmp_path).model(*inputs).array, hf_logits(hf_model, *inputs).detach().numpy()) < AGREED
+
+
 CONFIGS: dict[str, dict[str, Any]] = {"t5": T5, "bart": BART, "marian": BART}
 REFUSED = {
     "t5 encoder": ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder"),

@@ -65,6 +65,8 @@ def to_config(fields: ConfigFields) -> EncoderDecoderConfig:
     activation = {"feed_forward_proj": name.removeprefix("gated-") if isinstance(name, str) else name}
     if name == "gated-gelu":  # the only name whose function is another one in this family
         activation = {"feed_forward_proj": ACTIVATION_NAMES["gelu"][0]}
+    if "dense_act_fn" in fields:  # newer files have the function itself, too, which then counts
+        activation = {"dense_act_fn": fields.get("dense_act_fn")}
     start = fields.get("decoder_start_token_id", fields.get("pad_token_id", 0))
     return EncoderDecoderConfig(
         vocab_size=fields.positive_int("vocab_size", 32_128),
@@ -79,7 +81,7 @@ def to_config(fields: ConfigFields) -> EncoderDecoderConfig:
         relative_distance=fields.positive_int("relative_attention_max_distance", 128),
         norm="rms_norm",
         norm_eps=fields.positive_float("layer_norm_epsilon", 1e-6),
-        activation=ConfigFields(activation).activation("feed_forward_proj", "relu"),
+        activation=ConfigFields(activation).activation(next(iter(activation)), ""),
         gated=gated,
         positions="none",
         score_scale=1.0,
