@@ -523,7 +523,7 @@ def test_streaming_equals_decoding(name):
 @pytest.mark.parametrize("name", ["gpt2", "llama2"])
 def test_stream_continues_after_a_prefix(name):
     tokeniser = PretrainedTokeniser(kind(name).to_str(), NAMES)
-    for text in ("the house is here  and there", "a 🚲 b", "x y"):
+    for text in ("the house is here  and there", "a 🚲 b", "x y", "a 🚲🚲🚲🚲🚲 b"):
         ids = tokeniser.encode(text)
         for cut in range(1, len(ids)):
             before = tokeniser.decode(ids[:cut])

@@ -320,7 +320,10 @@ class PretrainedStream:
 
     def __init__(self, tokeniser: PretrainedTokeniser, seen: list[int]) -> None:
         self.tokeniser = tokeniser
-        self._context = seen[-8:]  # the latest ids whose text was returned
+        n = 8
+        while n < len(seen) and tokeniser.decode(seen[-n:]).startswith("\ufffd"):  # within a character, or several
+            n *= 2
+        self._context = seen[-n:]  # the latest ids whose text was returned
         self._pending: list[int] = []
 
     def push(self, ids: Any) -> str:
@@ -339,7 +342,9 @@ class PretrainedStream:
         if text.endswith("\ufffd") and not final:
             return ""
         if self._pending:
-            self._context, self._pending = self._pending, []
+            # The pending ids may begin with bytes that complete a character, and are no text without its first bytes.
+            begun = self._context if before.endswith("\ufffd") and not final else []
+            self._context, self._pending = begun + self._pending, []
         # Not len(before): it may end in U+FFFD for the first bytes of a character that these ids complete.
         n_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text)))
         return text[n_same:]
