@@ -701,6 +701,13 @@ def unigrams(**changes: Any) -> PretrainedTokeniser:
 UNIGRAM_TEXTS = ("the thing in the wind", "  sing   a  song. ", "", "the</s>ring", "Gr\u00fc\u00dfe \u4e16\u754c the")
 
 
+def test_names_of_special_tokens_are_text_for_unigrams():
+    tokeniser = unigrams()
+    ids = tokeniser.encode("the</s>ring<pad>", allowed_special=False)
+    assert ids[-1] == 1 and not {0, 1} & {*ids[:-1]}
+    assert tokeniser.encode_plain("the ring").tolist() == tokeniser.encode("the ring")[:-1]
+
+
 def test_unigrams_are_exported(tmp_path):
     tokeniser = unigrams()
     export_gguf(new_t5(FLAN_T5), tokeniser, tmp_path / "a.gguf")

@@ -131,7 +131,14 @@ class PretrainedTokeniser:
     @cached_property
     def _plain_backend(self) -> Any:
         """A second backend, cached, that encodes names of special tokens as text; a shared flag is not thread-safe."""
-        backend = load_backend(self._document)
+        document = self._document
+        if type(self.backend.model).__name__ == "Unigram":  # whose pieces include the names of special tokens
+            values = json.loads(document)
+            names = {token["content"] for token in values["added_tokens"] if token["special"]}
+            for piece in values["model"]["vocab"]:
+                piece[0] = " " * (piece[0] in names) + piece[0]  # no text has spaces when it is divided into pieces
+            document = json.dumps(values)
+        backend = load_backend(document)
         backend.encode_special_tokens = True
         return backend
 
