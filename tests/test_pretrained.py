@@ -319,6 +319,7 @@ UNSUPPORTED: list[tuple[str, str, Any, str]] = [
     ("roberta", "position_embedding_type", "relative_key", "position_embedding_type .*'absolute'"),
     ("modernbert", "rope_scaling", {"rope_type": "linear"}, "rope_scaling .*the only supported value"),
     ("modernbert", "rope_parameters", {"full_attention": {"rope_type": "linear"}}, "rope_type .*'default'"),
+    ("modernbert", "rope_parameters", {"sliding_attention": {"type": "linear", "factor": 2}}, "rope_type .*'default'"),
     ("modernbert", "local_attention", 0, "local_attention .*above 0, got 0"),
     ("t5", "is_encoder_decoder", False, "is_encoder_decoder .*True, the only supported value, got False"),
     ("bart", "normalize_before", True, "normalize_before .*False, the only supported value, got True"),

@@ -58,8 +58,11 @@ def to_config(fields: ConfigFields) -> EncoderConfig:
 
 def _base(fields: ConfigFields, kind: str, name: str, default: float) -> float:
     """Return the base of RoPE in one kind of layers: of rope_parameters, else of a field; ValueError for a scaling."""
-    section = ConfigFields(fields.section("rope_parameters")).section(kind)
-    scaling = {"rope_theta": fields.positive_float(name, default), **section}
+    section = ConfigFields(fields.section("rope_parameters")).section(kind)  # "type" is an older name of rope_type
+    scaling = {
+        "rope_theta": fields.positive_float(name, default),
+        "rope_type": section.get("type", "default"),
+    } | section
     ConfigFields(scaling).require("rope_type", "default")
     base: float = read_rotary_section(scaling, f"rope_parameters.{kind}", default)["rotary_base"]
     return base
