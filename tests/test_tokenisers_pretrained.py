@@ -247,17 +247,30 @@ def test_special_tokens_map_sets_the_end_of_text(tmp_path):
     assert "<nowhere>" not in tokeniser.special.values()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_vocabulary_files(name, tmp_path):
-    """Read vocab.json and merges.txt of GPT-2, and vocab.txt of BERT."""
-    kind(name).model.save(str(tmp_path))
-    config = {"gpt2": {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, **NAMES}}
-    config = config.get(name, {"tokenizer_class": "BertTokenizer"})
+SPANISH = {"tokenizer_class": "BertTokenizer", "strip_accents": False, "tokenize_chinese_chars": False}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("gpt2", {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, **NAMES}),
+        ("roberta", {}),
+        ("bart", {"tokenizer_class": "BartTokenizer"}),
+        ("qwen2", {"tokenizer_class": "Qwen2Tokenizer", "pad_token": "<unk>", **NAMES}),
+        ("bert", {"tokenizer_class": "BertTokenizer"}),
+        ("bert", {**SPANISH, "cls_token": "[MASK]", "sep_token": "[PAD]", "unk_token": "[SEP]"}),
+    ],
+)
+def test_vocabulary_files(model_type, config, tmp_path):
+    """Read vocab.json and merges.txt of GPT-2 and families like it, and vocab.txt of BERT."""
+    kind({"bert": "bert", "qwen2": "qwen"}.get(model_type, "gpt2")).model.save(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     tokeniser, hf_tokenizer = both(tmp_path)
     same_ids(tokeniser, hf_tokenizer)
-    if name == "gpt2":
+    if model_type == "bert":
+        assert tokeniser.special["mask_token"] == hf_tokenizer.mask_token == "[MASK]"
+    if model_type == "gpt2":
         assert tokeniser.encode("a b")[0] == 1
         (tmp_path / "merges.txt").write_text("#version: 0.2\na b\na b c\n")
         with pytest.raises(ValueError, match=r"merges.txt: .*line 3.*'a b c'"):

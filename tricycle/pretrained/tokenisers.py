@@ -20,13 +20,17 @@ import numpy as np
 
 from tricycle.pretrained import tokenizer_json
 from tricycle.pretrained.gguf_tokenizer_reader import GGUFTokenizer
-from tricycle.pretrained.hf_folder import read_optional_json
+from tricycle.pretrained.hf_folder import CONFIG, read_optional_json
 from tricycle.pretrained.stored_model import error_prefix
 from tricycle.pretrained.template_process import Template, open_template
 from tricycle.system.files import atomic_write, read_file, read_json, read_json_object
 from tricycle.tokeniser import BPETokeniser, Tokeniser
 
 FORMAT = {"format": "tokenizers", "version": 1}
+# The special tokens of vocabulary files, unless tokenizer_config.json has others.
+BERT_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
+ROBERTA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "sep_token": "</s>"}
+ROBERTA_TOKENS |= {"pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"}
 SPECIAL_TOKEN_FIELDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_FILE_BYTES = 2**26  # the largest vocabularies take half of it
 MAX_GROWTH = 1000  # factor by which normalization or decoding may lengthen a text; those of T5 and XLM-R reach hundreds
@@ -450,8 +454,8 @@ def load_backend(document: str) -> Any:
 def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser:
     """Load a folder's tokenizer.json, or GPT-2's or BERT's vocabulary files; FileNotFoundError without these.
 
-    The vocabulary comes from tokenizer.json, or vocab.json and merges.txt (GPT-2), or vocab.txt (BERT). Optional files
-    are tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
+    The vocabulary comes from tokenizer.json, or vocab.json and merges.txt (GPT-2, RoBERTa, BART, Qwen), or vocab.txt
+    (BERT). Optional files are tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
 
     Raises:
         FileNotFoundError: the folder has no vocabulary.
@@ -467,14 +471,22 @@ def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser
     if path.is_file():
         document = read_json_object(path, *JSON_LIMITS)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        kind = str(config.get("tokenizer_class") or read_optional_json(folder / CONFIG).get("model_type")).lower()
+        if kind.startswith(("roberta", "bart")):
+            special = ROBERTA_TOKENS | special
+            config = {**config, "add_bos_token": True, "add_eos_token": True}
         special = special or dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>")
-        document = _read_gpt2_files(folder, config, special)
+        document = _read_gpt2_files(folder, config, special, "qwen" if kind.startswith("qwen") else "gpt2")
     elif (folder / "vocab.txt").is_file():
         path = folder / "vocab.txt"
         # Not splitlines(): it splits at U+2028, U+0085 and others, which tokens may contain.
         vocab = {line: i for i, line in enumerate(_read_text(path).removesuffix("\n").split("\n"))}
         lowercase = bool(config.get("do_lower_case", True))
-        document = tokenizer_json.wordpiece_document(vocab, lowercase, "[CLS]", "[SEP]", "[UNK]")
+        special = BERT_TOKENS | special
+        around = special["cls_token"], special["sep_token"]
+        document = tokenizer_json.wordpiece_document(vocab, lowercase, *around, special["unk_token"])
+        document["normalizer"]["strip_accents"] = config.get("strip_accents")
+        document["normalizer"]["handle_chinese_chars"] = bool(config.get("tokenize_chinese_chars", True))
     else:
         hint = ""
         if (folder / "tokenizer.model").is_file():
@@ -544,8 +556,12 @@ def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]
     return named
 
 
-def _read_gpt2_files(folder: Path, config: dict[str, Any], special: dict[str, str]) -> dict[str, Any]:
-    """Return a tokenizer.json document of GPT-2's vocab.json and merges.txt; ValueError if invalid."""
+def _read_gpt2_files(folder: Path, config: dict[str, Any], special: dict[str, str], split: str) -> dict[str, Any]:
+    """Return a tokenizer.json document of GPT-2's vocab.json and merges.txt; ValueError if invalid.
+
+    Args:
+        split: the pre-tokenization pattern, as of `tokenizer_json.byte_level_parts`.
+    """
     vocab = read_json_object(folder / "vocab.json", *JSON_LIMITS)
     if not all(type(token) is int for token in vocab.values()):
         raise ValueError(f"{folder / 'vocab.json'}: expected an id for each token, got {reprlib.repr(vocab)}")
@@ -557,7 +573,7 @@ def _read_gpt2_files(folder: Path, config: dict[str, Any], special: dict[str, st
         if len(halves) != 2:
             raise ValueError(f"{folder / 'merges.txt'}: expected two tokens in line {number}, got {reprlib.repr(line)}")
         merges.append((halves[0], halves[1]))
-    parts = tokenizer_json.byte_level_parts("gpt2", bool(config.get("add_prefix_space", False)))
+    parts = tokenizer_json.byte_level_parts(split, bool(config.get("add_prefix_space", False)))
     ends = [special.get(name, "") if config.get(f"add_{name}") else "" for name in ("bos_token", "eos_token")]
     before, after = ({text: vocab[text]} if text in vocab and text else {} for text in ends)
     post_processor = tokenizer_json.template_processing(before, after)
