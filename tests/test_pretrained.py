@@ -606,6 +606,7 @@ def test_only_needed_files_are_downloaded() -> None:
 
     assert all(is_downloaded(f"model{part}.safetensors") for part in ("", "-00001-of-00003"))
     assert is_downloaded("source.spm")  # Marian's
+    assert is_downloaded("chat_template.jinja") and is_downloaded("additional_chat_templates/tool_use.jinja")
     assert all(map(is_downloaded, ("sentence_bert_config.json", "config_sentence_transformers.json")))
     assert not any(
         is_downloaded(name) for name in ("pytorch_model.bin", "modeling.py", "onnx/model.onnx", "consolidated.pth")

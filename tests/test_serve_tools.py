@@ -168,3 +168,15 @@ def test_model_without_tools_in_its_template(tmp_path):
             status, response, _ = server.request("/v1/chat/completions", {"messages": HELLO, **fields})
             assert (status, response["error"]["param"]) == (400, param)
             assert "has no tools in the format <tool_call>" in response["error"]["message"]
+
+
+def test_template_for_tools_is_used_with_tools_alone(tmp_path):
+    place = write_folder(tmp_path / "tiny", CHATML)
+    (place / "chat_template.jinja").write_text(CHATML)
+    (place / "additional_chat_templates").mkdir()
+    (place / "additional_chat_templates" / "tool_use.jinja").write_text(TEMPLATE)
+    with run_server(place) as server:
+        messages = [*HELLO, {"role": "tool", "content": "x"}]
+        for fields, expected in (({"tools": TOOLS}, 200), ({}, 400)):
+            fields = {"messages": messages, "max_tokens": 1, **fields}
+            assert server.request("/v1/chat/completions", fields)[0] == expected

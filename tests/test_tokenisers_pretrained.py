@@ -654,8 +654,14 @@ def test_chat_templates_of_a_folder(tmp_path):
     several = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
     folder = folder_of(tmp_path, kind("gpt2"), chat_template=several)
     assert tokeniser_from_folder(folder).chat_templates == {"default": "one", "tool_use": "two"}
+    assert [tokeniser_from_folder(folder).render(LONGER, tools=tools) for tools in (None, [])] == ["one", "two"]
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}é", encoding="utf-8")
-    assert tokeniser_from_folder(folder).render(LONGER) == "  Hello! <b>é</b> 你好 \né"
+    assert tokeniser_from_folder(folder).render(LONGER, tools=[]) == "  Hello! <b>é</b> 你好 \né"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("three")
+    tokeniser, hf_tokenizer = both(folder)
+    assert tokeniser.render(LONGER, tools=[]) == hf_tokenizer.apply_chat_template(LONGER, tools=[], tokenize=False)
+    assert tokeniser.chat_templates == hf_tokenizer.chat_template
     (folder / "chat_template.jinja").unlink()
     folder_of(tmp_path, kind("gpt2"), chat_template="{{ x }")
     with pytest.raises(ValueError, match=r"line 1: .*'}'"):

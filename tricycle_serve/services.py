@@ -210,7 +210,9 @@ class GenerationService(ModelService):
     def _tool_variables(self, request: CompletionRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the chat template's tool variables, {} without tools; ApiError if the tools cannot be used."""
         has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-        if (request.tools or has_calls) and not is_supported(self.tokeniser.chat_template):
+        templates = self.tokeniser.chat_templates
+        template = templates.get("tool_use" if request.tools else "default", templates["default"])
+        if (request.tools or has_calls) and not is_supported(template):
             param = "tools" if request.tools else "messages"
             raise ApiError(f"{param} is not supported: {NO_TOOLS}", param=param, code="unsupported_parameter")
         if request.tools is None:

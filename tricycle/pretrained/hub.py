@@ -7,7 +7,7 @@ from pathlib import Path
 
 NAME_PATTERN = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")  # model, owner/model, owner/model@revision
 FILE_PATTERNS = """config.json generation_config.json model*.safetensors model.safetensors.index.json tokenizer.json
-    tokenizer_config.json special_tokens_map.json chat_template.jinja vocab.json vocab.txt merges.txt source.spm
+    tokenizer_config.json special_tokens_map.json *chat_template*.jinja vocab.json vocab.txt merges.txt source.spm
     tokenizer.model modules.json 1_Pooling/config.json sentence_bert_config.json
     config_sentence_transformers.json""".split()
 

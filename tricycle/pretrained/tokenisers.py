@@ -51,7 +51,8 @@ class PretrainedTokeniser:
         document: the text of a tokenizer.json.
         special: the special tokens by their field of tokenizer_config.json, such as bos_token. Tokens that are not in
             the vocabulary are ignored.
-        chat_templates: Jinja templates by name; most models have one, called "default".
+        chat_templates: Jinja templates by name; most models have one, called "default". With tools, "tool_use" is used
+            if there is one.
 
     Attributes:
         bos: the id of the beginning-of-sequence token, or None.
@@ -71,7 +72,7 @@ class PretrainedTokeniser:
         ids = self.backend.get_vocab(with_added_tokens=True)
         self.special = {name: text for name, text in (special or {}).items() if text in ids}
         self.chat_templates = dict(chat_templates or {})
-        self._compiled_template: tuple[str, Template] | None = None
+        self._compiled_templates: dict[str, tuple[str, Template]] = {}
         if not ids:
             raise ValueError("expected a tokenizer with tokens, got none")
         self.n_vocab = max(ids.values()) + 1
@@ -197,23 +198,23 @@ class PretrainedTokeniser:
             ValueError: the tokenizer has no template, or the template is invalid, rejects the conversation or exceeds
                 a limit.
         """
-        if self._template is None:
+        template = self._template("default" if variables.get("tools") is None else "tool_use")
+        if template is None:
             raise ValueError(
                 "expected a tokenizer with a chat template, got none: the model was not trained for conversations"
             )
         settings: dict[str, Any] = {"messages": [*messages], "tools": None, "documents": None}
         settings["add_generation_prompt"] = add_generation_prompt
-        return self._template.render(**settings | self.special | variables)
+        return template.render(**settings | self.special | variables)
 
-    @property
-    def _template(self) -> Template | None:
-        """The chat template, compiled again if its source has changed; None without one."""
-        source = self.chat_template
+    def _template(self, name: str) -> Template | None:
+        """Return a chat template, else the default one, compiled again if its source has changed; None without one."""
+        source = self.chat_templates.get(name, self.chat_template)
         if source is None:
             return None
-        if self._compiled_template is None or self._compiled_template[0] != source:
-            self._compiled_template = source, open_template(source)
-        return self._compiled_template[1]
+        if name not in self._compiled_templates or self._compiled_templates[name][0] != source:
+            self._compiled_templates[name] = source, open_template(source)
+        return self._compiled_templates[name][1]
 
     def chat(
         self, messages: Messages, add_generation_prompt: bool = True, allowed_special: bool = True, **variables: Any
@@ -261,7 +262,7 @@ class PretrainedTokeniser:
 
     def _mark_special_names(self, messages: Messages, variables: dict[str, Any]) -> tuple[Marks, list[Any]]:
         """Return two unused marks, and copies of the messages with these around the names of special tokens."""
-        marks = _unused_characters(self.chat_template, messages, variables)
+        marks = _unused_characters(self.chat_templates, messages, variables)
         names = sorted((str(self.backend.id_to_token(token)) for token in self.special_ids), key=len, reverse=True)
         return marks, [_add_marks(message, names, marks) for message in messages]
 
@@ -455,7 +456,8 @@ def tokeniser_from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser
     """Load a folder's tokenizer.json, or GPT-2's or BERT's vocabulary files; FileNotFoundError without these.
 
     The vocabulary comes from tokenizer.json, or vocab.json and merges.txt (GPT-2, RoBERTa, BART, Qwen), or vocab.txt
-    (BERT). Optional files are tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
+    (BERT). Optional files are tokenizer_config.json, special_tokens_map.json, and the chat templates
+    chat_template.jinja and additional_chat_templates/*.jinja.
 
     Raises:
         FileNotFoundError: the folder has no vocabulary.
@@ -540,10 +542,11 @@ def _token_text(value: Any) -> str | None:
 
 
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return chat templates by name, from chat_template.jinja or tokenizer_config.json; {} if none; else ValueError."""
+    """Return chat templates by name, from *.jinja files or else tokenizer_config.json; {} if none; else ValueError."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return {"default": _read_text(path)}
+        others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        return {"default": _read_text(path)} | {other.stem: _read_text(other) for other in others}
     value = config.get("chat_template")
     if value is None:
         return {}
