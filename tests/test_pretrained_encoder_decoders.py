@@ -14,7 +14,7 @@ from transformers_families import check_refused, difference, randomize_weights
 
 from tricycle.configs import ModelConfig
 from tricycle.decoding.beam_search import generate_beam_search
-from tricycle.decoding.encoder_decoder import TargetSettings, generate_target
+from tricycle.decoding.encoder_decoder import TargetSettings, adjusted_log_probabilities, generate_target
 from tricycle.decoding.penalties import PenalizedSamplingParams
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
@@ -253,6 +253,18 @@ def test_the_command_line_prints_the_text_of_transformers(name: str, tmp_path: P
         text = tokenizer.decode(expected[0], skip_special_tokens=True)
         assert len(text) > 3
         assert generate_text(tmp_path, "the sea in a sea.", *flags) == text + "\n"
+
+
+def test_only_a_forced_token_has_probability_1() -> None:
+    logits = np.array([1.0, 2.0, 3.0, 4.0])
+    settings = TargetSettings(first_token=1, last_token=2, suppress_tokens=(0, 1, 2))
+    for n_tokens, n_seen, expected in ((2, 0, [1]), (1, 0, [2]), (2, 1, [2])):
+        sampling = settings.sampling(PenalizedSamplingParams(0, stop_tokens=(0,)), n_tokens)
+        found = adjusted_log_probabilities(logits, [3] * (n_seen + 1), sampling)
+        assert np.flatnonzero(found == 0).tolist() == expected
+    sampling = settings.sampling(PenalizedSamplingParams(0, stop_tokens=(0,)), 3)
+    found = adjusted_log_probabilities(logits, [3, 1], sampling)  # the only one that is not suppressed
+    np.testing.assert_allclose(found[3], 4 - np.log(np.exp(logits).sum()))
 
 
 def test_beams_of_a_decoder(tmp_path: Path) -> None:

@@ -135,13 +135,15 @@ class TargetConstraint(Constraint):
         """Return the constraint itself, which has no state."""
         return self
 
+    def forced_token(self, n: int) -> int:
+        """Return the only token allowed after n generated ones, or -1; the last one counts where both are forced."""
+        last = self.settings.last_token if n == self.n_tokens - 1 else -1
+        return self.settings.first_token if n == 0 and last < 0 else last
+
     def allowed_tokens(self, generated: Sequence[int], stop_tokens: Sequence[int], n_vocab: int) -> np.ndarray:
         """Return a mask (n_vocab,) of allowed tokens: a forced one, or all, but no stop token below min_length."""
-        n, forced = len(generated), -1
-        if n == 0:
-            forced = self.settings.first_token
-        if n == self.n_tokens - 1 and forced < 0:
-            forced = self.settings.last_token
+        n = len(generated)
+        forced = self.forced_token(n)
         mask = np.full(n_vocab, forced < 0)
         mask[[forced] if 0 <= forced < n_vocab else []] = True
         if forced < 0 and n + 1 < self.settings.min_length:
@@ -233,4 +235,7 @@ def adjusted_log_probabilities(
         seen: the start token and the tokens after it.
     """
     adjusted = sampling.adjusted_logits(kernels.log_softmax(logits.astype(np.float64)), seen, 1)
-    return np.where(np.isfinite(adjusted), 0.0, adjusted) if np.isfinite(adjusted).sum() == 1 else adjusted
+    is_forced = (
+        isinstance(sampling.constraint, TargetConstraint) and sampling.constraint.forced_token(len(seen) - 1) >= 0
+    )
+    return np.where(np.isfinite(adjusted), 0.0, adjusted) if is_forced else adjusted
