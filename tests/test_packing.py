@@ -68,6 +68,9 @@ def test_invalid_arguments():
         PackedDataset([*some_examples([4]), Example(np.arange(3), np.array([True, False, False]))], 2, 8)
     for options in ({"key_shift": True}, {"softmax": "blocks"}):
         assert not supports_packing(GPT(ModelConfig(**SIZES, **options)))
+    long = {"positions": "rotary", "rotary_scaling": "longrope", "rotary_original_window": 6}
+    model = GPT(ModelConfig(**SIZES, **long, rotary_divisors=(1.0,) * (SIZES["embedding_dim"] // SIZES["n_heads"])))
+    assert supports_packing(model, 6) and not supports_packing(model, 7) and not supports_packing(model)
     model = GPT(ModelConfig(**SIZES, token_shift=True))
     assert not supports_packing(model)
     with pytest.raises(ValueError, match="one text per row"):

@@ -292,7 +292,7 @@ class FinetuneTask(Task):
             pairs = PairDataset(examples.held_out[: 2 * n_held], *order)
             self.dataset, self.held_out = PairDataset(examples.train, *order), HeldOutPairs(pairs, arguments.beta)
             return
-        pack = arguments.pack and supports_packing(loaded.model)
+        pack = arguments.pack and supports_packing(loaded.model, window)
         rows = PackedDataset(examples.held_out, *order, pack)
         self.dataset = PackedDataset(examples.train, *order, pack)
         self.held_out = HeldOutRows.from_dataset(rows, n_held, loaded.tokeniser)

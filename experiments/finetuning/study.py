@@ -275,7 +275,8 @@ def decode_answers(loaded: Pretrained, answers: Sequence[tuple[list[int], list[i
 # -------------------------------------------------------------------- bits per byte
 def bits(loaded: Pretrained, examples: list[Example], settings: Settings) -> float:
     """Return the mean bits per byte over all tokens of the examples that have a loss."""
-    dataset = PackedDataset(examples, ROWS, settings.context_window, 0, supports_packing(loaded.model))
+    window = settings.context_window
+    dataset = PackedDataset(examples, ROWS, window, 0, supports_packing(loaded.model, window))
     rows = HeldOutRows.from_dataset(dataset, dataset.n_items, loaded.tokeniser)
     return rounded(rows.measure(loaded.model)["bits_per_byte"])
 

@@ -59,11 +59,18 @@ class Batch(NamedTuple):
         return int((self.labels != IGNORED).sum())
 
 
-def supports_packing(model: GPT) -> bool:
+def supports_packing(model: GPT, row_length: int | None = None) -> bool:
     """Return whether a mask can separate the texts of a row: not with token or key shift or a non-fused softmax.
 
-    It cannot with token or key shift, nor with a softmax whose weights depend on the positions in the row.
+    It cannot with token or key shift, nor with a softmax whose weights depend on the positions in the row, nor with
+    LongRoPE, whose frequencies depend on the length of the row, if this may exceed the original window.
+
+    Args:
+        row_length: the most tokens of a row; by default the context window.
     """
+    config = model.config
+    if config.rotary_scaling == "longrope" and (row_length or config.context_window) > config.rotary_original_window:
+        return False
     for block in model.blocks:
         attention: Any = getattr(block, "attention", None)
         inner = getattr(attention, "attention", None)
@@ -87,7 +94,7 @@ def packed_forward_kwargs(model: GPT, tokens: Any, documents: Array | None) -> d
     if documents.shape != tokens.shape or documents.dtype.kind not in "iu":
         got = f"{documents.dtype} of {documents.shape}"
         raise ValueError(f"packed_forward_kwargs: expected integer documents of shape {tokens.shape}, got {got}")
-    if not supports_packing(model):
+    if not supports_packing(model, tokens.shape[-1]):
         raise ValueError("packed_forward_kwargs: expected one text per row; a mask cannot separate texts in this model")
     return {"mask": documents[:, :, None] == documents[:, None, :], "positions": document_positions(documents)}
 
