@@ -116,7 +116,7 @@ def test_constraint_overrides_excluded_tokens(model, tokeniser, compiler):
 
 
 def test_special_tokens_are_not_part_of_texts(tokeniser, compiler):
-    allowed = compiler.from_regex(".*").allowed_tokens([], [END], tokeniser.n_vocab)
+    allowed = compiler.from_regex(".*").allowed_tokens([], [END, tokeniser.n_vocab], tokeniser.n_vocab)
     assert allowed[END] and not allowed[0] and not allowed[1]
     assert not compiler.from_regex("x.*").allowed_tokens([], [END], tokeniser.n_vocab)[END]
 

@@ -85,10 +85,11 @@ class Constraint:
             self._store_error()
         mask = np.unpackbits(bits.view(np.uint8), count=n_vocab, bitorder="little").astype(bool)
         mask[self._end_tokens] = False
-        mask[list(stop_tokens)] = bool(self.error) or self._matcher.is_accepting()
+        stop_tokens = [token for token in stop_tokens if token < n_vocab]  # the model may have more than its tokenizer
+        mask[stop_tokens] = bool(self.error) or self._matcher.is_accepting()
         if not mask.any():
             self.error = "no token of the vocabulary continues the text"
-            mask[list(stop_tokens)] = True
+            mask[stop_tokens] = True
         return mask
 
     def _consume(self, generated: list[int]) -> None:
