@@ -148,8 +148,9 @@ def test_unsupported_fields_are_refused(fields: dict[str, Any], name: str) -> No
 
 def test_what_no_file_represents_is_not_exported(tmp_path: Path) -> None:
     config = FAMILIES["gemma3n_text"].to_config(ConfigFields(HF))
-    model = GPT(MultiStreamConfig(**{**vars(config), "score_scale": 0.5}))
-    with pytest.raises(ValueError, match="gemma3n_text does not support score_scale"):
-        export_folder(model, None, tmp_path / "exported")
+    for field, message in (("logit_cap", "logit_cap to be above 0, got 0"), ("score_scale", "not support score_scale")):
+        model = GPT(MultiStreamConfig(**{**vars(config), field: {"logit_cap": 0.0}.get(field, 0.5)}))
+        with pytest.raises(ValueError, match=f"gemma3n_text.* {message}"):
+            export_folder(model, None, tmp_path / "exported")
     with pytest.raises(ValueError, match="gemma3n: expected hidden_size to be at least 8192"):
         export_gguf(model, None, tmp_path / "model.gguf", "F32")

@@ -120,8 +120,10 @@ def _sparsity(fields: ConfigFields, n_layers: int) -> tuple[float, ...]:
 
 # -------------------------------------------------------------------- to config.json
 def to_fields(config: MultiStreamConfig) -> dict[str, Any]:
-    """Convert a config to fields of a Gemma 3n config.json; ValueError if heads do not divide the width."""
+    """Convert a config to fields of a Gemma 3n config.json; ValueError if heads do not divide the width, or no cap."""
     check_heads_divide_width(config)
+    if not config.logit_cap:  # transformers 5 requires a number
+        raise field_error("logit_cap", "above 0", config.logit_cap)
     fields = {
         **common_fields(config),
         **sliding_window_fields(config),
@@ -131,7 +133,7 @@ def to_fields(config: MultiStreamConfig) -> dict[str, Any]:
         "intermediate_size": list(config.hidden_sizes) or config.mlp_width,
         "activation_sparsity_pattern": list(config.sparsity) or [0.0] * config.n_layers,
         "num_kv_shared_layers": config.n_shared_layers,
-        "final_logit_softcapping": config.logit_cap or None,
+        "final_logit_softcapping": config.logit_cap,
         "sliding_window": config.window or DEFAULTS["sliding_window"],  # required even if no layer uses it
         "attention_bias": has_bias(config, "qkv") or has_bias(config, "output"),
     }
