@@ -31,7 +31,7 @@ from typing import Any
 
 from tricycle.generate import generate
 from tricycle.sampling import SamplingParams
-from tricycle_cli.models import load_model, stop_tokens
+from tricycle_cli.models import chat_stop_tokens, load_model
 
 ADVERSE_FRACTIONS = {"slow reader": 0.1, "dropped connection": 0.1, "invalid request": 0.1}
 VALID_KINDS = ("chat", "chat, streaming", "completion", "completion, streaming", "two completions")
@@ -75,11 +75,8 @@ class ExpectedAnswers:
         self.n_tokens = n_tokens
         words = "birds water foxes bread numbers trees rivers music".split()
         self.prompts = [PROMPT.format(words[i % 8], i, words[i // 8 % 8]) for i in range(n_prompts)]
-        stops = stop_tokens(loaded)
         self.has_chat = bool(self.tokeniser.chat_template)
-        if self.has_chat:
-            end = self.tokeniser.end_of_answer()
-            stops = [*stops, *([] if end is None else [end])]
+        stops = chat_stop_tokens(loaded)
         self._params = SamplingParams(temperature=0, stop_tokens=stops, n_vocab=self.tokeniser.n_vocab)
         self._model = loaded.model
         self.texts = {prompt: self._generate([*map(int, self.tokeniser.encode(prompt))]) for prompt in self.prompts}

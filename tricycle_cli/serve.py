@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +31,7 @@ from tricycle_cli.models import (
     ModelFlags,
     SamplingFlags,
     cache_dtype,
+    chat_stop_tokens,
     load_file,
     load_model,
     stop_tokens,
@@ -171,7 +172,8 @@ def load(arguments: Arguments) -> ModelService:
     cache = cache_dtype(arguments.kv_cache_dtype)
     limits.max_cache_tokens = math.inf if on_gpu else cache_capacity_tokens(loaded.model, cache)
     sampling = default_request_sampling(arguments.sampling, loaded)
-    defaults = ServiceDefaults(sampling, sampling, arguments.length, arguments.timeout_seconds)
+    chat = replace(sampling, stop_tokens=chat_stop_tokens(loaded))
+    defaults = ServiceDefaults(chat, sampling, arguments.length, arguments.timeout_seconds)
     return GenerationService(name, loaded, defaults, limits, created, cache)
 
 

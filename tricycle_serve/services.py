@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 from collections.abc import Callable
@@ -148,13 +147,6 @@ class GenerationService(ModelService):
         self._max_characters = MAX_NORMALIZATION_RATIO * self.context_window * max(map(len, tokens))
         self._has_chat_template = bool(self.tokeniser.chat_template)
         self.kind = "chat" if self._has_chat_template else "text"
-        if self._has_chat_template:
-            # A model's files may name only the end of text as a stop token; the template shows the end of an answer.
-            with contextlib.suppress(ValueError):  # a template may reject the short conversation that this uses
-                end = self.tokeniser.end_of_answer()
-                if end is not None and end not in defaults.chat.stop_tokens:  # type: ignore[operator]
-                    chat = replace(defaults.chat, stop_tokens=(*defaults.chat.stop_tokens, end))  # type: ignore[misc]
-                    self._defaults = replace(defaults, chat=chat)
 
     async def chat(self, fields: RequestFields) -> CompletionResponse:
         """Validate and queue a chat completion; return its response to `collect` or stream; else ApiError."""
