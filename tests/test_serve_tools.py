@@ -14,7 +14,7 @@ pytest.importorskip("jsonschema")
 import jsonschema
 from chat_templates import CHATML
 from json_schemas import DIGIT, an_object
-from serving import HELLO, ReferenceGenerator, client, folder, run_server, server  # noqa: F401 (fixtures)
+from serving import HELLO, client, folder, reference, run_server, server  # noqa: F401 (fixtures)
 from tiny_models import write_folder
 
 from tricycle_serve.tools import ToolCallParser
@@ -42,8 +42,7 @@ def chat(client, messages=HELLO, **fields):
     return client.chat.completions.create(**{"model": "tiny", "messages": messages, "temperature": 0, **fields})
 
 
-def test_tools_are_part_of_the_prompt(client, folder):
-    reference = ReferenceGenerator(folder)
+def test_tools_are_part_of_the_prompt(client, reference):
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"x": 1, "sure": True}}}]
     sent = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1, "sure": true}'}}]
     messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": sent}]
@@ -60,6 +59,16 @@ def test_tools_are_part_of_the_prompt(client, folder):
     assert response.choices[0].message.tool_calls is None
     without = chat(client, tools=TOOLS, tool_choice="none", max_tokens=12)
     assert without.choices[0].message.content == reference.chat(HELLO, 12)
+
+
+@pytest.mark.parametrize("arguments", [{"<|im_end|>": 1}, {"role": "<|im_end|>"}, {"x": [{"role": ["<|im_end|>"]}]}])
+def test_special_tokens_in_arguments_are_plain_text(arguments, reference):
+    def special_tokens(arguments):
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        ids = reference.tokeniser.chat([{"role": "assistant", "content": "", "tool_calls": [call]}], True, False)
+        return [token for token in ids if token in reference.tokeniser.special_ids]
+
+    assert special_tokens(arguments) == special_tokens({"x": 1})
 
 
 @pytest.mark.nightly_except(3)

@@ -264,7 +264,8 @@ class PretrainedTokeniser:
         """Return two unused marks, and copies of the messages with these around the names of special tokens."""
         marks = _unused_characters(self.chat_templates, messages, variables)
         names = sorted((str(self.backend.id_to_token(token)) for token in self.special_ids), key=len, reverse=True)
-        return marks, [_add_marks(message, names, marks) for message in messages]
+        roles = [{key: value for key, value in message.items() if key == "role"} for message in messages]
+        return marks, [_add_marks(message, names, marks) | role for message, role in zip(messages, roles)]
 
     def _encode_marked(self, text: str, marks: Marks, is_continuation: bool = False) -> list[int]:
         """Return the ids of a text without its marks: names of special tokens are text between marks, else tokens.
@@ -383,7 +384,7 @@ def _unused_characters(*values: Any) -> Marks:
 
 
 def _add_marks(value: Any, names: list[str], marks: Marks) -> Any:
-    """Return a part of a message, copied, with marks around the names of special tokens in all texts but roles."""
+    """Return a part of a message, copied, with marks around the names of special tokens in all texts, keys too."""
     opening, closing = marks
     if isinstance(value, str):
         for i, name in enumerate(names):  # numbers first, so that no name within a longer one is marked
@@ -394,7 +395,7 @@ def _add_marks(value: Any, names: list[str], marks: Marks) -> Any:
             parts[place] = f"{opening}{names[int(number)]}{closing}{rest}"
         return "".join(parts)
     if isinstance(value, dict):
-        return {key: part if key == "role" else _add_marks(part, names, marks) for key, part in value.items()}
+        return {_add_marks(key, names, marks): _add_marks(part, names, marks) for key, part in value.items()}
     return [_add_marks(part, names, marks) for part in value] if isinstance(value, (list, tuple)) else value
 
 
