@@ -117,6 +117,7 @@ ADD, NOW = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>', 
         (f"I call: {ADD}\n<tool_call>{NOW}</tool_call>\n", "I call: ", ["add", "now"]),
         (f"<tool_call>{NOW}", "", ["now"]),  # without an end
         (f"{ADD} and text", f"{ADD} and text", []),
+        (ADD.replace("1", '"</tool_call>"'), "", ["add"]),
         ("<tool_call>{</tool_call>", "<tool_call>{</tool_call>", []),
         (ADD.replace("add", "unknown"), ADD.replace("add", "unknown"), []),
         ('<tool_call>{"name": "add", "arguments": 5}</tool_call>', None, []),

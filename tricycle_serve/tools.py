@@ -21,7 +21,8 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 NO_TOOLS = "the model's chat template has no tools in the format <tool_call>"
 MAX_TOOLS = 128
 _NAME = re.compile(r"[\w-]{1,64}", re.ASCII)
-_CALL = re.compile(rf"\s*{OPENING}(.*?)(?:{CLOSING}|\Z)", re.DOTALL)
+_BEGIN = re.compile(rf"\s*{OPENING}\s*")
+_END = re.compile(rf"\s*(?:{CLOSING}|\Z)")
 
 
 @dataclass(frozen=True)
@@ -142,24 +143,18 @@ class ToolCallParser:
         return sent
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return the rest of the text, and the calls; invalid calls, or calls of unknown functions, are text."""
+        """Return the rest of the text, and the calls in OpenAI's format; invalid or unknown calls are text."""
         rest, calls, end = self._text[self._n_sent :], [], 0
-        while found := _CALL.match(rest, end):
-            call = self._parse_call(found[1])
-            if call is None:
-                break
-            calls.append(call)
+        while begin := _BEGIN.match(rest, end):
+            try:
+                value, end = json.JSONDecoder().raw_decode(rest, begin.end())
+                name, arguments = value["name"], value["arguments"]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                return rest, []
+            found = _END.match(rest, end)
+            if found is None or name not in self._names or not isinstance(arguments, dict):
+                return rest, []
+            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
             end = found.end()
         return ("", calls) if calls and not rest[end:].strip() else (rest, [])
-
-    def _parse_call(self, text: str) -> dict[str, Any] | None:
-        """Return a call in OpenAI's format, with a random id; None unless it is JSON that calls a known function."""
-        try:
-            value = json.loads(text)
-            name, arguments = value["name"], value["arguments"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return None
-        if name not in self._names or not isinstance(arguments, dict):
-            return None
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
