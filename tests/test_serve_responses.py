@@ -93,6 +93,7 @@ def test_json_schema(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_function_calls(stream, client):
     fields = {"tools": TOOLS, "tool_choice": {"type": "function", "name": "add"}, "temperature": 1.5}
+    fields["parallel_tool_calls"] = False
     found = []
     for seed in range(6):
         response = respond(client, stream=stream, max_output_tokens=400, extra_body={"seed": seed}, **fields)
@@ -102,6 +103,7 @@ def test_function_calls(stream, client):
         if response.status == "incomplete":
             continue
         (call,) = response.output
+        assert not response.parallel_tool_calls
         assert call.type == "function_call" and call.name == "add" and call.id != call.call_id
         jsonschema.validate(json.loads(call.arguments), PARAMETERS)
         found.append(call)

@@ -134,6 +134,13 @@ def test_parser(text, content, names, size):
     assert [call["function"]["name"] for call in calls] == names
 
 
+@pytest.mark.parametrize(("is_parallel", "n_calls"), [(True, 2), (False, 1)])
+def test_parallel_tool_calls(is_parallel, n_calls, client):
+    grammar = {"grammar": f"start: {json.dumps(f'<tool_call>{NOW}</tool_call>' * 2)}"}
+    response = chat(client, tools=TOOLS, parallel_tool_calls=is_parallel, extra_body=grammar)
+    assert [call.function.name for call in response.choices[0].message.tool_calls] == ["now"] * n_calls
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -87,9 +87,9 @@ class RequestFields:
             self.reject(name, f"a number from {minimum:g} to {maximum:g}")
         return float(value)
 
-    def get_bool(self, name: str) -> bool:
-        """Return a Boolean field, or False if it is absent; raise ApiError for another type."""
-        value = self.get(name, False)
+    def get_bool(self, name: str, default: bool = False) -> bool:
+        """Return a Boolean field, or `default` if it is absent; raise ApiError for another type."""
+        value = self.get(name, default)
         if not isinstance(value, bool):
             self.reject(name, "true or false")
         return value

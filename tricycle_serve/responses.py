@@ -169,7 +169,7 @@ class ChatCompletionResponse(CompletionResponse):
         message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
         finish_reason = whole.finish_reason
         if self.request.tools is not None:
-            parser = ToolCallParser(self.request.tools.names)
+            parser = self.request.tools.parser()
             before = parser.push(whole.text)
             rest, calls = parser.finish()
             if calls:
@@ -189,7 +189,7 @@ class ChatCompletionResponse(CompletionResponse):
         index, text, finish_reason = delta.sequence_index, delta.text, delta.finish_reason
         calls: list[dict[str, Any]] = []
         if self.request.tools is not None:
-            parser = self._parsers.setdefault(index, ToolCallParser(self.request.tools.names))
+            parser = self._parsers.setdefault(index, self.request.tools.parser())
             text = parser.push(text)
             if finish_reason is not None:
                 rest, calls = parser.finish()

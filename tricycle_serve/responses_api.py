@@ -68,7 +68,7 @@ def parse_responses_request(fields: RequestFields) -> ResponsesRequest:
         "instructions": fields.get_str("instructions"),
         "max_output_tokens": chat["max_tokens"],
         "metadata": fields.get("metadata", {}),
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": chat.get("parallel_tool_calls", True),
         "text": {"format": text_format},
         "tool_choice": choice,
         "tools": tools,
@@ -182,7 +182,7 @@ class ResponsesResponse(ChatCompletionResponse):
         for status in ("created", "in_progress"):
             yield self._response_event(status)
         message = _MessageEvents(self)
-        parser = ToolCallParser([] if self.request.tools is None else self.request.tools.names)
+        parser = ToolCallParser([]) if self.request.tools is None else self.request.tools.parser()
         n_tokens, finish_reason = 0, None
         async for deltas in self.engine_request.outputs():
             for delta in merge_deltas(deltas):

@@ -32,15 +32,16 @@ class Tools:
     Attributes:
         functions: the validated tools, as the chat template receives them.
         choice: "auto", "required" or the name of the function that must be called.
+        max_calls: maximum number of returned calls; None for no limit.
     """
 
     functions: list[dict[str, Any]]
     choice: str
+    max_calls: int | None = None
 
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the functions."""
-        return [tool["function"]["name"] for tool in self.functions]
+    def parser(self) -> ToolCallParser:
+        """Return a new parser of calls of these functions."""
+        return ToolCallParser([tool["function"]["name"] for tool in self.functions], self.max_calls)
 
     def guide(self) -> Guide | None:
         """Return the guide for a text that is one call of an allowed function; None if the choice is "auto"."""
@@ -66,7 +67,7 @@ def is_supported(chat_template: str) -> bool:
 def parse_tools(fields: RequestFields) -> Tools | None:
     """Return the tools of a chat request, None without any or with tool_choice "none"; ApiError if invalid."""
     values, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
-    fields.ignore("parallel_tool_calls")
+    is_parallel = fields.get_bool("parallel_tool_calls", True)
     if not isinstance(values, list) or len(values) > MAX_TOOLS:
         fields.reject("tools", f"a list of at most {MAX_TOOLS} tools")
     functions = [_parse_tool(value, f"tools[{i}]") for i, value in enumerate(values)]
@@ -79,7 +80,7 @@ def parse_tools(fields: RequestFields) -> Tools | None:
         fields.reject("tool_choice", "none, auto, required or a function")
     elif choice == "required" and not functions:
         raise ApiError("expected tools, because tool_choice is required", param="tools")
-    return Tools(functions, choice) if functions and choice != "none" else None
+    return Tools(functions, choice, None if is_parallel else 1) if functions and choice != "none" else None
 
 
 def _parse_tool(value: Any, path: str) -> dict[str, Any]:
@@ -125,10 +126,12 @@ class ToolCallParser:
 
     Args:
         names: of the functions that may be called.
+        max_calls: maximum number of calls; further ones are omitted.
     """
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], max_calls: int | None = None) -> None:
         self._names = names
+        self._max_calls = max_calls
         self._text = ""
         self._n_sent = 0
 
@@ -157,4 +160,4 @@ class ToolCallParser:
             function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
             calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
             end = found.end()
-        return ("", calls) if calls and not rest[end:].strip() else (rest, [])
+        return ("", calls[: self._max_calls]) if calls and not rest[end:].strip() else (rest, [])
