@@ -220,6 +220,8 @@ def test_completion_logprobs(client):
     logprobs, text = choice.logprobs, choice.text
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 20
     assert all(1 <= len(top_logprobs) <= 2 for top_logprobs in logprobs.top_logprobs)
+    # Greedy decoding selects the most probable token, also if the next one is a part of a character like it.
+    assert [max(top.values()) for top in logprobs.top_logprobs] == pytest.approx(logprobs.token_logprobs)
     for token, offset in zip(logprobs.tokens, logprobs.text_offset):
         assert "\ufffd" in token or text[offset:].lstrip("\ufffd").startswith(token)
     (stopped,) = complete(client, max_tokens=20, logprobs=0, stop=text[9:12]).choices

@@ -246,10 +246,13 @@ class TextCompletionResponse(CompletionResponse):
 
     def format_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         """Return {"tokens", "token_logprobs", "top_logprobs" (list of dicts or None), "text_offset"} of the tokens."""
-        top_logprobs = [
-            entry.top_logprobs and {self.decode_token(token)[0]: logprob for token, logprob in entry.top_logprobs}
-            for entry in logprobs
-        ]
+        top_logprobs: list[dict[str, float] | None] = []
+        for entry in logprobs:
+            texts: dict[str, float] = {}
+            for token, logprob in entry.top_logprobs or ():
+                # Several parts of characters have the text U+FFFD; it gets the logprob of the most probable one.
+                texts.setdefault(self.decode_token(token)[0], logprob)
+            top_logprobs.append(texts or None)
         return {
             "tokens": [self.decode_token(entry.token)[0] for entry in logprobs],
             "token_logprobs": [entry.logprob for entry in logprobs],
