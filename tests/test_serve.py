@@ -791,15 +791,16 @@ STEP, CHECK = "engine.GenerationBatch.step", "services.GenerationService.check_m
         (STEP, ValueError("a secret path: /home"), "the model failed"),
         (STEP, Panic("a secret path: /home"), "the model failed"),
         (CHECK, KeyError("a secret path: /home"), "internal server error"),
+        ("output_processor.TokenDecoder.__call__", Panic("a secret path: /home"), "internal server error"),
     ],
 )
 def test_internal_errors(folder, monkeypatch, capfd, place, error, message):
     with run_server(folder) as server:
         with monkeypatch.context() as patch:
             patch.setattr(f"tricycle_serve.{place}", Mock(side_effect=error))
-            status, response, _ = server.request("/v1/completions", {"prompt": "x"})
+            status, response, _ = server.request("/v1/completions", {"prompt": "x", "logprobs": 0})
             assert status == 500 and response["error"]["message"] == message
-            raw = receive_all(start_stream(server))
+            raw = receive_all(start_stream(server, logprobs=0))
             assert message.encode() in raw and b"secret" not in raw
         assert "a secret path" in capfd.readouterr().err
         assert server.request("/health")[0] == 200

@@ -94,11 +94,11 @@ class _Endpoints:
                 return _ResponseSender(await submit(fields), self._on_done)
             except BaseException as error:
                 self._on_done()
-                if isinstance(error, (ApiError, asyncio.CancelledError)):
+                if isinstance(error, asyncio.CancelledError):
                     raise
                 if isinstance(error, ClientDisconnect):
                     return Response(status_code=499)
-                return _internal_error(error, request.url.path).response()
+                return _to_api_error(error, request.url.path).response()
 
         return endpoint
 
@@ -175,7 +175,7 @@ class _ResponseSender:
         disconnect_task = asyncio.create_task(cancel_on_disconnect())
         try:
             if isinstance(self._response, CompletionResponse) and self._response.request.stream:
-                await self._send_events(self._response, send)
+                await self._send_events(self._response, scope["path"], send)
             else:
                 await (await self._complete_response(scope["path"]))(scope, receive, send)
         except RequestCancelled:
@@ -191,17 +191,21 @@ class _ResponseSender:
             return _json_response(await self._response.collect())
         except (RequestCancelled, asyncio.CancelledError):
             raise
-        except ApiError as error:
-            return error.response()
         except BaseException as error:  # panics of Rust extensions are not of type Exception
-            return _internal_error(error, path).response()
+            return _to_api_error(error, path).response()
 
-    async def _send_events(self, response: CompletionResponse, send: Send) -> None:
-        """Send status 200 and each event of a stream when it is generated, then end the body."""
+    async def _send_events(self, response: CompletionResponse, path: str, send: Send) -> None:
+        """Send status 200 and each event of a stream when it is generated, an error as the last; end the body."""
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        async for event in response.events():
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        last = b""
+        try:
+            async for event in response.events():
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except (RequestCancelled, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # as in `_complete_response`
+            last = response.error_event(_to_api_error(error, path))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def _json_response(value: Any) -> Response:
@@ -235,7 +239,9 @@ async def _handle_http_exception(request: Request, error: HTTPException) -> Resp
     return ApiError(messages.get(status, error.detail), status, code=code).response(dict(error.headers or {}))
 
 
-def _internal_error(error: BaseException, path: str) -> ApiError:
-    """Print the traceback of an unexpected exception, and return the error for the client, which has no details."""
+def _to_api_error(error: BaseException, path: str) -> ApiError:
+    """Return an ApiError as it is; print another exception's traceback, and return an error without details."""
+    if isinstance(error, ApiError):
+        return error
     print(f"{path}: {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
     return ApiError("internal server error", status=500, code="internal_error")

@@ -111,10 +111,10 @@ class CompletionResponse:
         return {**self.common_fields(self.object_type), "choices": choices, "usage": self.usage(n_completion_tokens)}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events: initial choices, deltas, usage if requested, [DONE]; an ApiError is the last event.
+        """Yield server-sent events: initial choices, deltas, the token counts if requested, and [DONE].
 
         Raises:
-            RequestCancelled: as for `EngineRequest.outputs`.
+            ApiError, RequestCancelled: as for `EngineRequest.outputs`.
         """
         common = self.common_fields(self.chunk_object_type)
         if self.request.include_usage:
@@ -122,18 +122,18 @@ class CompletionResponse:
         n_completion_tokens = 0
         for choice in self.initial_choices():
             yield format_event({**common, "choices": [choice]})
-        try:
-            async for deltas in self.engine_request.outputs():
-                n_completion_tokens += sum(delta.n_tokens for delta in deltas)
-                for delta in merge_deltas(deltas):
-                    choices = self.delta_choices(delta)
-                    yield b"".join(format_event({**common, "choices": [choice]}) for choice in choices)
-        except ApiError as error:
-            yield format_event(error.body())
-            return
+        async for deltas in self.engine_request.outputs():
+            n_completion_tokens += sum(delta.n_tokens for delta in deltas)
+            for delta in merge_deltas(deltas):
+                choices = self.delta_choices(delta)
+                yield b"".join(format_event({**common, "choices": [choice]}) for choice in choices)
         if self.request.include_usage:
             yield format_event({**common, "choices": [], "usage": self.usage(n_completion_tokens)})
         yield DONE_EVENT
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the last server-sent event of a stream that an error ends."""
+        return format_event(error.body())
 
 
 def merge_deltas(deltas: list[TextDelta]) -> list[TextDelta]:

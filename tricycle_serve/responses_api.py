@@ -150,6 +150,7 @@ class ResponsesResponse(ChatCompletionResponse):
     """
 
     shown: dict[str, Any] = field(default_factory=dict)
+    _n_sent: int = 0  # streamed events
 
     # ---------------------------------------------------------------- complete or streamed
     async def collect(self) -> dict[str, Any]:
@@ -163,19 +164,19 @@ class ResponsesResponse(ChatCompletionResponse):
         return last["response"]
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the API's server-sent events; after an ApiError, `response.failed` is the last one.
+        """Yield the API's server-sent events.
 
         Raises:
-            RequestCancelled: as for `EngineRequest.outputs`.
+            ApiError, RequestCancelled: as for `EngineRequest.outputs`.
         """
-        number = 0
-        try:
-            async for event in self._events():
-                yield _format_event(event, number)
-                number += 1
-        except ApiError as error:
-            failure = {"code": error.code or "server_error", "message": str(error)}
-            yield _format_event(self._response_event("failed", error=failure), number)
+        async for event in self._events():
+            yield _format_event(event, self._n_sent)
+            self._n_sent += 1
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the event `response.failed` with the error."""
+        failure = {"code": error.code or "server_error", "message": str(error)}
+        return _format_event(self._response_event("failed", error=failure), self._n_sent)
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the events without their numbers; the last one contains the complete response."""
