@@ -32,6 +32,7 @@ PARAMETERS = an_object(x=DIGIT, sure={"type": "boolean"})
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "now"}},
+    {"type": "function", "function": {"name": "none", "parameters": PARAMETERS}},
 ]
 # Levels of objects that are too many for the chat template, or for the JSON decoder of Python 3.12 and later.
 DEPTH = 500 if sys.version_info < (3, 12) else 50_000
@@ -73,7 +74,7 @@ def test_special_tokens_in_arguments_are_plain_text(arguments, reference):
 
 @pytest.mark.nightly_except(3)
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", ["add", "now", None])
+@pytest.mark.parametrize("name", ["add", "now", "none", None])
 def test_forced_calls(name, stream, client):
     choice = {"type": "function", "function": {"name": name}} if name else "required"
     fields = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.5, "max_tokens": 400, "stream": stream, "n": 4}
@@ -84,8 +85,8 @@ def test_forced_calls(name, stream, client):
     calls = [(index, call) for index, message in found for call in message.tool_calls or []]
     assert calls and all(ends[index] == "tool_calls" for index, _ in calls)
     for _, call in calls:
-        assert call.id.startswith("call_") and call.function.name in ((name,) if name else ("add", "now"))
-        schema = PARAMETERS if call.function.name == "add" else {"type": "object"}
+        assert call.id.startswith("call_") and call.function.name in ((name,) if name else ("add", "now", "none"))
+        schema = PARAMETERS if call.function.name != "now" else {"type": "object"}
         jsonschema.validate(json.loads(call.function.arguments), schema)
     for index in {0, 1, 2, 3} - {index for index, _ in calls}:
         assert ends[index] == "length"
@@ -152,7 +153,7 @@ def test_parallel_tool_calls(is_parallel, n_calls, client):
         ({"tools": TOOLS, "tool_choice": "never"}, "expected tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "b"}}}, "one of the tools"),
         ({"tool_choice": "required"}, "expected tools"),
-        ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "regex or tool_choice required, got both"),
+        ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "regex or a tool_choice.*, got both"),
         (
             {
                 "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "foo"}}}],

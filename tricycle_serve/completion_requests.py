@@ -131,7 +131,8 @@ def parse_completion_request(
     guide, tools = parse_guide(fields), parse_tools(fields) if is_chat else None
     if tools is not None and (call := tools.guide()) is not None:
         if guide is not None:
-            raise ApiError(f"expected {guide.param} or tool_choice {tools.choice}, got both", param="tool_choice")
+            message = f"expected {guide.param} or a tool_choice that forces a call, got both"
+            raise ApiError(message, param="tool_choice")
         guide = call
     if not is_chat:
         max_tokens = 16 if max_tokens is None else max_tokens  # the default of OpenAI's API

@@ -31,12 +31,12 @@ class Tools:
 
     Attributes:
         functions: the validated tools, as the chat template receives them.
-        choice: "auto", "required" or the name of the function that must be called.
+        forced: the functions of which the text must be a call; empty if the model chooses between a call and text.
         max_calls: maximum number of returned calls; None for no limit.
     """
 
     functions: list[dict[str, Any]]
-    choice: str
+    forced: list[dict[str, Any]]
     max_calls: int | None = None
 
     def parser(self) -> ToolCallParser:
@@ -44,17 +44,16 @@ class Tools:
         return ToolCallParser([tool["function"]["name"] for tool in self.functions], self.max_calls)
 
     def guide(self) -> Guide | None:
-        """Return the guide for a text that is one call of an allowed function; None if the choice is "auto"."""
-        if self.choice == "auto":
+        """Return the guide for a text that is one call of a forced function; None without any."""
+        if not self.forced:
             return None
         calls: list[str] = []
         schemas: list[str] = []
-        for tool in self.functions:
+        for i, tool in enumerate(self.forced):
             name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {"type": "object"}
-            if self.choice in ("required", name):
-                # The parameters are a document of their own, because their references begin at its root.
-                schemas.append(f"arguments{len(calls)}: %json {json.dumps({**parameters, 'x-guidance': JSON_OPTIONS})}")
-                calls.append(f'"{{\\"name\\": \\"{name}\\", \\"arguments\\": " arguments{len(calls)} "}}"')
+            # The parameters are a document of their own, because their references begin at its root.
+            schemas.append(f"arguments{i}: %json {json.dumps({**parameters, 'x-guidance': JSON_OPTIONS})}")
+            calls.append(f'"{{\\"name\\": \\"{name}\\", \\"arguments\\": " arguments{i} "}}"')
         lines = [f'start: "{OPENING}\\n" ({" | ".join(calls)}) "\\n{CLOSING}"', *schemas]
         return Guide("tools", "grammar", "\n".join(lines))
 
@@ -71,25 +70,27 @@ def parse_tools(fields: RequestFields) -> Tools | None:
     if not isinstance(values, list) or len(values) > MAX_TOOLS:
         fields.reject("tools", f"a list of at most {MAX_TOOLS} tools")
     functions = [_parse_tool(value, f"tools[{i}]") for i, value in enumerate(values)]
+    forced = functions if choice == "required" else []
     if isinstance(choice, dict):
         function = choice.get("function")
-        choice = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
-        if choice not in [tool["function"]["name"] for tool in functions]:
+        name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+        forced = [tool for tool in functions if tool["function"]["name"] == name]
+        if not forced:
             fields.reject("tool_choice", "a function with the name of one of the tools")
     elif choice not in ("none", "auto", "required"):
         fields.reject("tool_choice", "none, auto, required or a function")
     elif choice == "required" and not functions:
         raise ApiError("expected tools, because tool_choice is required", param="tools")
-    return Tools(functions, choice, None if is_parallel else 1) if functions and choice != "none" else None
+    return Tools(functions, forced, None if is_parallel else 1) if functions and choice != "none" else None
 
 
 def _parse_tool(value: Any, path: str) -> dict[str, Any]:
-    """Return a tool as {type, function as given}; ApiError for a wrong type, unknown field, or bad or reserved name."""
+    """Return a tool as {type, function as given}; ApiError for a wrong type, unknown field, or bad name."""
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     if not isinstance(function, dict):
         raise ApiError(f"expected {path} to be an object of type function, got {format_value(value)}", param=path)
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in ("auto", "required"):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         expected = f"expected {path}.function.name to be of letters, digits, _ and -"
         raise ApiError(f"{expected}, got {format_value(name)}", param=f"{path}.function.name")
     about = RequestFields(function)
