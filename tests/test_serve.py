@@ -903,6 +903,23 @@ def test_prefix_cache_with_sliding_window_and_shifts(tmp_path):
                 assert [choice["text"] for choice in response["choices"]] == [expected, expected]
 
 
+def test_prompt_logprobs_with_longrope(tmp_path, monkeypatch):
+    """All tokens of a text have the frequencies of its length, also if the prompt is processed in chunks."""
+    divisors = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 9.0, 11.0)
+    scaling = {"rotary_scaling": "longrope", "rotary_original_window": 20, "rotary_divisors": divisors}
+    folder = write_folder(tmp_path / "model", None, **scaling)
+    reference = ReferenceGenerator(folder)
+    monkeypatch.setattr("tricycle_serve.engine.PREFILL_CHUNK_TOKENS", 8)
+    with run_server(folder) as server:
+        for n in (20, 21, 22, 50):
+            ids = np.random.default_rng(0).integers(3, 300, n)
+            body = {"prompt": ids.tolist(), "echo": True, "logprobs": 0, "max_tokens": 2}
+            _, response, _ = server.request("/v1/completions", body)
+            logits = reference.loaded.model(ids[None]).array[0, :-1, : reference.tokeniser.n_vocab].astype(float)
+            expected = (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[range(n - 1), ids[1:]]
+            assert response["choices"][0]["logprobs"]["token_logprobs"][1:n] == pytest.approx(expected, abs=1e-3)
+
+
 # -------------------------------------------------------------------- embeddings
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):

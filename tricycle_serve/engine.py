@@ -169,9 +169,11 @@ class _Sequence:
 
     def prefill(self, n_tokens: int) -> None:
         """Process up to `n_tokens` more prompt tokens, but not the last; ValueError or MemoryError if it fails."""
-        prompt, start = self.request.prompt, len(self.state.tokens)
+        prompt, start, config = self.request.prompt, len(self.state.tokens), self.state.model.config
         end = min(start + n_tokens, len(prompt) - 1)
         if self.needs_prompt_logprobs:
+            if config.rotary_scaling == "longrope" and len(prompt) > config.rotary_original_window:
+                end = max(end, config.rotary_original_window + 1)  # else: frequencies of a short text
             logits = self.state.all_logits(prompt[:end])
             self.output.record_prompt_logprobs(prompt[start + 1 : end + 1], logits)
         else:
