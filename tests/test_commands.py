@@ -117,7 +117,10 @@ def test_json_schema_and_regex_constrain_the_text(pretrained_folder, tmp_path):
         (["--regex", "(a"], "--regex: .*unclosed group"),
         (["--regex", "a", "--json-schema", schema], "got both"),
         (["--regex", "a", "--no-stop"], "without --no-stop"),
-        (["--regex", "a", "--beams", "2"], "without --beams"),
+        (["--regex", "a", "--beams", "2"], "expected --beams without"),
+        (["--draft-tokens", "4", "--beams", "2"], "expected --beams without"),
+        (["--repetition-penalty", "2", "--beams", "2"], "expected --beams without"),
+        (["--draft-tokens", "-1"], "--draft-tokens to be 0 or more, got -1"),
     ):
         one_line(call("generate", pretrained_folder, "x", *words), reason)
 

@@ -67,20 +67,19 @@ def main(args: Sequence[str] | None = None) -> None:
     sampling = arguments.sampling.for_model(loaded)
     if not arguments.stop:
         sampling = replace(sampling, stop_tokens=())
-    sampling = arguments.decoding.constrain(sampling, tokeniser)
     ids = prompt_ids(tokeniser, arguments.prompt)
     if isinstance(loaded.model, EncoderDecoderTransformer):
         return print_stream("", target_text(loaded, ids, arguments, sampling))
     if arguments.beams not in (None, 1):
-        if sampling.constraint is not None:
-            raise ValueError(
-                "expected --json-schema and --regex without --beams, because beam search does not apply them"
-            )
+        if (arguments.sampling, arguments.decoding) != (SamplingFlags(), DecodingFlags()):
+            flags = "flags for sampling and decoding, such as --temperature and --regex"
+            raise ValueError(f"expected --beams without {flags}, because beam search does not apply them")
         found = generate_beam_search(
             loaded.model, [ids], arguments.length, arguments.beams, 1.0, sampling.stop_tokens, sampling.n_vocab
         )
         text = stream_text(iter(found[0]), tokeniser, stop_tokens(loaded), ids)
         return print_stream(arguments.prompt or "", text)
+    sampling = arguments.decoding.constrain(sampling, tokeniser)
     state, generate = new_decoder(loaded.model, arguments.decoding)
     tokens = generate(loaded.model, ids, arguments.length, sampling, state=state, overflow=arguments.decoding.overflow)
     print_stream(arguments.prompt or "", stream_text(tokens, tokeniser, stop_tokens(loaded), ids))

@@ -114,7 +114,9 @@ def cache_dtype(flag: str) -> str | None:
 def new_decoder(model: GPT, flags: DecodingFlags) -> tuple[DecodingState, Callable[..., Iterator[int]]]:
     """Return an empty decoding state, and `generate`, or `generate_prompt_lookup` if flags.draft_tokens > 0."""
     dtype = cache_dtype(flags.kv_cache_dtype)
-    if flags.draft_tokens <= 0:
+    if flags.draft_tokens < 0:
+        raise ValueError(f"expected --draft-tokens to be 0 or more, got {flags.draft_tokens}")
+    if flags.draft_tokens == 0:
         return DecodingState(model, quantized_dtype(dtype) if dtype == "bfloat16" else dtype), generate
     from tricycle.decoding.prompt_lookup import generate_prompt_lookup
     from tricycle.decoding.speculative import SpeculativeState
