@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,7 +141,14 @@ def test_wrong_content_is_never_stored(server, folders):
     server.content = b"not what was published"
     with pytest.raises(DownloadError, match=SHA256):
         server.fetch()
-    assert list((folders.cache / "things").iterdir()) == []
+    assert not [path for path in folders.cache.rglob("*") if path.is_file()]
+
+
+def test_concurrent_fetches_download_once(server):
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: server.fetch(), range(4)))
+    assert {path.read_bytes() == CONTENT for path in paths} == {True}
+    assert server.ranges == [None]
 
 
 def test_offline_error_names_the_paths(server, folders, monkeypatch):

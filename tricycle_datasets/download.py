@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from tricycle.system.files import add_path_to_errors, atomic_write
+from tricycle.system.files import add_path_to_errors
+from tricycle.system.locks import FolderLock
 
 _ATTEMPTS = 3  # to resume a download after a dropped connection
 MOST_BYTES = 2**30  # the largest download, so that a server cannot fill the disk
@@ -60,10 +59,13 @@ def fetch(name: str, url: str, sha256: str, folder: str) -> Path:
         check_hash(by_hand, sha256)
         return by_hand
     cached = cache_folder() / folder / name
-    if cached.is_file() and file_sha256(cached) == sha256:
+    is_intact = lambda: cached.is_file() and file_sha256(cached) == sha256
+    if is_intact():
         return cached
     try:
-        _download(url, cached, sha256)
+        with FolderLock(cached.parent, wait=True):
+            if not is_intact():  # another process may have downloaded it meanwhile
+                _download(url, cached, sha256)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise DownloadError(
@@ -74,24 +76,18 @@ def fetch(name: str, url: str, sha256: str, folder: str) -> Path:
 
 
 def _download(url: str, path: Path, sha256: str) -> None:
-    """Download to a .part file, then to `path`; raise ValueError for a wrong hash, unless it was resumed: retry."""
+    """Download to a .part file, then move it to `path`; ValueError for a wrong hash, unless it was resumed: retry."""
     part = path.with_name(f"{path.name}.part")
-    path.parent.mkdir(parents=True, exist_ok=True)
     resumed = part.exists()
     try:
         _append(url, part)
-        # another process may be writing to the same .part, so the hash is computed of a copy
-        with atomic_write(path) as file, part.open("rb") as downloaded:
-            shutil.copyfileobj(downloaded, file)
-            file.flush()
-            check_hash(file.name, sha256)
+        check_hash(part, sha256)
     except ValueError:
         part.unlink(missing_ok=True)
         if not resumed:
             raise
-        _download(url, path, sha256)  # the .part was damaged: start again
-    with suppress(OSError):  # Windows does not delete a file that another process has open
-        part.unlink()
+        return _download(url, path, sha256)  # the .part was damaged: start again
+    os.replace(part, path)
 
 
 def _append(url: str, path: Path) -> None:
