@@ -12,6 +12,7 @@ from serving import ReferenceGenerator, folder, run_server, wait_until  # noqa: 
 from tiny_models import smollm2_file, write_folder
 
 from tricycle.decoding.batch import GenerationBatch
+from tricycle_cli.models import ModelFlags
 
 pytestmark = pytest.mark.nightly
 
@@ -127,6 +128,20 @@ def test_stop(browser, server, monkeypatch):
     assert browser.run(ERROR) is False
 
 
+def test_stop_before_the_first_text(browser, server, monkeypatch):
+    """The message is removed: many chat templates reject two consecutive messages of the user."""
+    monkeypatch.setattr(GenerationBatch, "step", lambda batch: time.sleep(0.005) or [])
+    browser.open(server.url)
+    browser.find("#input").send_keys("the")
+    browser.press(ENTER)
+    wait_until(server.service.engine._has_work)
+    browser.press(ESCAPE)
+    browser.until(IS_DONE)
+    assert browser.run(STATUS) == "Stopped"
+    assert browser.run(TEXTS) == [] and browser.run("return messages.length") == 0
+    assert browser.run("return document.getElementById('input').value") == "the"
+
+
 def test_error_messages(browser, folder):
     with run_server(folder, key="sesame") as server:
         browser.open(server.url)
@@ -164,8 +179,9 @@ def test_model_without_chat_template(browser, tmp_path):
 @pytest.mark.slow
 def test_screenshot_for_the_documentation(browser):
     """Save docs/serving.png in the folder TRICYCLE_SCREENSHOTS."""
-    with run_server(smollm2_file(), model_name="smollm2") as server:
+    with run_server(smollm2_file(), model_name="smollm2", model=ModelFlags(weights="exact")) as server:
         browser.open(server.url, (900, 560))
+        browser.run("document.getElementById('temperature').value = '0'")
         for text in ("What is the capital of France?", "And what flows through it?"):
             browser.find("#input").send_keys(text)
             browser.press(ENTER)

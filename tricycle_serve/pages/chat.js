@@ -112,10 +112,10 @@ async function send() {
   setGenerating(false);
   if (currentMessages !== messages) return; // the user has started a new chat
   element("status").textContent = status;
-  if (paragraph.textContent) {
+  if (paragraph.textContent || status === "Response complete") {
     currentMessages.push({ role: "assistant", content: paragraph.textContent });
-  } else if (!status) {
-    currentMessages.pop(); // the request failed: return the text to the input field
+  } else {
+    currentMessages.pop(); // without a response: return the text to the input field
     paragraph.parentElement.previousElementSibling.remove();
     paragraph.parentElement.remove();
     if (!element("input").value) element("input").value = text;
