@@ -35,6 +35,7 @@ from serving import (  # noqa: F401 (fixtures)
     wait_until,
 )
 from tiny_models import lively_model, tiny_tokeniser, write_folder
+from uvicorn.server import ServerState
 
 from benchmarks import serving as benchmark
 from tricycle.checkpoint import save_checkpoint
@@ -67,6 +68,7 @@ from tricycle_serve.engine import GenerationEngine
 from tricycle_serve.output_processor import OutputProcessor, StopStringFilter, TextDelta
 from tricycle_serve.request_fields import RequestFields
 from tricycle_serve.responses import merge_deltas
+from tricycle_serve.server import TimeoutProtocol
 
 ROOT = Path(__file__).resolve().parents[1]
 ALWAYS_LONG = {"2": -100}  # the logit bias that prevents the end of an answer
@@ -688,6 +690,22 @@ def test_idle_and_blocked_connections_are_closed(folder, monkeypatch):
         with contextlib.suppress(ConnectionResetError):
             assert b"[DONE]" not in receive_all(stuck)
         assert server.request("/health")[0] == 200
+
+
+def test_slow_but_steady_reader_is_not_blocked(server):
+    """The server fills its buffer again before the next check, whenever the client has read a part of it."""
+    transport = Mock(get_write_buffer_size=lambda: 60_000)
+    transport.get_extra_info = lambda name: Mock(getpeername=lambda: None) if name == "socket" else None
+    protocol = TimeoutProtocol(server.uvicorn_server.config, ServerState(), {}, Mock())
+    protocol.connection_made(transport)
+    for _ in range(50):
+        protocol.pause_writing()
+        protocol.resume_writing()
+        protocol._check_timeouts()
+    assert not transport.abort.called
+    for _ in range(13):
+        protocol._check_timeouts()
+    assert transport.abort.called
 
 
 def test_shared_prompts_are_processed_once(folder, monkeypatch):

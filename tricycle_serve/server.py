@@ -51,6 +51,11 @@ class TimeoutProtocol(H11Protocol):
         else:
             self._schedule_check()
 
+    def resume_writing(self) -> None:
+        """Note that the client has read, because the next events may fill the buffer again before the next check."""
+        self._n_unsent_bytes = 0
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the periodic check."""
         if self._check_timer is not None:
