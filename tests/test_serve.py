@@ -957,6 +957,12 @@ def encoder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("flags", [{"adapter": Path("x")}, {"softmax": "softmax1"}])
+def test_flags_of_decoders_are_rejected_for_encoders(encoder, flags):
+    with pytest.raises(ValueError, match=r"expected --adapter and --softmax with a decoder"):
+        load_service(Arguments(str(encoder), model=ModelFlags(**flags)))
+
+
 def test_embeddings_equal_the_encoder(encoder):
     texts = [f"{'the quick brown fox '[: 3 + i % 17]}" for i in range(40)]
     expected = load_sentence_encoder(encoder).encode(texts)

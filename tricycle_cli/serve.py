@@ -157,13 +157,19 @@ def address(listener: socket.socket) -> str:
 
 
 def load(arguments: Arguments) -> ModelService:
-    """Load the model; return an EmbeddingService for a text encoder, else a GenerationService, not started yet."""
+    """Load the model; return an EmbeddingService for a text encoder, else a GenerationService, not started yet.
+
+    Raises:
+        FileNotFoundError, ValueError: as of `load_model`; or a flag is given that only decoders support.
+    """
     name = arguments.model_name or published_name(arguments.source)
     created = int(time.time())
     limits = EngineLimits(arguments.max_batch_size, arguments.max_queue, arguments.cached_texts)
     on_gpu = use_gpu(arguments.model.device, arguments.model.weights)
     loaded = load_file(arguments.source, arguments.model.weights, arguments.model.device)
     if isinstance(loaded.model, TextEncoder):
+        if arguments.model.adapter is not None or arguments.model.softmax is not None:
+            raise ValueError(f"{arguments.source}: expected --adapter and --softmax with a decoder, got an encoder")
         if on_gpu:
             loaded.model.to_gpu()
         encoder = to_sentence_encoder(loaded, arguments.source)
