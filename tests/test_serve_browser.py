@@ -147,6 +147,11 @@ def test_error_messages(browser, folder):
         browser.open(server.url)
         assert "expected the API key" in browser.run(ERROR)
         assert browser.violations() == []
+        browser.find("#api-key").send_keys("\u043a\u043b\u044e\u0447\t")
+        browser.find("#new-chat").click()  # removes the message
+        browser.find("#api-key").send_keys("x\t")
+        browser.until(f"{ERROR}.includes('expected the API key')")
+        browser.find("#api-key").clear()
         browser.find("#api-key").send_keys("sesame\t")
         browser.until("return !document.getElementById('input').disabled")
         assert browser.run(ERROR) is False

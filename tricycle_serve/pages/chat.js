@@ -11,7 +11,8 @@ let abortController = null; // of the response that is being generated
 // ---------------------------------------------------------------- requests
 async function request(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
-  if (element("api-key").value) headers.Authorization = `Bearer ${element("api-key").value}`;
+  const key = String.fromCharCode(...new TextEncoder().encode(element("api-key").value)); // `fetch` rejects others
+  if (key) headers.Authorization = `Bearer ${key}`;
   const options = body === undefined ? { headers } : { method: "POST", headers, body: JSON.stringify(body), signal };
   const response = await fetch(path, options);
   if (response.ok) return response;
