@@ -273,6 +273,17 @@ def test_echo_without_new_tokens(client):
     assert complete(client, [3] * 4096, max_tokens=0, echo=True).usage.prompt_tokens == 4096
 
 
+def test_logprobs_of_text_that_a_stop_string_cuts_are_omitted():
+    sampling = PenalizedSamplingParams(stop_tokens=256, n_vocab=257)
+    output = OutputProcessor(SequenceRequest([1], 9, sampling, ("ab",), 0), BPETokeniser(257), 0)
+    deltas = []
+    for token in b"xaab":  # the second "a" is held back when the first one is sent
+        output.record_logprobs(token, np.zeros(257))
+        deltas.append(output.push(token))
+    found = [(delta.text, bytes(entry.token for entry in delta.logprobs)) for delta in deltas if delta is not None]
+    assert found == [("x", b"x"), ("a", b"a"), ("", b"")]
+
+
 def test_token_offsets_after_added_tokens(reference):
     """A beginning-of-sequence token, which is not part of the echoed text, has offset 0."""
     ids = [1, *reference.tokeniser.encode("the quick")]

@@ -124,11 +124,11 @@ class OutputProcessor:
         ends = np.cumsum(list(map(len, parts)))
         n_added = max(0, int(ends[-1]) + len(detokenizer.flush()) - len(text))
         offsets = np.clip(ends - list(map(len, parts)) - n_added, 0, len(text)).tolist()
-        self._logprobs = [
+        logprobs = [
             entry._replace(text_offset=offset) for entry, offset in zip(self._prompt_logprobs, offsets, strict=True)
         ]
-        self._n_decoded_characters = len(text)
-        return self._new_delta(text, None)
+        self._n_decoded_characters = self._n_sent_characters = len(text)
+        return TextDelta(self.sequence_index, text, logprobs, 0)
 
     def _token_logprob(self, token: int, logits: np.ndarray) -> TokenLogprob:
         """Return the log-probabilities of a token and of the most probable ones, without its text offset yet."""
@@ -165,12 +165,12 @@ class OutputProcessor:
         return self._new_delta(text + self._stop_filter.flush(), finish_reason)
 
     def _new_delta(self, text: str, finish_reason: str | None) -> TextDelta:
-        """Return a delta of `text` and the log-probabilities since the last, without tokens whose text was cut off."""
+        """Return a delta of `text` and its log-probabilities; keep those of held-back text, drop those of cut text."""
         self._n_sent_characters += len(text)
-        logprobs = self._logprobs
-        if self._stop_filter.has_stopped:  # omit tokens whose text was cut off
-            logprobs = [entry for entry in logprobs if entry.text_offset < self._n_sent_characters]
-        self._logprobs = []
+        n = len(self._logprobs)
+        if finish_reason is None or self._stop_filter.has_stopped:
+            n = sum(entry.text_offset < self._n_sent_characters for entry in self._logprobs)
+        logprobs, self._logprobs = self._logprobs[:n], self._logprobs[n:]
         n_new_tokens, self._n_new_tokens = self._n_new_tokens, 0
         return TextDelta(self.sequence_index, text, logprobs, n_new_tokens, finish_reason)
 
