@@ -278,6 +278,9 @@ def test_early_stopping_ends_the_run_after_patience(base_folder, data, tmp_path,
     progress = load_checkpoint(tmp_path / "run" / "last.safetensors").about["progress"]
     assert progress["step"] == progress["total_steps"] < 60
     assert progress["n_worse"] == 2
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
+    finetune(["--resume", str(tmp_path / "run")])
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics
 
 
 @pytest.mark.parametrize("shape", ["text", "pair", "plain"])

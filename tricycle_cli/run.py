@@ -178,12 +178,14 @@ def _as_json(value: Any) -> Any:
 
 
 def _is_past(line: dict[str, Any], state: TrainingState) -> bool:
-    """Return whether a metrics line is of a step before the state's, or of this step with a loss or a past rollback."""
+    """Return whether a resumed run keeps a metrics line: it will not write the line's update or evaluation again."""
     if line["step"] != state.step:
         return line["step"] < state.step
     if line.get("on_nan") == "rollback":
         return line.get("rollback", 0) <= state.n_rollbacks
-    return "loss" in line or "on_nan" in line
+    if "loss" in line or "on_nan" in line:
+        return True
+    return state.evaluated_step == state.step and "final_loss" not in line  # the evaluation before early stopping
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
