@@ -25,6 +25,7 @@ from tricycle import training
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import ModelConfig
 from tricycle.configs.mamba import MambaConfig
+from tricycle.finetuning.packing import PackedDataset
 from tricycle.generate import generate
 from tricycle.latent_attention import LatentConfig
 from tricycle.models import GPT
@@ -33,6 +34,7 @@ from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.state_spaces.delta_net import DeltaNetConfig
+from tricycle.tokeniser import BPETokeniser
 from tricycle_cli import updates
 from tricycle_cli.evaluate import main as evaluate
 from tricycle_cli.export import main as export
@@ -41,6 +43,7 @@ from tricycle_cli.finetune import read_prompts
 from tricycle_cli.generate import main as generate_main
 from tricycle_cli.init_from import check_shape, default_config, initialize_from
 from tricycle_cli.run import read_metrics
+from tricycle_cli.tuning import HeldOutRows
 from tricycle_datasets.examples import ExampleEncoder, Record, _record, load_examples, read_records
 
 WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing of rain".split()
@@ -298,6 +301,13 @@ def test_text_and_pair_and_folder_data_lower_the_loss(shape, base_folder, tmp_pa
     tune(base_folder, path, tmp_path / "run")
     losses = held_out_losses(tmp_path / "run")
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("tokeniser", [tiny_tokeniser(), BPETokeniser(300).train("the quick fox", progress=False)])
+def test_end_tokens_have_no_bytes_of_held_out_text(tokeniser):
+    (example,) = ExampleEncoder(tokeniser, 20).encode(Record("", "pair", ["the quick", " fox"]))
+    held_out = HeldOutRows.from_dataset(PackedDataset([example], 1, 20), 1, tokeniser)
+    assert held_out.n_bytes == len(" fox")
 
 
 # -------------------------------------------------------------------- preferences

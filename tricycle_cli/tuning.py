@@ -137,7 +137,7 @@ class HeldOutRows:
 
     Attributes:
         n_rows: the number of rows that are evaluated, from the first row.
-        n_bytes: the number of bytes of the tokens that count.
+        n_bytes: the number of bytes of the text of the tokens that count; special tokens have none.
         size: the number of these tokens as text, such as "1,234 tokens".
     """
 
@@ -151,7 +151,8 @@ class HeldOutRows:
         """Return the first `n_rows` rows of a dataset, or all if there are fewer, as held-out data."""
         rows = dataset.rows[:n_rows]
         ids = [dataset.examples[item].ids[1:][dataset.examples[item].loss_mask[1:]] for row in rows for item in row]
-        n_bytes = sum(len(tokeniser.decode(part).encode("utf-8")) for part in ids)
+        special = [*(getattr(tokeniser, "special_ids", ()) or [tokeniser.end_of_text])]
+        n_bytes = sum(len(tokeniser.decode(part[~np.isin(part, special)]).encode("utf-8")) for part in ids)
         return cls(dataset, len(rows), n_bytes, f"{sum(map(len, ids)):,} tokens")
 
     def measure(self, model: GPT) -> dict[str, float]:
