@@ -517,6 +517,12 @@ def test_invalid_flags_are_rejected(words, message, base_folder, data, tmp_path)
         tune(base_folder, data, tmp_path / "run", *words.split())
 
 
+@pytest.mark.parametrize("words", ["--steps 50", "--no-pack", "--device=gpu", "model"])
+def test_other_flags_with_resume_are_rejected(words, tmp_path):
+    with pytest.raises(ValueError, match=f"only --track with --resume, got {words.split()[0].split('=')[0]}"):
+        finetune([*words.split(), "--track", "--resume", str(tmp_path)])
+
+
 def test_invalid_data_and_run_folders_are_rejected(base_folder, data, tmp_path):
     run = tmp_path / "run"
     silent = write_folder(tmp_path / "silent", chat_template=None)

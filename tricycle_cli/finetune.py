@@ -167,6 +167,11 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
             raise ValueError("expected a model and --data, or --resume with a run folder")
         check_arguments(arguments)
         check_trackers(arguments.track)
+    else:
+        flags = [word.split("=")[0] for word in words if word.startswith("--")]
+        others = [arguments.model] * bool(arguments.model) + [f for f in flags if f not in ("--resume", "--track")]
+        if others:
+            raise ValueError(f"expected only --track with --resume, got {' '.join(others)}")
     return FinetuneTask(arguments, arguments.resume or arguments.run_folder)
 
 
