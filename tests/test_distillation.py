@@ -15,6 +15,7 @@ from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.tensor import Tensor
 from tricycle_cli.distill import main as distill
+from tricycle_cli.finetune import main as finetune
 from tricycle_cli.run import read_metrics
 from tricycle_cli.train import main as train
 
@@ -114,9 +115,17 @@ def test_student_uses_the_teachers_tokeniser_and_its_loss_falls(distilled, teach
     assert len(losses) == 12 and losses[-1] < losses[0]
 
 
-def test_only_distill_resumes_a_distillation(distilled, capsys):
-    with pytest.raises(ValueError, match=r"tricycle train.*'distill'"):
-        train(["--resume", str(distilled[0])])
+def test_only_distill_resumes_a_distillation(distilled, tmp_path, capsys):
+    for command, name in ((train, "train"), (finetune, "finetune")):
+        with pytest.raises(ValueError, match=rf"tricycle {name}.*'distill'"):
+            command(["--resume", str(distilled[0])])
+    (tmp_path / "config.json").write_bytes((distilled[0] / "config.json").read_bytes())
+    for started_by, data in (("train", {"data": "python", "files": []}), ("finetune", {"arguments": {}})):
+        (tmp_path / "data.json").write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=rf"tricycle distill.*'{started_by}'"):
+            distill(["--resume", str(tmp_path)])
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        distill(["--resume", str(tmp_path / "nothing")])
     assert distill(["--resume", str(distilled[0])]) == 0
     assert "resuming after step 12" in capsys.readouterr().out
 

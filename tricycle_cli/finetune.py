@@ -47,7 +47,14 @@ from tricycle_cli.init_from import MAX_DEFAULT_WINDOW, initialize_from
 from tricycle_cli.models import Device, Weights, load_model
 from tricycle_cli.run import OnNaN, Run, read_metrics
 from tricycle_cli.session import open_session, print_line
-from tricycle_cli.task import Task, claim_new_folder, command_name, read_stored_flags, write_run_description
+from tricycle_cli.task import (
+    Task,
+    check_command,
+    claim_new_folder,
+    command_name,
+    read_stored_flags,
+    write_run_description,
+)
 from tricycle_cli.trackers import TrackerName, check_trackers
 from tricycle_cli.tuning import ADAPTER, HeldOutPairs, HeldOutRows, TuningState, write_samples
 from tricycle_cli.updates import advise_on_memory, check_training_memory
@@ -197,6 +204,7 @@ def read_arguments(folder: Path) -> Arguments:
     if not path.is_file() or not (folder / "config.json").is_file():
         expected = "a run folder of `tricycle finetune`, with config.json and data.json"
         raise FileNotFoundError(f"{folder}: expected {expected}")
+    check_command(folder, read_json_object(path), "finetune")
     known = {field.name for field in dataclasses.fields(Arguments)} - {"run_folder", "resume"}
     stated = read_stored_flags(path, "arguments", Arguments(), known)
     if stated.get("method") not in tuple(LEARNING_RATES) or stated.get("loss", LOSSES[0]) not in LOSSES:

@@ -126,6 +126,13 @@ def claim_new_folder(folder: Path) -> None:
     (folder / "config.json").unlink(missing_ok=True)  # without data.json
 
 
+def check_command(folder: Path, data: Mapping[str, Any], command: str) -> None:
+    """Raise ValueError if `data`, the content of the folder's data.json, is of a run of another command."""
+    started_by = data.get("command", "finetune" if "arguments" in data else "train")
+    if started_by != command:
+        raise ValueError(f"{folder}: expected a run of `tricycle {command}`, got one of {started_by!r}")
+
+
 def present_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of an older run folder's flags with their present names and values; other flags are unchanged."""
     flags = {"--" + name.replace("_", "-"): value for name, value in stored.items()}

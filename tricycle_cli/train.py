@@ -49,7 +49,7 @@ from tricycle_cli.run import OnNaN, Run
 from tricycle_cli.session import new_folder, open_session
 from tricycle_cli.signals import Signals
 from tricycle_cli.streams import tolerant_streams
-from tricycle_cli.task import claim_new_folder, contains_run, write_run_description
+from tricycle_cli.task import check_command, claim_new_folder, contains_run, write_run_description
 from tricycle_cli.text_task import TextTask
 from tricycle_cli.trackers import NAMES, TrackerName, check_trackers
 from tricycle_cli.updates import advise_on_memory, check_training_memory
@@ -402,6 +402,8 @@ def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
     Raises:
         FileNotFoundError, ValueError: the folder is not of a run of this command.
     """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: expected a run folder, there is no such folder")
     found = []
     for path in (folder / "config.json", folder / "data.json"):
         if not path.is_file():
@@ -409,6 +411,7 @@ def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
             raise FileNotFoundError(f"{folder}: expected a run folder, got one without {path.name}{hint}")
         found.append(read_json_object(path))
     config, data = found
+    check_command(folder, data, command)
     files: Any = data.get("files")
     track = data.get("track", [])
     are_paths = isinstance(files, list) and all(isinstance(name, str) for name in files)
@@ -421,8 +424,6 @@ def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
     if not (is_known and are_paths and are_trackers and are_tasks and are_flags):
         got = reprlib.repr(data)
         raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {got}")
-    if data.get("command", "train") != command:
-        raise ValueError(f"{folder}: expected a run of `tricycle {command}`, got one of {data['command']!r}")
     same = {name: data[name] for name in ("data", "tokeniser", "on_nan", "init_from", "score_heads") if name in data}
     several: Any = {"files": tuple(map(Path, files)), "track": tuple(track), "evaluate_tasks": tuple(tasks)}
     arguments = Arguments(**same, **several, config=GPTConfig.from_dict(config))
