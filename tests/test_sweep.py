@@ -249,6 +249,15 @@ def test_trials_that_fail(tmp_path: Path, trainer: Trainer, capsys: pytest.Captu
         sweep(tmp_path / "c", "--trials", "1")
 
 
+def test_a_trial_with_an_invalid_config_fails(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Both ends of the range are valid, but 3 heads do not divide the width 32."""
+    pytest.importorskip("optuna")
+    words = ["--over", "n_heads=1..4", "--trials", "1", "--sampler", "random"]
+    with pytest.raises(RuntimeError, match="completed trial"):
+        main([*words, "--preset", "debug", "--device", "cpu", "--run-folder", str(tmp_path / "a")])
+    assert "trial 0 failed: GPTConfig: expected n_heads to be a divisor" in capsys.readouterr().out
+
+
 def test_second_sweep_in_one_folder_is_rejected(tmp_path: Path, trainer: Trainer) -> None:
     sweep(tmp_path / "a", "--trials", "1")
     with FolderLock(tmp_path / "a"):

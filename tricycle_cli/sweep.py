@@ -307,7 +307,7 @@ def run_trial(sweep: Sweep, trial: Any) -> str | None:
     try:
         wait_for_lock(folder)
         pruned = train_trial(sweep, trial, params) if final_bits_per_byte(folder) is None else False
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # a failed run, or an invalid config, as 3 heads of n_heads=1..4
         trial.set_user_attr("reason", str(error))
         sweep.study.tell(trial.number, state=TrialState.FAIL)
         print(f"trial {trial.number} failed: {error}", flush=True)
