@@ -509,7 +509,7 @@ def test_estimated_memory_is_a_lower_bound(words, base_folder, data, tmp_path, m
         ("--accumulation-steps 0", "--accumulation-steps.*1.*got 0"),
         ("--epochs -1", "--epochs.*0.*got -1"),
         ("--steps -1", "--steps.*0.*got -1"),
-        ("--data nothing", "expected a file"),
+        ("--held-out nothing", "expected a file"),
     ],
 )
 def test_invalid_flags_are_rejected(words, message, base_folder, data, tmp_path):

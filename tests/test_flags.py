@@ -49,6 +49,14 @@ class Needs:
     source: str
 
 
+@dataclass(frozen=True)
+class Many:
+    """Takes several values."""
+
+    file_names: tuple[str, ...] = ()
+    tracks: tuple[str, ...] | None = None
+
+
 @pytest.fixture(autouse=True)
 def program(monkeypatch):
     monkeypatch.setenv("TRICYCLE_TUNE_HOST", "0")  # of the process of these tests
@@ -83,6 +91,8 @@ class Renamed:
         ("--past-window=refuse", Renamed(overflow="error")),
         ("--names refuse", Renamed(names="refuse")),
         ("--optimizer adafactor", Renamed(optimiser="adafactor")),
+        ("--size 3 --size=5", Outer(inner=Inner(5))),
+        ("--file-names a b --tracks", Many(("a", "b"), ())),
     ],
 )
 def test_flag_values_and_deprecated_names_are_parsed(words, expected):
@@ -113,6 +123,9 @@ def test_flags_of_older_run_folders_get_their_present_names():
         (Outer, ["--kind", "blue"], "'red', 'green'"),
         (Outer, ["--size", "0"], "size.*at least 1.*got 0"),
         (Needs, [], "source"),
+        (Many, ["--file-names", "a", "--file-names", "b"], "--file-names once.* 2 times"),
+        (Many, ["--file_names=a", "--tracks", "c", "--file-names", "b"], "--file-names once.* 2 times"),
+        (Many, ["--tracks", "--tracks", "a"], "--tracks once.* 2 times"),
     ],
 )
 def test_errors_are_one_line_and_status_2(kind, words, message, capsys):

@@ -163,7 +163,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 
 def sweep(folder: Path, *words: str) -> None:
-    main([*OVER, "--preset", "debug", "--device", "cpu", "--run-folder", str(folder), *words])
+    over = () if "--over" in words else OVER
+    main([*over, "--preset", "debug", "--device", "cpu", "--run-folder", str(folder), *words])
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:

@@ -23,6 +23,7 @@ class Flag(NamedTuple):
     name: str  # with the leading dashes
     choices: tuple[str, ...] = ()  # the values that the flag accepts; empty for any value
     alone: bool = False  # the flag takes no value
+    many: bool = False  # the flag takes any number of values
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
@@ -66,7 +67,7 @@ def field_flags(kind: Any) -> Iterator[Flag]:
         if dataclasses.is_dataclass(hint):
             yield from field_flags(hint)
             continue
-        yield Flag(f"--{name}", tuple(_choices(hint)), alone=hint is bool)
+        yield Flag(f"--{name}", tuple(_choices(hint)), alone=hint is bool, many=_takes_many(hint))
         if hint is bool:
             yield Flag(f"--no-{name}", alone=True)
 
@@ -77,6 +78,11 @@ def _is_no_flag(marks: Sequence[Any]) -> bool:
 
     no_flags = [Positional, Suppress, *get_args(Positional[str])[1:], *get_args(Suppress[str])[1:]]
     return any(mark in no_flags for mark in marks)
+
+
+def _takes_many(hint: Any) -> bool:
+    """Return whether a type is a tuple of any length, or one or None."""
+    return ... in get_args(hint) or any(... in get_args(part) for part in get_args(hint))
 
 
 def _choices(hint: Any) -> Iterator[str]:

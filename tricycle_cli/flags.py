@@ -64,6 +64,7 @@ def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
 
     options["config"] = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     args = _resolve_aliases(kind, args)
+    _check_lists(kind, args)
     has_rare_flags = "config" in getattr(kind, "__dataclass_fields__", ())
     if {"-h", "--help", *["--help-all"] * has_rare_flags} & set(args):
         show_help = lambda: tyro.cli(kind, args=["--help"], prog=_command(), **options)
@@ -105,6 +106,18 @@ def _resolve_aliases(kind: Any, args: Sequence[str]) -> list[str]:
         words.append(flag + equals + value if name else value)
         flag = flag if name else ""
     return words
+
+
+def _check_lists(kind: Any, args: Sequence[str]) -> None:
+    """Exit with an error if a flag that takes several values is given twice, because tyro ignores the first values."""
+    names = [word.split("=")[0].replace("_", "-") for word in args if word.startswith("--")]
+    if len(set(names)) == len(names):
+        return
+    from tricycle_cli.completion import field_flags
+
+    for flag in field_flags(kind):
+        if flag.many and names.count(flag.name) > 1:
+            fail(f"expected {flag.name} once, with all values after it, got it {names.count(flag.name)} times", 2)
 
 
 def _present_name(kind: Any, name: str) -> str:
