@@ -240,6 +240,8 @@ def test_evaluate_prints_a_line_per_file_and_a_total(pretrained_folder, texts):
     pattern = r"\d+\.\d{4} nats/token, perplexity [\d.]+, \d+\.\d{4} bits/byte; [\d,]+ tokens, [\d,]+ bytes"
     assert re.fullmatch(rf".*long.txt: {pattern}", lines[0])
     assert re.fullmatch(rf"all: {pattern} \(windows of 50 tokens, stride 25\)", lines[2])
+    far = good(call("evaluate", pretrained_folder, texts / "long.txt", "--window", "50", "--stride", "9000", "--json"))
+    assert json.loads(far)["stride"] == 50
     other = good(call("evaluate", pretrained_folder, texts / "long.txt", "--softmax", "softmax1", "--window", "50"))
     assert other.split(": ")[1].split(" (")[0] != lines[0].split(": ")[1]
 

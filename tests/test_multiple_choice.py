@@ -160,5 +160,6 @@ def test_invalid_flags(folder, tmp_path):
         ((task, "--log", "x"), "--log with --task only"),
         ((task, "--compare-with", "x"), "--compare-with with --task only"),
         (("--task", empty), "at least one item"),
+        (("--task", task, "--stride", "3"), "--stride without --task"),
     ):
         one_line(evaluate(folder, *words), message)

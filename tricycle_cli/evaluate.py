@@ -58,8 +58,8 @@ class Arguments:
     """length of a window in tokens, or of the prompts of "retrieval"; 0 for the model's context window, but at most
     1024"""
     stride: int = 0
-    """tokens between the starts of two windows; a smaller stride gives tokens more context and takes longer; 0 for half
-    of the window"""
+    """tokens between the starts of two windows, at most the window; a smaller stride gives tokens more context and
+    takes longer; 0 for half of the window"""
     batch_size: int = 0
     """windows, or choices of a task, in a batch; 0 for a batch of a few hundred megabytes"""
     tokeniser: Path | None = None
@@ -90,6 +90,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if bool(arguments.files) == (arguments.task is not None):
         raise ValueError("expected at least one file, or --task, got " + ("both" if arguments.files else "none"))
     if arguments.task is not None:
+        if arguments.stride:
+            raise ValueError("expected --stride without --task, whose prompts are not divided into windows")
         evaluate_task(arguments, arguments.task)
         return
     for name in ("log", "compare_with"):
@@ -99,7 +101,7 @@ def main(args: Sequence[str] | None = None) -> None:
     loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
     window = resolve_window(arguments, loaded)
     batch_size = arguments.batch_size or max(1, MAX_LOGITS // (window * loaded.model.config.vocab_size))
-    stride = arguments.stride or max(1, window // 2)
+    stride = min(arguments.stride, window) or max(1, window // 2)
     scores = []
     for name, text in texts.items():
         held_out = tokenize_text(loaded.tokeniser, text, name)
