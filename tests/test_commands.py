@@ -400,6 +400,8 @@ def test_exported_gguf_adapter_gives_equal_text(pretrained_folder, tmp_path):
     assert texts[0] == texts[1] == good(call("generate", folder, "the quick", *words))
     one_line(call("export", pretrained_folder, *flags, "--gguf-adapter", path), r"a\.gguf: .*new file.*exists")
     one_line(call("export", pretrained_folder, "--gguf-adapter", path), "--gguf-adapter: expected --adapter")
+    one_line(call("export", pretrained_folder, tmp_path / "b", "--type", "Q4_K_M"), "--type with --gguf, got .*Q4_K_M")
+    one_line(call("export", pretrained_folder, "--gguf", "b", "--dtype", "float16"), "--dtype with a folder")
     one_line(call("generate", path, "the quick"), "expected a model, got general.type 'adapter'")
 
 

@@ -231,6 +231,10 @@ def test_command_writes_a_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFi
     facts = page_data(content)["facts"]
     assert facts["trained on"] == "shakespeare" and facts["held-out loss, nats per token"] == "1.235"
     assert page_data(content)["sampling"]["stop_tokens"] == [TOKENISER.end_of_text]
+    save_checkpoint(run / "last.safetensors", lively(CONFIG), TOKENISER)
+    assert export.training_results(run / "best.safetensors") == export.training_results(run)
+    assert export.training_results(run / "last.safetensors") == {"trained on": "shakespeare"}
+    assert export.training_results(run / "a model on huggingface.co") == {}
     size = f"{lively(CONFIG).n_parameters:,} parameters in 8 bits, {path.stat().st_size / 1e6:.2f} MB"
     assert capsys.readouterr().out == f"{path}: {size}\n"
     with pytest.raises(FileExistsError, match=r"page\.html: .*new file.*exists"):

@@ -78,8 +78,8 @@ def main(args: Sequence[str] | None = None) -> None:
             kind = save_gguf_adapter(adapter, loaded, arguments.gguf_adapter)
             print(f"{arguments.gguf_adapter}: architecture {kind}, {adapter.n_parameters:,} parameters in F32")
         adapter.merge()
+    card = {} if arguments.adapter is not None else training_results(Path(arguments.source))
     if arguments.folder is not None:
-        card = training_results(Path(arguments.source))
         generation = loaded.generation if loaded.source is not None else None
         kind = export_folder(
             loaded.model, loaded.tokeniser, arguments.folder, card, generation=generation, dtype=arguments.dtype
@@ -97,16 +97,16 @@ def main(args: Sequence[str] | None = None) -> None:
         size = arguments.gguf.stat().st_size
         print(f"{arguments.gguf}: {loaded.model.n_parameters:,} parameters in {arguments.type}, {size:,} bytes")
     if arguments.html is not None:
-        write_html(loaded, arguments.html, arguments.source)
+        write_html(loaded, arguments.html, arguments.source, card)
 
 
-def write_html(loaded: Pretrained, path: Path, source: str) -> None:
+def write_html(loaded: Pretrained, path: Path, source: str, facts: dict[str, Any]) -> None:
     """Write a page that generates text with a decoder, and print its size; ValueError for an unsupported model."""
     from tricycle_lab.look.page import write_page
     from tricycle_lab.look.standalone import check_supported, render_standalone_page
 
     check_supported(loaded.model, loaded.tokeniser)
-    title, facts = Path(source).resolve().name, training_results(Path(source))
+    title = Path(source).resolve().name
     write_page(path, render_standalone_page(loaded.model, loaded.tokeniser, default_sampling(loaded), title, facts))
     print(f"{path}: {loaded.model.n_parameters:,} parameters in 8 bits, {path.stat().st_size / 1e6:.2f} MB")
 
@@ -118,6 +118,10 @@ def check_outputs(arguments: Arguments) -> None:
         raise ValueError("expected an output folder, --gguf, --gguf-adapter or --html, got none")
     if arguments.gguf_adapter is not None and arguments.adapter is None:
         raise ValueError("--gguf-adapter: expected --adapter with it, the adapter to write")
+    if arguments.gguf is None and arguments.type != Arguments.type:
+        raise ValueError(f"expected --type with --gguf, got --type {arguments.type} without it")
+    if arguments.folder is None and arguments.dtype != Arguments.dtype:
+        raise ValueError(f"expected --dtype with a folder, got --dtype {arguments.dtype} without one")
     if arguments.calibrate is not None and (arguments.gguf is None or arguments.type in NOT_CALIBRATED):
         raise ValueError("expected --calibrate with --gguf and a --type of at most 6 bits, such as Q4_K_M")
     for path in files:
@@ -135,15 +139,18 @@ def calibrate(loaded: Pretrained, path: Path, text: bytes) -> dict[str, np.ndarr
 
 
 def training_results(source: Path) -> dict[str, Any]:
-    """Return a run's data and best held-out loss by model-card label; {} without its data.json or metrics.jsonl."""
+    """Return a run's data by model-card label, and the held-out loss unless `source` is its last checkpoint; else {}.
+
+    The final metrics of a run are those of its best checkpoint. {} if there is no data.json or metrics.jsonl.
+    """
     folder = source if source.is_dir() else source.parent
     card: dict[str, Any] = {}
-    if (folder / "data.json").is_file() and (folder / "metrics.jsonl").is_file():
+    if source.exists() and (folder / "data.json").is_file() and (folder / "metrics.jsonl").is_file():
         about = read_json_object(folder / "data.json")
         card["trained on"] = str(about.get("data", "text"))
         if about.get("init_from"):
             card["started from"] = Path(str(about["init_from"])).name
-        for line in read_metrics(folder / "metrics.jsonl"):
+        for line in read_metrics(folder / "metrics.jsonl") if source.name != "last.safetensors" else []:
             if {"final_loss", "final_bits_per_byte", "best_step"} <= set(line):
                 card["held-out loss, nats per token"] = line["final_loss"]
                 card["held-out loss, bits per byte"] = line["final_bits_per_byte"]
