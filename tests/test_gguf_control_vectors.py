@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import numpy as np
 import pytest
@@ -28,6 +29,13 @@ def test_vectors_come_back(tmp_path) -> None:
     metadata = read_gguf_header(tmp_path / "v.gguf").metadata
     assert metadata["general.architecture"] == "controlvector"
     assert metadata["controlvector.model_hint"] == "llama" and metadata["controlvector.layer_count"] == 2
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModuleNotFoundError, match=r'needs gguf: pip install "tricycle-gpt\[pretrained\]"'):
+        write_control_vectors(tmp_path / "v.gguf", VECTORS, "llama")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

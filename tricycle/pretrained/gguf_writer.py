@@ -199,8 +199,10 @@ def write_gguf(
     tensors: Iterator[tuple[WrittenTensor, np.ndarray]],
 ) -> None:
     """Fill a file with metadata and lazy tensors, one in memory at a time; ValueError if they differ from `plan`."""
-    import gguf
-
+    try:
+        import gguf
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError('writing GGUF files needs gguf: pip install "tricycle-gpt[pretrained]"') from None
     writer = gguf.GGUFWriter(path, architecture)
     try:
         add: dict[type, Callable[[str, Any], None]] = {
