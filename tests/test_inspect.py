@@ -93,6 +93,20 @@ def test_wrong_flags_fail_with_one_line(folder, words, message):
     assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("circuit MODEL --top -1", "--top: expected a number above 0, got -1"),
+        ("features MODEL TEXT --top -1", "--top: expected a number above 0, got -1"),
+        ("features MODEL TEXT --kind jumprelu --sparsity nan", "--sparsity: expected a number of 0 or more, got nan"),
+        ("probe MODEL FILE --penalty inf", "--penalty: expected a number above 0, got inf"),
+    ],
+)
+def test_numbers_out_of_range_of_subcommands_are_rejected_before_loading(words, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        main(words.split())
+
+
 def test_help_and_errors_of_a_subcommand_begin_with_its_name(tmp_path):
     for word in TASKS:
         assert good(run_here(main, "tricycle inspect", (word, "--help"), tmp_path)).startswith(

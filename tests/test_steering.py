@@ -145,6 +145,7 @@ def test_weights_with_nan_are_rejected(tmp_path) -> None:
     ("words", "message"),
     [
         ((*WORDS, "--score", "the"), "--score with two --answers"),
+        ((*WORDS, "--answers", " a"), "--score with two --answers, or neither, got 0 prompts and 1 answers"),
         ((*WORDS, "--out", "a.png"), "--out with --score"),
         ((*WORDS, "--layers", "0"), "layers from 1 to 1"),
         ((*WORDS, *SCORE[:-1], "zqzq"), "answers of one token each"),

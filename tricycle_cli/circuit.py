@@ -40,6 +40,8 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if arguments.prompts < 2:
         raise ValueError(f"--prompts: expected at least 2, got {arguments.prompts}")
+    if arguments.top < 1:
+        raise ValueError(f"--top: expected a number above 0, got {arguments.top}")
     _, inspectable = arguments.load()
     ranked, *_, measured = circuit_tables(inspectable, arguments.task, arguments.prompts, arguments.exact)
     print("   effect  layer  head")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,10 @@ class Arguments(InspectFlags):
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle inspect features`: print scores and features, and write the files."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
+    if arguments.top < 1:
+        raise ValueError(f"--top: expected a number above 0, got {arguments.top}")
+    if not 0 <= arguments.sparsity < math.inf:
+        raise ValueError(f"--sparsity: expected a number of 0 or more, got {arguments.sparsity}")
     loaded, inspectable = arguments.load()
     passages = split_passages(inspectable, arguments.text, arguments.tokens, arguments.length)
     n_trained = len(passages) * 4 // 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ class Arguments(InspectFlags):
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle inspect probe`: print and draw held-out accuracy by layer; ValueError for an invalid file."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
-    if not arguments.penalty > 0:
+    if not 0 < arguments.penalty < math.inf:
         raise ValueError(f"--penalty: expected a number above 0, got {arguments.penalty}")
     lines = read_labeled_texts(arguments.file)
     loaded, inspectable = arguments.load()

@@ -43,8 +43,9 @@ class Arguments(InspectFlags):
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle inspect steer`: print the norm of the vector and the scores, and write the files."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
-    if bool(arguments.score) != (len(arguments.answers) == 2):
-        raise ValueError(f"expected --score with two --answers, got {len(arguments.answers)}")
+    if len(arguments.answers) != (2 if arguments.score else 0):
+        got = f"{len(arguments.score)} prompts and {len(arguments.answers)} answers"
+        raise ValueError(f"expected --score with two --answers, or neither, got {got}")
     if arguments.out is not None and not arguments.score:
         raise ValueError("expected --out with --score, whose values it draws")
     loaded, inspectable = arguments.load()
