@@ -310,6 +310,12 @@ def test_end_tokens_have_no_bytes_of_held_out_text(tokeniser):
     assert held_out.n_bytes == len(" fox")
 
 
+def test_a_short_text_is_a_prompt_without_its_end():
+    records = [Record("", "text", word) for word in WORDS] * 2
+    ends = [ids[-1] for _, ids in load_examples(records, ExampleEncoder(tiny_tokeniser(), 20)).prompts]
+    assert ends and tiny_tokeniser().end_of_text not in ends
+
+
 # -------------------------------------------------------------------- preferences
 @pytest.mark.nightly_except(2)
 @pytest.mark.parametrize("method", ["lora", "full"])

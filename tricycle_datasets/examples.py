@@ -381,8 +381,10 @@ def _cut_texts(records: Sequence[Record], encoder: ExampleEncoder) -> tuple[list
 
 
 def _opening(ids: np.ndarray, encoder: ExampleEncoder) -> tuple[str, list[int]]:
-    """Return the first PROMPT_TOKENS tokens of a text, as text and as token ids."""
+    """Return the first PROMPT_TOKENS tokens of a text without its end-of-text token, as text and as token ids."""
     first = ids[:PROMPT_TOKENS].tolist()
+    if len(first) > 1 and first[-1] == encoder.tokeniser.end_of_text:
+        first.pop()
     return encoder.tokeniser.decode(first), first
 
 
