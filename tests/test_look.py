@@ -530,6 +530,13 @@ def test_prepare_runs_the_first_text(server: LookServer, monkeypatch: pytest.Mon
     server.service.prepare()
 
 
+def test_the_example_is_cut_to_the_context_window() -> None:
+    models = [new_inspectable(replace(CONFIG, context_window=n)) for n in (40, 12)]
+    text = look.fitting_example(models)
+    assert " " in text and look.EXAMPLE.startswith(text) and len(models[1].encode_input(text)) <= 12
+    assert look.fitting_example([new_inspectable(replace(CONFIG, context_window=1))]) == look.EXAMPLE.split()[0]
+
+
 def test_requests_without_token_or_with_another_host_are_rejected(server: LookServer) -> None:
     port = server.server_address[1]
     token = server.token

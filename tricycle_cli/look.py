@@ -6,6 +6,7 @@ of a small function with its gradients. --out writes the page as one HTML file.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import threading
@@ -98,11 +99,23 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     if not arguments.source:
         raise ValueError("expected a model to inspect, or --graph, got neither")
-    text = EXAMPLE if arguments.text is None else arguments.text
     models = [load_inspectable(arguments, arguments.source)]
     if arguments.compare_with is not None:
         models.append(load_inspectable(arguments, arguments.compare_with, is_second=True))
+    text = fitting_example(models) if arguments.text is None else arguments.text
     show(models, text, arguments.out, arguments.port, arguments.browser)
+
+
+def fitting_example(models: Sequence[InspectableModel]) -> str:
+    """Return the first words of EXAMPLE, as many as fit into the context windows of all models, at least one."""
+    words = EXAMPLE.split(" ")
+    while len(words) > 1:
+        with contextlib.suppress(ValueError):
+            for model in models:
+                model.encode_input(" ".join(words))
+            break
+        words.pop()
+    return " ".join(words)
 
 
 def show(
