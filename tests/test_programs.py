@@ -383,11 +383,16 @@ after(6, lambda session: session.state.model.norm.gain.array.fill(float("nan")))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on_nan", ["stop", "rollback"])
 @pytest.mark.parametrize("flag", ["--max-learning-rate", "--weight-decay"])
-def test_a_diverging_run_fails_with_one_line(tmp_path, cache, text, flag):
-    words = quick(text, tmp_path / "run", flag, "1e30", "--on-nan", "stop")
-    one_line(call_here(TRAIN, *words), "step 2: .*(loss|norm)")
+def test_a_diverging_run_fails_with_one_line(tmp_path, cache, text, flag, on_nan):
+    words = quick(text, tmp_path / "run", flag, "1e30", "--on-nan", on_nan)
+    done = call_here(TRAIN, *words)
+    one_line(done, "step 2: .*(loss|norm)")
+    assert done.stderr.count("step 2: ") == 1 and "step 1: " not in done.stdout
     assert step_of(tmp_path / "run") == 0
+    last = metrics_of(tmp_path / "run")[-1]
+    assert (last["step"], last["on_nan"]) == (2, "stop") and not last["not_finite"].startswith("step")
 
 
 # -------------------------------------------------------------------- help
