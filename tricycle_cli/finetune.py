@@ -154,7 +154,7 @@ class Arguments:
     """experiment trackers that get the content of metrics.jsonl; with --resume they replace the run's trackers for this
     session"""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN-FOLDER")] = None
-    """resume a run from its last checkpoint, with the settings of the run"""
+    """resume a run from its last checkpoint, with the settings of the run; only --track can be combined with it"""
 
 
 # -------------------------------------------------------------------- the command
