@@ -114,6 +114,13 @@ def test_flags_reproduce_the_config() -> None:
         assert parse_arguments(words)[0].config == config
 
 
+def test_the_preset_determines_the_fields() -> None:
+    """Those of Mamba layers, for example, are flags with the preset `mamba`."""
+    base = parse_arguments(["--preset", "mamba", "--device", "cpu"])[0].config
+    (params,) = grid_points(parse_search_space(["state_size=16"], type(base)))
+    assert flags_of(base, apply_parameters(base, params, [])) == ["--state-size", "16"]
+
+
 def test_a_grid_needs_values() -> None:
     assert len(grid_points(parse_search_space(["n_layers=1,2,3", "dropout=0..0.2:2"]))) == 6
     with pytest.raises(ValueError, match=r"--sampler grid: .*dropout"):

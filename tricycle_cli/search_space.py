@@ -68,9 +68,13 @@ class Categorical:
 SearchSpace = dict[str, Range | Categorical]
 
 
-def parse_search_space(words: Sequence[str]) -> SearchSpace:
-    """Parse --over values such as FIELD=A,B or FIELD=LOW..HIGH to choices and ranges by field; ValueError if wrong."""
-    hints = get_type_hints(GPTConfig)
+def parse_search_space(words: Sequence[str], kind: type[GPTConfig] = GPTConfig) -> SearchSpace:
+    """Parse --over values such as FIELD=A,B or FIELD=LOW..HIGH of a kind of config to choices and ranges by field.
+
+    Raises:
+        ValueError: no values, an unknown field, a field twice, or values that it cannot have.
+    """
+    hints = get_type_hints(kind)
     over: SearchSpace = {}
     for word in words:
         name, equals, values = word.partition("=")

@@ -183,13 +183,14 @@ def fields_on_command_line(words: Sequence[str]) -> list[str]:
 
 def start_sweep(arguments: SweepArguments, train_words: list[str]) -> int:
     """Check flags and that the folder has no run or sweep (ValueError), write sweep.json, run trials; return 0."""
-    set_fields, over = fields_on_command_line(train_words), parse_search_space(arguments.over)
+    set_fields = fields_on_command_line(train_words)
     if "find_learning_rate" in set_fields:
         raise ValueError("expected flags of training runs, got --find-learning-rate")
+    base, _ = parse_arguments(train_words)
+    over = parse_search_space(arguments.over, type(base.config))
     twice = [name for name in over if name in set_fields]
     if twice:
         raise ValueError(f"expected {twice[0]} in --over or as a flag, got both")
-    base, _ = parse_arguments(train_words)
     check_search_space(base.config, over, set_fields)
     combinations = len(grid_points(over)) if arguments.sampler == "grid" else None
     trials = arguments.trials if arguments.trials is not None else combinations or N_TRIALS
@@ -225,7 +226,7 @@ def resume_sweep(folder: Path, arguments: SweepArguments, train_words: list[str]
             plan.write(folder)
         with contextlib.chdir(plan.where):
             base, _ = parse_arguments(plan.train)
-        return run_trials(folder, plan, base, parse_search_space(plan.over))
+        return run_trials(folder, plan, base, parse_search_space(plan.over, type(base.config)))
 
 
 def read_sweep_config(folder: Path) -> SweepConfig:
