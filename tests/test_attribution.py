@@ -24,6 +24,7 @@ CONFIGS = {
     "parallel": PARALLEL,
     "unit offset": replace(TINY, norm="rms_norm", norm_unit_offset=True, bias=False, embedding_scale=3.0),
     "head bias": replace(TINY, tied=False, head_bias=True),
+    "residual scale": replace(TINY, residual_scale=0.5),
     "experts": replace(TINY, n_experts=4, n_active_experts=2, bias=False),
 }
 

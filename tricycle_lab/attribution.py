@@ -74,10 +74,12 @@ def attribute_logit(
         raise ValueError(f"attribute_logit: expected a position of {len(tokens)} tokens, got {position}")
     run = Recording(*([array[0, position] for array in arrays] for arrays in record_run(model, tokens)))
     logit, direction, bias = _output_direction(model, run.stream[-1], token, other)
+    embedding = float(_to_float64(run.stream[0]) @ direction)
+    direction *= model.config.residual_scale  # of what the blocks add
     heads = [_project_heads(block.attention, each) @ direction for block, each in zip(model.blocks, run.heads)]
     return LogitAttribution(
         logit,
-        float(_to_float64(run.stream[0]) @ direction),
+        embedding,
         np.stack([rows[:-1] for rows in heads]),
         np.stack([rows[-1] for rows in heads]),
         np.stack([_to_float64(result) @ direction for result in run.mlp]),
