@@ -12,6 +12,7 @@ from test_models import FAMILIES, GEMMA, LLAMA, PARALLEL, TINY, lively
 from test_models import KINDS as KINDS_OF_MODELS
 from tiny_models import smollm2_file
 
+from tricycle.latent_attention import LatentConfig
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.tensor import no_grad
@@ -24,6 +25,8 @@ CORRUPTED = [3, 1, 7, 1, 5, 8, 2]
 PROMPTS = Prompts(CLEAN, CORRUPTED, (6, 10))
 CONFIGS = {"gpt2": TINY, "llama": LLAMA, "gemma 2": GEMMA, "parallel": PARALLEL, "mistral": FAMILIES["mistral"]}
 CONFIGS["token shift"] = KINDS_OF_MODELS["rotary, qk norm, relu squared"]
+LATENT = {"head_size": 4, "value_size": 6, "latent_size": 5, "rotary_size": 2, "n_layers": 2}
+CONFIGS["latent attention"] = LatentConfig(vocab_size=11, context_window=9, embedding_dim=8, n_heads=2, **LATENT)
 
 
 def metric(model: GPT, tokens: list[int]) -> float:

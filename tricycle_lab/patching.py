@@ -24,7 +24,7 @@ from tricycle.ops import check_positive
 from tricycle.tensor import Tensor
 from tricycle_lab.attribution import check_decoder, check_tokens, frozen, gradient_of
 from tricycle_lab.hooks import add_hook
-from tricycle_lab.recorded_run import record_run, run_block, run_blocks
+from tricycle_lab.recorded_run import record_run, reuses_keys, run_block, run_blocks
 
 KINDS = ("stream", "attention", "mlp", "heads", "heads_by_position")  # of activations, see `patch_activations`
 ESTIMATED = ("stream", "heads")
@@ -52,7 +52,7 @@ class PromptRuns:
     Attributes:
         clean, corrupted: the activations of both prompts.
         first: the first position at which the prompts differ.
-        uses_shift: whether a token depends on more than the keys and values of earlier ones, because of token shift.
+        reuses_keys: whether a token depends on earlier ones by their keys and values alone.
         start: the first position that changed runs compute.
         metric, difference: the metric of the corrupted prompt, and what the clean one adds to it.
 
@@ -66,8 +66,8 @@ class PromptRuns:
         self.clean, self.corrupted = record_run(model, prompts.clean), record_run(model, prompts.corrupted)
         pairs = zip(prompts.clean, prompts.corrupted)
         self.first = next((i for i, (token, other) in enumerate(pairs) if token != other), 0)
-        self.uses_shift = any(block.attention.uses_shift for block in model.blocks)
-        self.start = 0 if self.uses_shift else self.first
+        self.reuses_keys = all(reuses_keys(block.attention) for block in model.blocks)
+        self.start = self.first if self.reuses_keys else 0
         self.metric, end = (self.metrics(run.stream[-1]).item() for run in (self.corrupted, self.clean))
         self.difference = end - self.metric
         if not np.isfinite(self.difference) or self.difference == 0:
@@ -135,7 +135,7 @@ def _run_patched(runs: PromptRuns, kind: str, layer: int, batch: Sequence[tuple[
     Args:
         batch: the (head, position) of the clean activation in each run; one of the two is 0 if `kind` has no such axis.
     """
-    start = runs.start if kind == "heads" or runs.uses_shift else min(position for _, position in batch)
+    start = min(position for _, position in batch) if kind != "heads" and runs.reuses_keys else runs.start
     name = "heads" if kind == "heads_by_position" else kind
     index = layer + 1 if kind == "stream" else layer
     clean = getattr(runs.clean, name)[index][:, start:]

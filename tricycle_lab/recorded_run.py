@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, C channels, H heads, K key heads, D head size.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -62,6 +63,11 @@ def record_run(model: GPT, tokens: Sequence[int]) -> Recording:
     return recording
 
 
+def reuses_keys(attention: Any) -> bool:
+    """Return whether an attention layer sees earlier tokens by recorded keys and values alone: no shift, no latents."""
+    return not attention.uses_shift and not getattr(attention, "caches_latents", False)
+
+
 def run_block(
     model: GPT, layer: int, x: Array, earlier: Recording, changes: Sequence[tuple[Any, Change]] = ()
 ) -> Array:
@@ -75,15 +81,16 @@ def run_block(
     """
     n_tokens = earlier.stream[0].shape[1]
     n_earlier = n_tokens - x.shape[1]
-    cache = KeyValueCache(n_tokens)
+    run: Any = operator.call  # without a cache if there are no earlier tokens
     if n_earlier:
+        cache = KeyValueCache(n_tokens)
         shared = (earlier.keys[layer][:, :n_earlier], earlier.values[layer][:, :n_earlier])
-        keys, values = (array.repeat(len(x), axis=0) for array in shared)
-        cache.append(keys, values)
+        cache.append(*(array.repeat(len(x), axis=0) for array in shared))
+        run = cache.call
     with ExitStack() as hooks:
         for target, change in changes:
             hooks.callback(add_hook(target, "changes", lambda out, *args, change=change: change(out)))
-        result: Array = cache.call(model.blocks[layer], Tensor(x, requires_grad=False), None).array
+        result: Array = run(model.blocks[layer], Tensor(x, requires_grad=False), None).array
     return result
 
 

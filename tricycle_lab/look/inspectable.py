@@ -30,6 +30,7 @@ from tricycle_lab.lens import TunedLens
 from tricycle_lab.look.interventions import Interventions
 from tricycle_lab.look.trace import AttentionLayer, Predictions, Trace, summarize_logits
 from tricycle_lab.probe import Probe
+from tricycle_lab.recorded_run import reuses_keys
 from tricycle_lab.sparse_autoencoder import SparseAutoencoder
 from tricycle_lab.steering import steer
 
@@ -349,12 +350,7 @@ class InspectableStack(InspectableModel):
         # positions are reusable if attention is causal, and projects each token without its neighbors
         blocks = self.model.blocks if isinstance(self.model, GPT) else [None]
         attentions = [getattr(block, "attention", None) for block in blocks]
-        is_cacheable = all(
-            isinstance(layer, MultiHeadSelfAttention)
-            and not layer.uses_shift
-            and not getattr(layer, "caches_latents", False)
-            for layer in attentions
-        )
+        is_cacheable = all(isinstance(layer, MultiHeadSelfAttention) and reuses_keys(layer) for layer in attentions)
         if earlier.interventions != interventions or not is_cacheable:
             return 0, 0
         pairs = zip(earlier.ids, ids)
