@@ -60,7 +60,8 @@ def collect_activations(model: GPT, texts: Sequence[Sequence[int]], *patterns: s
         with Probe(model, *names) as probe, model.evaluating():
             model.logits(model.hidden_states(model.place(np.array([tokens])))[:, -1:])  # also runs the last norm
         for name, array in probe.activations.items():
-            rows.setdefault(name, []).append(to_cpu(array[0, -1]).astype(np.float32))
+            last = array.reshape(-1, array.shape[-1])[-1]  # positions and routers have no batch axis
+            rows.setdefault(name, []).append(to_cpu(last).astype(np.float32))
     stacked = {name: np.stack(rows[name]) for name, _ in model.named_layers() if name in rows}
     for name, array in stacked.items():
         if not np.isfinite(array).all():
