@@ -62,6 +62,10 @@ def read(content: str | bytes) -> list[tuple[str, str]]:
         return read_labeled_texts(path)
 
 
+def test_files_with_a_byte_order_mark_and_line_separators_in_texts() -> None:
+    assert read("\ufeffa\tone\u2028two\r\nb\tthree\x0c\n") == [("a", "one\u2028two"), ("b", "three\x0c")]
+
+
 def test_curves_have_a_point_per_layer() -> None:
     found = site_curves({"blocks.0.mlp": 0.5, "blocks.2": 0.9, "blocks.2.mlp": 0.75, "norm": 1.0}, 2)
     assert found == {"blocks.*.mlp": ([0, 2], [0.5, 0.75]), "blocks.*": ([2], [0.9]), "norm": ([0, 2], [1.0, 1.0])}

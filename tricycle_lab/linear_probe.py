@@ -29,9 +29,10 @@ def read_labeled_texts(path: Path) -> list[tuple[str, str]]:
         ValueError: no line, a line without a tab, with an empty label or text, or not UTF-8; more than 64 MiB.
     """
     try:
-        lines = read_file(path, MAX_FILE_BYTES).decode("utf-8").splitlines()
+        content = read_file(path, MAX_FILE_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected UTF-8 text, got another encoding at byte {error.start:,}") from None
+    lines = content.replace("\r\n", "\n").split("\n")  # not splitlines(), as a text may contain U+2028 and others
     parts = [(number, line.partition("\t")) for number, line in enumerate(lines, 1) if line.strip()]
     bad = [number for number, (label, _, text) in parts if not label.strip() or not text.strip()]
     if bad or not parts:
