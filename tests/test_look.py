@@ -414,6 +414,15 @@ def test_missing_target_is_generated() -> None:
     assert 1 <= len(ids) <= 2 * len(inspectable.source_ids) + 11
 
 
+def test_a_changed_run_has_the_source_of_its_trace() -> None:
+    service = ViewerService([new_transformer()], TEXT)
+    view = service.respond("run", {"text": "the cat => and"})
+    with pytest.raises(ValueError, match="source"):
+        service.respond("run", {"text": "z" * 129})
+    changed = {"ids": view["ids"], "trace": view["trace"], "interventions": {"temperature": 2}}
+    assert service.respond("run", changed)["sourceTokens"] == view["sourceTokens"]
+
+
 # -------------------------------------------------------------------- invalid input
 INSPECTABLE = new_inspectable()
 

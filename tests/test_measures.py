@@ -233,6 +233,7 @@ def compute(name, **fields):
 test_bad_input = bad_input(
     {
         "unknown measure": (compute("mystery"), "expected a measure, one of scores, attribution"),
+        "list as measure": (compute([]), "expected a measure, one of scores, attribution"),
         "no position": (compute("scores", position=None), "expected a position from 0"),
         "position outside": (compute("scores", position=99), "expected a position from 0"),
         "missing text": (compute("patching", **ANSWERS), "expected texts for corruptedPrompt, answer"),

@@ -111,7 +111,7 @@ class ModelPanel {
     const run = this.nRuns + 1;
     try {
       showMessage("", "running the model …");
-      await this.run({ ids: this.trace.ids, ...fields });
+      await this.run({ ids: this.trace.ids, trace: this.trace.trace, ...fields });
       if (run === this.nRuns) showMessage("", this.describeLoss());
     } catch (error) {
       if (run === this.nRuns) showMessage(error.message);

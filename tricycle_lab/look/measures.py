@@ -161,7 +161,7 @@ def start_measure(inspectable: InspectableModel, trace: Trace, fields: Mapping[s
         ValueError: a measure that the model does not support, or invalid fields.
     """
     measures = find_measures(inspectable)
-    if not isinstance(inspectable, InspectableStack) or fields.get("name") not in measures:
+    if not isinstance(inspectable, InspectableStack) or fields.get("name") not in [*measures]:
         raise ValueError(f"expected a measure, one of {', '.join(measures) or 'none for this model'}")
     position = fields.get("position")
     if type(position) is not int or not 0 <= position < len(trace.ids):

@@ -111,7 +111,7 @@ class ViewerService:
     def _run(self, index: int, fields: Fields) -> Fields:
         """Run a model on text or tokens, or find an equal trace; return the trace's summary; ValueError if invalid."""
         model = self.models[index]
-        ids = self._parse_ids(model, fields)
+        ids = self._parse_ids(index, fields)
         interventions = Interventions.from_json(fields.get("interventions"), model.ablatable, model.n_heads)
         if interventions.steering and not model.vectors:
             raise ValueError("interventions: expected a model with steering vectors (--steer FILE), got one without")
@@ -145,8 +145,9 @@ class ViewerService:
                 summary["map"] = trace.attention_map(trace.attention_layers[layer].name, head)
         return summary
 
-    def _parse_ids(self, model: InspectableModel, fields: Fields) -> list[int]:
+    def _parse_ids(self, index: int, fields: Fields) -> list[int]:
         """Return the token ids of a request: its ids, edited as it asks, or its encoded text; ValueError if invalid."""
+        model = self.models[index]
         if "ids" not in fields:
             text = fields.get("text")
             if not isinstance(text, str):
@@ -156,6 +157,8 @@ class ViewerService:
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise ValueError("expected ids to be a list of integers")
         model.check_ids(ids)
+        if model.kind == "encoder-decoder":  # its sources are those of the latest text, invalid or of another page
+            model.source_ids = self._find_trace(index, fields).source_ids
         edit = fields.get("edit")
         if edit is None:
             return ids
