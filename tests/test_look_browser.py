@@ -247,6 +247,17 @@ def test_steering_and_errors_of_measures_are_shown(browser: Browser) -> None:
         assert browser.violations() == []
 
 
+def test_numbers_that_are_not_finite_are_dashes(browser: Browser) -> None:
+    inspectable = new_inspectable()
+    inspectable.model.blocks[1].mlp.up.weights.array[0, 0] = float("nan")
+    with serving(ViewerService([inspectable], TEXT)) as server:
+        browser.open(server.address)
+        assert browser.run(STATUS) == "Loss \u2013 nats/token."
+        assert ": probability \u2013, rank 1." in browser.run(
+            "return document.querySelector('.part:nth-child(2)').textContent"
+        )
+
+
 def test_two_models_are_shown_side_by_side(browser: Browser) -> None:
     models = [new_inspectable(), new_encoder_decoder(encoder_decoders()["norm first, tied"])]
     with serving(ViewerService(models, "the cat => the dog")) as served:

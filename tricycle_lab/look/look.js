@@ -121,10 +121,10 @@ class ModelPanel {
   describeLoss() {
     const { predictions } = this.trace;
     if (!predictions || predictions.logProbs.length < 2) return "";
-    const mean = (logs) => -logs.slice(0, -1).reduce((a, b) => a + (b ?? 0), 0) / (logs.length - 1);
-    const loss = "Loss " + mean(predictions.logProbs).toFixed(3) + " nats/token";
+    const mean = (logs) => (logs.slice(0, -1).includes(null) ? "–" : (-logs.slice(0, -1).reduce((a, b) => a + b) / (logs.length - 1)).toFixed(3));
+    const loss = "Loss " + mean(predictions.logProbs) + " nats/token";
     const baseline = this.hasInterventions && this.baseline?.predictions;
-    return loss + (baseline ? ", without interventions " + mean(baseline.logProbs).toFixed(3) + "." : ".");
+    return loss + (baseline ? ", without interventions " + mean(baseline.logProbs) + "." : ".");
   }
 
   // ---------------------------------------------------------------- sections of the page
@@ -287,9 +287,9 @@ class ModelPanel {
 
   async showSelectedToken() {
     const { tokens, predictions } = this.trace, i = this.token, run = this.nRuns;
-    const score = predictions && i > 0 ? ": probability " + percent(Math.exp(predictions.logProbs[i - 1])) + ", " + formatRank(predictions.ranks[i - 1]) + "." : ".";
+    const score = predictions && i > 0 ? ": probability " + percentOfLog(predictions.logProbs[i - 1]) + ", " + formatRank(predictions.ranks[i - 1]) + "." : ".";
     this.tokenSummary.replaceChildren(code(tokens[i]), " at position " + i + score);
-    if (predictions && this.hasInterventions && this.baseline?.predictions && i > 0) this.tokenSummary.append(" Without interventions: " + percent(Math.exp(this.baseline.predictions.logProbs[i - 1])) + ".");
+    if (predictions && this.hasInterventions && this.baseline?.predictions && i > 0) this.tokenSummary.append(" Without interventions: " + percentOfLog(this.baseline.predictions.logProbs[i - 1]) + ".");
     if (!predictions) {
       this.predictionsCaption.textContent = "This model does not predict tokens.";
       this.lensCaption.textContent = "This model does not predict tokens.";
@@ -614,6 +614,7 @@ function labelCanvas(canvas, labels) {
   if (canvas.clientWidth / m < MIN_CELL || canvas.clientHeight / n < MIN_CELL) rows.hidden = columns.hidden = true;
 }
 
+const percentOfLog = (log) => percent(log === null ? null : Math.exp(log));
 const shortName = (name) => name.replace(/blocks\.(\d+)/, (_, i) => "layer " + i).replace(/\./g, " ").replace(/(layer \d+) attention$/, "$1");
 const layerName = ({ name, kind }) => shortName(kind === "state" ? name.replace(/attention$/, "mixer") : name);
 
