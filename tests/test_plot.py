@@ -208,6 +208,7 @@ def test_grids_are_drawn_with_symmetric_colors(tmp_path, drawn):
     assert image.get_clim() == (-abs(values).max(), abs(values).max())
     assert drawn[1].images[0].get_clim() == (-1, 1)
     assert [text.get_text() for text in drawn[0].get_xticklabels()] == ["a", "·b", "↵\\$"]
+    assert all(tick == int(tick) for axes in drawn[:3] for tick in (*axes.get_xticks(), *axes.get_yticks()))
 
 
 def test_distributions_count_every_finite_element(tmp_path, drawn, rng):

@@ -226,6 +226,8 @@ def plot_grids(
         image = axes.imshow(
             rows, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", origin="lower", interpolation="nearest"
         )
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True, min_n_ticks=1)  # of layers and columns
         if texts is not None and len(texts) <= MAX_GRID_LABELS:
             axes.set_xticks(range(len(texts)), map(_token_label, texts), rotation=90, family="monospace", fontsize=7)
         if grid.ndim == 3:
