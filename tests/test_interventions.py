@@ -46,6 +46,10 @@ def scale_queries(model: GPT, factor: float) -> None:
 
 CASES: dict[str, tuple[Callable[[Probe], Any], Callable[[GPT], Any]]] = {
     "a head": (lambda p: p.ablate("blocks.1.attention", heads=1), lambda m: remove_head(m, 1, 1)),
+    "a head and none of another layer": (
+        lambda p: (p.ablate("blocks.1.attention", heads=1), p.ablate("blocks.0.attention", heads=[])),
+        lambda m: remove_head(m, 1, 1),
+    ),
     "all heads one by one": (
         lambda p: [p.ablate("blocks.0.attention", heads=head) for head in range(TINY.n_heads)],
         lambda m: [remove_head(m, 0, head) for head in range(TINY.n_heads)],
@@ -267,6 +271,7 @@ test_bad_input = bad_input(
         "unknown layer": invalid(lambda p: p.ablate("blocks.7.mlp"), r"Probe\.ablate: .*'blocks\.7\.mlp'"),
         "a value of another shape": invalid(lambda p: p.replace("blocks.0", np.ones(5)), "Probe.replace: .*a value"),
         "a value that is larger": invalid(lambda p: p.replace("blocks.0", np.ones(LARGER)), "Probe.replace: .*a value"),
+        "a function without a result": invalid(lambda p: p.replace("blocks.0", lambda out: None), "a value, got None"),
         "invalid value": invalid(lambda p: p.replace("blocks.0", "x"), "Probe.replace: .*Tensor.*array"),
         "unknown head": invalid(lambda p: p.ablate("blocks.0.attention", heads=99), "Probe.ablate: .*heads from"),
         "fractional head": invalid(lambda p: p.ablate("blocks.0.attention", heads=0.5), "Probe.ablate: .*heads as"),

@@ -100,6 +100,8 @@ def make_replacement(caller: str, value: Value, heads: Sequence[int] | None, pos
         if not isinstance(out, Tensor):
             raise ValueError(f"{caller}: expected a layer that returns one Tensor, got {type(out).__name__}")
         new = value(out) if callable(value) else value
+        if new is None:  # NumPy would convert it to NaN
+            raise ValueError(f"{caller}: expected a function that returns a value, got None")
         shape = new.shape if isinstance(new, Tensor) else np.shape(new)
         try:
             fits = np.broadcast_shapes(shape, out.shape) == out.shape
@@ -150,7 +152,7 @@ def as_indices(caller: str, argument: str, indices: Any) -> list[int] | None:
     if indices is None:
         return None
     array = np.atleast_1d(np.asarray(indices))
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{caller}: expected {argument} as integers, got {indices!r}")
     return [int(index) for index in array]
 
