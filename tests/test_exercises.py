@@ -1,6 +1,7 @@
 """The gradient exercises: correct answers pass, and common mistakes get a helpful message."""
 
 import re
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -89,6 +90,7 @@ def test_common_mistakes_get_their_own_message(name, mistaken, message):
         ("softmax", lambda grad, x, y: "y", "an array.*str"),
         ("softmax", lambda grad, x, y: x / 0, "not finite"),
         ("softmax", lambda grad, x: x, "it raises TypeError"),
+        ("softmax", lambda grad, x, y: sys.exit(), "it raises SystemExit"),
         ("softmax", lambda grad, x, y: grad.__isub__(y), "changes grad"),
         ("softmax", lambda grad, x, y: x.__isub__(y), "changes x"),
         ("softmax", lambda grad, x, y: ANSWERS["softmax"](grad, x, y) + (x == x.max()), "1 of 12 values"),
@@ -131,9 +133,10 @@ def test_sheet_is_written_and_graded(tmp_path, capsys):
     assert main([str(sheet), "--only", "relu"]) == 0
     assert main([str(sheet), "--only", "relus"]) == 1
     assert main([str(tmp_path / "nothing.py")]) == 1
-    sheet.write_text("1 +", encoding="utf-8")
-    assert main([str(sheet)]) == 1
-    assert "SyntaxError" in capsys.readouterr().err
+    for code, error in (("1 +", "SyntaxError"), ("raise SystemExit(0)", "SystemExit: 0")):
+        sheet.write_text(code, encoding="utf-8")
+        assert main([str(sheet)]) == 1
+        assert error in capsys.readouterr().err
 
 
 def test_module_runs_as_a_program(tmp_path):

@@ -131,7 +131,7 @@ def _call_function(
             answer = function(*copies)
     except NotImplementedError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WrongAnswerError(f"it raises {type(error).__name__}: {' '.join(str(error).split())}") from error
     for name, copy, array in zip(["grad", *exercise.arguments.split(", ")], copies, [grad, *inputs, y]):
         if not np.array_equal(copy, array):

@@ -170,7 +170,7 @@ def load_module(path: Path) -> Any:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     return module
 
