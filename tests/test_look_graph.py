@@ -152,6 +152,11 @@ test_bad_input = bad_input(
         "no Tensor": (lambda: build_graph(lambda x: 3, {"x": 1}, "f"), "f: .*Tensor.*int"),
         "an input itself": (lambda: build_graph(lambda x: x, {"x": 1}, "f"), "f: .*result"),
         "no gradient": (lambda: build_graph(lambda x: x.detach() * 2, {"x": 1}, "f"), "f: .*result"),
+        "text as value": (lambda: build_graph_from_spec("x * x", "x='a'"), r"x \* x: to_tensor: expected numbers"),
+        "wrong index": (lambda: build_graph_from_spec("x[0]"), "indices, got getitem: too many indices"),
+        "mean of a list": (lambda: build_graph_from_spec("mean([x, 1])"), "operands and indices, got .list"),
+        "too many arguments": (lambda: build_graph_from_spec("exp(x, y)"), "operands and indices, got .*argument"),
+        "long list": (lambda: build_graph_from_spec("[1] * 1000000000000 * x"), "operands and indices, got float"),
         "too many nodes": (lambda: build_graph_from_spec("+".join("x" * 450)), "at most 400 Tensors"),
         "other shapes": (lambda: build_graph_from_spec("x + y", "x=[1, 2], y=[1, 2, 3]"), r"add: .*\(2,\) and \(3,\)"),
     }

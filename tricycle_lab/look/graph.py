@@ -107,9 +107,12 @@ def build_graph(
         description: one sentence below the title.
 
     Raises:
-        ValueError: a result that is not a Tensor with a gradient, or a graph with too many nodes.
+        ValueError: values that are not numbers, a result that is not a Tensor with a gradient, or too many nodes.
     """
-    inputs = {name: to_tensor(value, name=name) for name, value in values.items()}
+    try:
+        inputs = {name: to_tensor(value, name=name) for name, value in values.items()}
+    except TypeError as error:
+        raise ValueError(f"{title}: {error}") from None
     result = function(**inputs)
     if not isinstance(result, Tensor):
         raise ValueError(f"{title}: expected a Tensor as its result, got {type(result).__name__}")

@@ -14,6 +14,7 @@ from typing import Any
 
 from tricycle import extra_ops, functions, ops
 from tricycle.loss import MeanSquaredError
+from tricycle.tensor import Tensor
 from tricycle_lab.look.examples import EXAMPLES
 from tricycle_lab.look.graph import build_graph
 
@@ -122,13 +123,15 @@ def parse_formula(text: str) -> tuple[Callable[..., Any], list[str]]:
 
 
 def _evaluate_formula(node: ast.AST, **inputs: Any) -> Any:
-    """Return the value of a parsed formula; raise ValueError for a number that is too large, or too deep nesting."""
+    """Return the value of a parsed formula; raise ValueError for large numbers, wrong operands, or too deep nesting."""
     try:
         return _evaluate(node, inputs)
     except RecursionError:
         raise ValueError("expected a formula with less nesting") from None
     except (OverflowError, ZeroDivisionError) as error:
         raise ValueError(f"expected a formula of finite numbers, got {error}") from None
+    except (TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"expected a formula with fitting operands and indices, got {error}") from None
 
 
 def _evaluate(node: ast.AST | None, inputs: Mapping[str, Any]) -> Any:
@@ -137,8 +140,8 @@ def _evaluate(node: ast.AST | None, inputs: Mapping[str, Any]) -> Any:
         return inputs[node.id]
     if isinstance(node, ast.BinOp):
         left, right = _evaluate(node.left, inputs), _evaluate(node.right, inputs)
-        if isinstance(left, int) and isinstance(right, int):
-            left = float(left)  # a power of integers could have any number of digits
+        if not isinstance(left, Tensor) and not isinstance(right, Tensor):
+            left = float(left)  # a power of integers, or a product with a list, could have any size
         return OPERATORS[type(node.op)](left, right)
     if isinstance(node, ast.UnaryOp):
         return OPERATORS[type(node.op)](_evaluate(node.operand, inputs))
