@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_look import call, serving
 from test_training import CONFIG, TOKENISER, TOKENS, new_run, stop_at, train
 
 from tricycle.configs import DebugConfig
@@ -224,6 +225,13 @@ def test_a_served_page_is_rendered_from_the_current_files(two: list[Path]) -> No
     with (two[1] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 26, "loss": 1.5, "tokens_per_second": 100}\n')
     assert runs.page() != before
+
+
+def test_a_deleted_run_is_reported_by_its_page(two: list[Path]) -> None:
+    with serving(Runs(two)) as server:
+        (two[1] / "config.json").unlink()
+        status, answer = call(server, f"/{server.token}/")
+    assert status == 500 and "config.json" in answer["error"]
 
 
 def test_too_many_runs_or_an_invalid_config_raise(two: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

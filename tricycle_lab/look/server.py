@@ -13,7 +13,7 @@ import json
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -267,7 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the HTML page for the token's own address; reject any other path with 404."""
         if self._request_name() == "":
-            self._send(200, self.server.service.page().encode("utf-8"), "text/html; charset=utf-8")
+            self._answer(lambda: self.server.service.page().encode("utf-8"), "text/html; charset=utf-8")
         else:
             self._reject(404, "not found: open the address that `tricycle look` printed")
 
@@ -288,10 +288,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._reject(413, f"expected a request of at most {MAX_REQUEST_BYTES:,} bytes")
             return
         body = self.rfile.read(int(length))
-        try:
+
+        def respond() -> bytes:
             response = self.server.service.respond(request, json.loads(body))
             text = json.dumps(response, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-            content = text.encode("utf-8", errors="replace")
+            return text.encode("utf-8", errors="replace")
+
+        self._answer(respond, "application/json")
+
+    def _answer(self, compute: Callable[[], bytes], content_type: str) -> None:
+        """Send the content that a function returns; send an error status if it raises."""
+        try:
+            content = compute()
         except UnknownRequestError:
             self._reject(404, "unknown request")
         except RecursionError:
@@ -303,7 +311,7 @@ class _Handler(BaseHTTPRequestHandler):
         except BaseException as error:  # a bug, or a panic of a Rust extension: the server stays available
             self._reject(500, f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
         else:
-            self._send(200, content, "application/json")
+            self._send(200, content, content_type)
 
     def _request_name(self) -> str | None:
         """Return the part of the URL after the token; None for a wrong token or host."""
