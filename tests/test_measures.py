@@ -117,7 +117,8 @@ def test_patching_equals_the_library(viewer):
 
 def test_circuits_of_tasks_equal_the_library(viewer):
     inspectable = viewer.service.models[0]
-    pairs = task_prompts("brackets", inspectable.encode, 10)
+    pairs = task_prompts("brackets", inspectable.encode, 10, start=inspectable.start_token)
+    assert pairs[0].clean[0] == pairs[0].corrupted[0] == inspectable.encode_input("a")[0] != pairs[0].clean[1]
     effects, faithfulness = viewer.tables("circuit_brackets").values()
     expected = np.mean([estimate_patches(inspectable.model, pair)["heads"] for pair in pairs[:5]], axis=0)
     assert_values(effects, expected)

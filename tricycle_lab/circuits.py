@@ -51,11 +51,16 @@ TASKS: dict[str, Callable[[np.random.Generator], TaskTexts]] = {
 }
 
 
-def task_prompts(task: str, encode: Callable[[str], list[int]], n: int = 10, seed: int = 0) -> list[Prompts]:
+def task_prompts(
+    task: str, encode: Callable[[str], list[int]], n: int = 10, seed: int = 0, start: int | None = None
+) -> list[Prompts]:
     """Return n pairs of prompts of a task in TASKS as tokens; ValueError if unknown, or the tokenizer splits answers.
 
     Args:
-        encode: a function from a text to tokens.
+        encode: a function from a text to tokens, without special tokens.
+        n: the number of pairs.
+        seed: of the names and numbers in the prompts.
+        start: the id of a token in front of each prompt, such as the start-of-text token.
 
     Raises:
         ValueError: an unknown task, or a tokenizer that splits most answers, or both prompts, differently.
@@ -67,7 +72,7 @@ def task_prompts(task: str, encode: Callable[[str], list[int]], n: int = 10, see
     for _ in range(10 * n):
         clean, corrupted, *answers = TASKS[task](generator)
         ids = [encode(answer) for answer in answers]
-        first, second = encode(clean), encode(corrupted)
+        first, second = ([*([] if start is None else [start]), *encode(text)] for text in (clean, corrupted))
         if len(first) == len(second) and all(len(tokens) == 1 for tokens in ids) and ids[0] != ids[1]:
             pairs.append(Prompts(first, second, (ids[0][0], ids[1][0])))
         if len(pairs) == n:

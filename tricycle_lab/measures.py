@@ -112,7 +112,7 @@ def circuit_tables(
     Raises:
         ValueError: as of `task_prompts`.
     """
-    pairs = task_prompts(task, inspectable.encode, n_prompts)
+    pairs = task_prompts(task, inspectable.encode, n_prompts, start=inspectable.start_token)
     ranking, measured = pairs[: n_prompts // 2], pairs[n_prompts // 2 :]
     effects = mean_head_effects(inspectable.model, ranking, exact)
     yield Table("effects of heads", effects, _head_labels(effects))
