@@ -138,6 +138,13 @@ def test_attention_maps_match_a_probe(kind: str) -> None:
     assert [layer["name"] for layer in layers] == ["blocks.1.attention", "blocks.2.attention"]
 
 
+def test_a_trace_stores_the_maps_of_one_layer() -> None:
+    trace = run(new_inspectable())
+    for layer in trace.attention_layers:
+        trace.attention_map(layer.name, 1)
+        assert [other for other in trace.attention_layers if other.cached_maps] == [layer]
+
+
 def test_last_layer_of_the_logit_lens_is_the_prediction() -> None:
     trace = run(new_inspectable())
     lens = trace.logit_lens()

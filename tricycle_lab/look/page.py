@@ -63,15 +63,14 @@ def _read_text(name: str) -> str:
 
 
 def collect_static_data(model: InspectableModel, trace: Trace) -> dict[str, Any]:
-    """Return {info, trace, attentionMaps, routerMaps, headStatistics, ...} of the whole page; drop cache."""
-    maps: dict[str, list[dict[str, Any]]] = {}
-    for layer in trace.attention_layers:
-        maps[layer.name] = [trace.attention_map(layer.name, head, deflate=True) for head in range(layer.n_heads)]
-        layer.cached_maps = None  # the maps of all layers would need too much memory
+    """Return {info, trace, attentionMaps, routerMaps, headStatistics, ...} of the whole page."""
     return {
         "info": model.describe(),
         "trace": trace.summary(),
-        "attentionMaps": maps,
+        "attentionMaps": {
+            layer.name: [trace.attention_map(layer.name, head, deflate=True) for head in range(layer.n_heads)]
+            for layer in trace.attention_layers
+        },
         "routerMaps": {name: trace.router_map(name, deflate=True) for name in trace.routing},
         "headStatistics": trace.head_statistics(0, len(trace.attention_layers))["layers"],
         "streamStatistics": trace.stream_statistics(),

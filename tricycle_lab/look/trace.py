@@ -43,7 +43,7 @@ class AttentionLayer:
         op: the attention op.
         args: the arguments of the op: queries (1, T, H, D), keys and values (1, S, K, D), and further ones.
         decays: of a layer with a state, the logarithm of the fraction of its state that it keeps at each token, (H, T).
-        cached_maps: the result of `maps`, if it was called before.
+        cached_maps: the result of `maps`, if it was called before; of one layer of a trace.
     """
 
     name: str
@@ -162,6 +162,9 @@ class Trace:
             ValueError: no such layer or head.
         """
         layer = self.attention_layer(name)
+        for other in self.attention_layers:
+            if other is not layer:
+                other.cached_maps = None  # the maps of all layers would need too much memory
         all_scores, all_weights = layer.maps()
         if not 0 <= head < len(all_weights):
             raise ValueError(f"expected a head from 0 to {len(all_weights) - 1}, got {head}")
