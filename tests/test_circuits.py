@@ -65,6 +65,7 @@ test_invalid_arguments = bad_input(
     {
         "task": (lambda: task_prompts("sums", list), "indirect-object, greater-than, brackets, got 'sums'"),
         "tokenizer": (lambda: task_prompts("brackets", lambda text: [1, 2]), "got 0 usable pairs of 100"),
+        "head": (lambda: measure_faithfulness(GPT(TINY), PROMPTS, [(0, 2)], [1]), r"2 layers with 2 each, got .*2\)"),
         "counts": (lambda: measure_faithfulness(GPT(TINY), PROMPTS, [(0, 0)], [2]), "counts from 0 to 1"),
     }
 )

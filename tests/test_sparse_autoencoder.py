@@ -181,10 +181,22 @@ def test_wrong_files_are_rejected(changes, metadata, message, tmp_path) -> None:
         SparseAutoencoder.load(write_changed(tmp_path / "a.safetensors", changes, **metadata), MODEL)
 
 
+ROWS = np.random.default_rng(0).standard_normal((9, 4))
+
+
+def test_threshold_autoencoders_ignore_k() -> None:
+    autoencoder = train_autoencoder(ROWS, 8, kind="jumprelu", options=TrainingOptions(n_steps=2))
+    assert autoencoder.activations(ROWS).shape == (9, 8)
+
+
 test_invalid_arguments = bad_input(
     {
         "kind": (lambda: SparseAutoencoder(4, 8, kind="relu"), "topk or jumprelu.*'relu'"),
         "k": (lambda: SparseAutoencoder(4, 8, k=9), "k of at most 8"),
+        "rate": (
+            lambda: train_autoencoder(ROWS, 8, 2, options=TrainingOptions(learning_rate=-1.0)),
+            "rate above 0.*-1",
+        ),
         "rows": (lambda: train_autoencoder(np.ones(4), 8), r"matrix.*shape \(4,\)"),
         "nan": (lambda: train_autoencoder(np.full((4, 4), np.nan), 8, 2), "finite"),
         "no texts": (lambda: collect_stream(MODEL, [], 0), "at least one text"),

@@ -90,6 +90,8 @@ test_invalid_arguments = bad_input(
         "id": (lambda: contrast_prompts(MODEL, [[99]], NEGATIVE), "ids from 0 to 10"),
         "layer": (lambda: steer(MODEL, {2: np.ones(8)}), "blocks 0 to 1"),
         "size": (lambda: steer(MODEL, {1: np.ones(9)}), r"\(8,\).*\(9,\)"),
+        "nothing to score": (lambda: score_steering(MODEL, {}, [], (1, 2), [1.0]), "at least one prompt, got none"),
+        "answer": (lambda: score_steering(MODEL, {}, [[1]], (1, -1), [1.0]), "ids from 0 to 10"),
         "strength": (lambda: steer(MODEL, {1: np.ones(8)}, float("nan")), "finite strength"),
     }
 )

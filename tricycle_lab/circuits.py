@@ -94,11 +94,14 @@ def measure_faithfulness(
         counts: of heads that work.
 
     Raises:
-        ValueError: counts out of range, or as of `patch_activations`.
+        ValueError: counts or heads out of range, or as of `patch_activations`.
     """
+    runs = PromptRuns("measure_faithfulness", model, prompts)
+    sizes = len(model.blocks), model.config.n_heads
+    if not all(0 <= layer < sizes[0] and 0 <= head < sizes[1] for layer, head in heads):
+        raise ValueError(f"measure_faithfulness: expected heads of {sizes[0]} layers with {sizes[1]} each, got {heads}")
     if not all(0 <= count <= len(heads) for count in counts):
         raise ValueError(f"measure_faithfulness: expected counts from 0 to {len(heads)}, got {counts}")
-    runs = PromptRuns("measure_faithfulness", model, prompts)
     works = np.zeros((len(model.blocks), len(counts), 1, model.config.n_heads, 1), bool)
     for run, count in enumerate(counts):
         for layer, head in heads[:count]:

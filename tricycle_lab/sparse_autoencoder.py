@@ -59,7 +59,7 @@ class SparseAutoencoder(Layer):
         seed: int = 0,
     ) -> None:
         check_positive("SparseAutoencoder", width=width, n_features=n_features, k=k)
-        if kind not in ("topk", "jumprelu") or k > n_features:
+        if kind not in ("topk", "jumprelu") or (kind == "topk" and k > n_features):
             expected = f"topk or jumprelu, and k of at most {n_features}"
             raise ValueError(f"SparseAutoencoder: expected {expected}, got {kind!r} and {k}")
         self.k, self.kind, self.scale = k, kind, scale
@@ -188,6 +188,9 @@ def train_autoencoder(
     """
     options = options or TrainingOptions()
     check_positive("train_autoencoder", n_steps=options.n_steps, batch_size=options.batch_size)
+    if not (options.learning_rate > 0 and options.sparsity >= 0):
+        got = f"{options.learning_rate} and {options.sparsity}"
+        raise ValueError(f"train_autoencoder: expected a learning rate above 0 and sparsity of at least 0, got {got}")
     if rows.ndim != 2 or len(rows) < 2 or not np.isfinite(rows).all():
         raise ValueError(f"train_autoencoder: expected a finite matrix of at least 2 rows, got shape {rows.shape}")
     mean = rows.mean(axis=0, dtype=np.float64)

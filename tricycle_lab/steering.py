@@ -76,7 +76,15 @@ def score_steering(
     answers: tuple[int, int],
     strengths: Sequence[float],
 ) -> np.ndarray:
-    """Return the mean logit difference of two answers after prompts, for each strength, (strengths,)."""
+    """Return the mean logit difference of two answers after prompts, for each strength, (strengths,).
+
+    Raises:
+        ValueError: no prompts, or ids out of range.
+    """
+    if not len(prompts):
+        raise ValueError("score_steering: expected at least one prompt, got none")
+    for tokens in (answers, *prompts):
+        check_tokens("score_steering", tokens, model.config.vocab_size)
     scores = []
     for strength in strengths:
         with steer(model, vectors, strength), model.evaluating():
