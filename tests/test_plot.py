@@ -125,6 +125,11 @@ def test_an_svg_contains_the_values(tmp_path, no_matplotlib):
     assert len(legend) == 3 and len([*svg.iter(f"{SVG}polygon")]) == 2  # the star, and the one in the legend
 
 
+def test_one_training_loss_is_a_point(tmp_path, no_matplotlib):
+    svg = losses_as_svg(tmp_path, [{"step": 1, "loss": 3.0}], {}, "a title")
+    assert len([*svg.iter(f"{SVG}circle")]) == 2  # the point, and the one in the legend
+
+
 def test_an_svg_of_a_long_run_is_small(tmp_path, no_matplotlib):
     losses = np.random.default_rng(0).random(100_000) + 1
     losses[54_321] = 3

@@ -115,7 +115,9 @@ def _loss_curves(
         width = max(1, len(bits) // 50)
         smooth = np.convolve(bits, np.ones(width) / width, mode="valid")
         curves.append(Curve(steps, bits, "#9ecae1", width=0.6))
-        curves.append(Curve(steps[width - 1 :], smooth, "#3182bd", f"training loss (mean of {width} steps)"))
+        marker = "o" if smooth.size == 1 else ""  # a line through one point is invisible
+        label = f"training loss (mean of {width} steps)"
+        curves.append(Curve(steps[width - 1 :], smooth, "#3182bd", label, marker=marker))
     if held_out.size:
         name = "held-out loss (estimate)" if final.size else "held-out loss"
         label = f"{name}, last: {held_out[-1]:.2f}"
