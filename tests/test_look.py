@@ -645,9 +645,9 @@ def test_pages_are_self_contained_and_run_only_their_script() -> None:
     text = "</script><script>alert(1)</script> & <b>"
     trace = inspectable.run(inspectable.encode_input("cat </script>"), Interventions())
     data = {"hasServer": False, "text": text, "models": [collect_static_data(inspectable, trace)]}
-    content = render_page("look", "<title>", data)
+    content = render_page("look", "<title>\udcff", data)
     assert content.count("</script>") == 2
-    assert "&lt;title&gt;" in content
+    assert "&lt;title&gt;?<" in content
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', content)
     for tag, kind in (("style", "style-src"), ("script", "script-src")):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", content, re.DOTALL)

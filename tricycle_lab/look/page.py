@@ -43,7 +43,8 @@ def render_page(
         "__DATA__": json_data.replace("<", "\\u003c"),  # a text in it cannot close the script element
         "__SCRIPT__": script,
     }
-    return re.sub("|".join(values), lambda match: values[match[0]], _read_text("common.html"))
+    document = re.sub("|".join(values), lambda match: values[match[0]], _read_text("common.html"))
+    return document.encode("utf-8", errors="replace").decode("utf-8")  # names of files need not be UTF-8
 
 
 def content_security_policy(style: str, script: str, has_server: bool, has_worker: bool = False) -> str:

@@ -267,7 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the HTML page for the token's own address; reject any other path with 404."""
         if self._request_name() == "":
-            self._answer(lambda: self.server.service.page().encode("utf-8"), "text/html; charset=utf-8")
+            self._answer(self.server.service.page, "text/html; charset=utf-8")
         else:
             self._reject(404, "not found: open the address that `tricycle look` printed")
 
@@ -289,17 +289,16 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = self.rfile.read(int(length))
 
-        def respond() -> bytes:
+        def respond() -> str:
             response = self.server.service.respond(request, json.loads(body))
-            text = json.dumps(response, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-            return text.encode("utf-8", errors="replace")
+            return json.dumps(response, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
         self._answer(respond, "application/json")
 
-    def _answer(self, compute: Callable[[], bytes], content_type: str) -> None:
-        """Send the content that a function returns; send an error status if it raises."""
+    def _answer(self, compute: Callable[[], str], content_type: str) -> None:
+        """Send the text that a function returns; send an error status if it raises."""
         try:
-            content = compute()
+            content = compute().encode("utf-8", errors="replace")
         except UnknownRequestError:
             self._reject(404, "unknown request")
         except RecursionError:
