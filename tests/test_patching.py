@@ -150,16 +150,6 @@ def test_estimates_are_exact_for_small_changes(name: str) -> None:
         assert abs(exact).max() > 0.01
 
 
-def test_estimates_correlate_with_exact_effects() -> None:
-    model = GPT(replace(TINY, n_layers=4, embedding_dim=32, n_heads=4)).eval()
-    for parameter in model.parameters():
-        parameter.array[...] *= 4 if parameter.ndim > 1 else 1
-    estimates = estimate_patches(model, PROMPTS)
-    for kind, estimate in estimates.items():
-        exact = patch_activations(model, PROMPTS, kind)
-        assert np.corrcoef(estimate.ravel(), exact.ravel())[0, 1] > 0.8
-
-
 def test_model_is_unchanged() -> None:
     model = lively(replace(TINY, dropout=0.5))
     first = estimate_patches(model, PROMPTS), patch_activations(model, PROMPTS)
