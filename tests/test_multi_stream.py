@@ -236,10 +236,23 @@ def test_the_model_viewer_shows_attention_of_all_layers() -> None:
     assert inspectable.n_heads == {f"blocks.{layer}.attention": 4 for layer in range(6)}
     trace = inspectable.run(PROMPT, Interventions())
     assert trace.attention_layer("blocks.5.attention").maps()[1].shape == (4, 7, 7)
+    predictions = trace.top_predictions(6)
+    assert predictions["top"][0]["id"] == trace.predictions.top_tokens[6]
+    assert predictions["lens"][-1]["top"] == predictions["top"][:3] and len(predictions["lens"]) == 7
     changed = inspectable.run([*PROMPT[:-1], 5], Interventions(), trace)
     np.testing.assert_allclose(changed.stream["blocks.2"][:6], trace.stream["blocks.2"][:6], rtol=1e-5, atol=1e-5)
     expected = inspectable.run([*PROMPT[:-1], 5], Interventions()).predictions
     np.testing.assert_array_equal(changed.predictions.log_probs, expected.log_probs)
+
+
+def test_an_ablated_block_passes_on_its_streams_and_computes_keys_for_later_ones() -> None:
+    inspectable = InspectableStack(small(), SimpleNamespace(n_vocab=0), "model")
+    trace = inspectable.run(PROMPT, Interventions())
+    skipped = inspectable.run(PROMPT, Interventions(ablated_layers=("blocks.2",)))
+    streams, rest = np.split(skipped.stream["blocks.2"], [72], axis=1)
+    np.testing.assert_allclose(streams, trace.stream["blocks.1"][:, :72], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(rest, trace.stream["blocks.2"][:, 72:], rtol=1e-5, atol=1e-5)
+    assert abs(skipped.predictions.log_probs - trace.predictions.log_probs)[:-1].max() > 1e-3
 
 
 def test_analyses_of_one_residual_stream_refuse() -> None:

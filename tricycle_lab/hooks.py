@@ -11,7 +11,7 @@ import numpy as np
 from tricycle.attention import Attention
 from tricycle.blocks import TransformerBlock
 from tricycle.devices import Array
-from tricycle.extra_ops import where
+from tricycle.extra_ops import concatenate, where
 from tricycle.functions import RowSoftmax
 from tricycle.layers import Layer
 from tricycle.state_spaces.mamba import MambaBlock
@@ -119,9 +119,17 @@ def make_replacement(caller: str, value: Value, heads: Sequence[int] | None, pos
 
 def make_ablation(layer: Layer, caller: str, heads: Sequence[int] | None, positions: Sequence[int] | None) -> Change:
     """Return a change hook that sets the result of a layer or of heads to 0; a block returns its input instead."""
-    if isinstance(layer, (TransformerBlock, MambaBlock)) and heads is None:
-        return lambda out, x, *args: where(_selection_mask(caller, out, None, positions), x, out)
-    return make_replacement(caller, 0.0, heads, positions)
+    if not isinstance(layer, (TransformerBlock, MambaBlock)) or heads is not None:
+        return make_replacement(caller, 0.0, heads, positions)
+    n_channels = getattr(layer, "sizes", [None])[0]  # a block of several streams passes on more than its streams
+
+    def skip(out: Tensor, x: Tensor, *args: Any) -> Tensor:
+        selected = _selection_mask(caller, out, None, positions)
+        if n_channels is None:
+            return where(selected, x, out)
+        return concatenate([where(selected, x[..., :n_channels], out[..., :n_channels]), out[..., n_channels:]], -1)
+
+    return skip
 
 
 def _selection_mask(caller: str, out: Tensor, heads: Sequence[int] | None, positions: Sequence[int] | None) -> Any:

@@ -241,7 +241,9 @@ class Trace:
         if self.logits is not None:
             top = self._top_k(self.logits[position], N_TOP_TOKENS, next_token)["top"]
         elif self.unembed is not None:
-            logits = self._compute_logits(np.stack([x[position] for x in self.stream.values()]))
+            # blocks of several streams append the inputs of later layers, which logits do not depend on
+            width = min(x.shape[1] for x in self.stream.values())
+            logits = self._compute_logits(np.stack([x[position, :width] for x in self.stream.values()]))
             top = self._top_k(logits[-1], N_TOP_TOKENS, next_token)["top"]
             lens = [self._top_k(row, N_LENS_TOKENS, next_token) for row in logits]
         return {"position": position, "top": top, "lens": lens}
