@@ -9,6 +9,7 @@ import pytest
 from tables import bad_input
 from test_models import FAMILIES, GEMMA, KINDS, PARALLEL, TINY, lively
 
+from tricycle.configs.mamba import MambaConfig
 from tricycle.finetuning.lora import Adapter, LoRAConfig, LoRATarget, LowRankUpdate
 from tricycle.models import GPT
 from tricycle.sequences.text_encoder import TextEncoder
@@ -95,6 +96,10 @@ test_invalid_arguments = bad_input(
         ),
         "both": (lambda: attribute_logit(GPT(GEMMA), TOKENS, 1), 'pre-norm.*"both"'),
         "capped": (lambda: attribute_logit(GPT(replace(TINY, logit_cap=5.0)), TOKENS, 1), "soft-capping.*5.0"),
+        "no attention": (
+            lambda: attribute_logit(GPT(MambaConfig(vocab_size=11, embedding_dim=8, n_layers=1)), TOKENS, 1),
+            "expected MultiHeadSelfAttention in all blocks, got MambaBlock",
+        ),
         "no decoder": (lambda: attribute_logit(TextEncoder, TOKENS, 1), "decoder"),
         "token": (lambda: attribute_logit(GPT(TINY), TOKENS, 11), "ids from 0 to 10"),
         "other": (lambda: attribute_logit(GPT(TINY), TOKENS, 1, -1), "ids from 0 to 10"),

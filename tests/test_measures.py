@@ -11,6 +11,8 @@ from tables import bad_input
 from test_look import TEXT, TOKENISER, new_inspectable, new_transformer
 
 from tricycle.checkpoint import save_checkpoint
+from tricycle.configs.mamba import MambaConfig
+from tricycle.models import GPT
 from tricycle_cli import look
 from tricycle_lab.attribution import attribute_logit
 from tricycle_lab.circuits import measure_faithfulness, rank_heads, task_prompts
@@ -18,7 +20,7 @@ from tricycle_lab.head_scores import score_heads
 from tricycle_lab.lens import TunedLens, lens_log_probabilities
 from tricycle_lab.linear_probe import collect_activations, new_classifier, probe_accuracy
 from tricycle_lab.look.inspectable import InspectableStack
-from tricycle_lab.look.measures import MEASURES, describe_measures
+from tricycle_lab.look.measures import MEASURES, describe_measures, find_measures
 from tricycle_lab.look.server import ViewerService
 from tricycle_lab.patching import Prompts, estimate_patches, patch_activations
 from tricycle_lab.path_patching import patch_paths
@@ -198,6 +200,8 @@ def test_other_requests_are_answered_between_two_tables(viewer):
 def test_measures_without_their_files_and_of_other_models_are_not_offered():
     names = [measure["name"] for measure in describe_measures(new_inspectable())]
     assert names == [name for name in MEASURES if name not in ("tuned_lens", "features", "probes")]
+    mamba = MambaConfig(vocab_size=TOKENISER.n_vocab, context_window=40, embedding_dim=8, n_layers=1)
+    assert [*find_measures(InspectableStack(GPT(mamba), TOKENISER, "mamba"))] == ["logit_lens"]
     assert describe_measures(new_transformer()) == []
     with pytest.raises(ValueError, match=r"measure.*none for this model"):
         service = ViewerService([new_transformer()], "")

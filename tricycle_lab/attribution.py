@@ -92,8 +92,9 @@ def check_decoder(caller: str, model: Any) -> None:
     if not isinstance(model, GPT):
         raise ValueError(f"{caller}: expected a decoder (GPT), got a {type(model).__name__}")
     for block in model.blocks:
-        if not isinstance(block.attention, MultiHeadSelfAttention):
-            got = type(block.attention).__name__
+        attention = getattr(block, "attention", block)  # blocks of Mamba have none
+        if not isinstance(attention, MultiHeadSelfAttention):
+            got = type(attention).__name__
             raise ValueError(f"{caller}: expected MultiHeadSelfAttention in all blocks, got {got}")
 
 

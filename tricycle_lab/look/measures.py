@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from tricycle.models import GPT
-from tricycle_lab.attribution import attribute_logit
+from tricycle_lab.attribution import attribute_logit, check_decoder
 from tricycle_lab.circuits import TASKS
 from tricycle_lab.look.inspectable import InspectableModel, InspectableStack
 from tricycle_lab.look.trace import Trace, round_significant
@@ -140,6 +140,10 @@ def find_measures(inspectable: InspectableModel) -> dict[str, Measure]:
     """Return the measures that a model supports, by name; none unless it is a decoder."""
     if not isinstance(inspectable, InspectableStack) or not isinstance(inspectable.model, GPT):
         return {}
+    try:
+        check_decoder("find_measures", inspectable.model)
+    except ValueError:  # layers other than multi-head attention, such as Mamba
+        return {"logit_lens": MEASURES["logit_lens"]}
     return {name: one for name, one in MEASURES.items() if getattr(inspectable, one.needs) is not None}
 
 
