@@ -247,6 +247,16 @@ def test_steering_and_errors_of_measures_are_shown(browser: Browser) -> None:
         assert browser.violations() == []
 
 
+def test_a_table_of_all_heads_of_a_large_model_is_drawn(browser: Browser, server: LookServer) -> None:
+    browser.open(server.address)
+    browser.run("""
+        const values = Array.from({ length: 1024 }, () => Array(128).fill(-0.5)), names = (n) => Array(n).fill("x");
+        const labels = { rows: names(1024), columns: names(128), rowName: "layer", columnName: "position" };
+        panels[0].measureView.showTable({ title: "large", values, ...labels });
+    """)
+    assert "Scale: \u22120.5 to 0.5." in browser.find("[aria-label=large]").text
+
+
 def test_numbers_that_are_not_finite_are_dashes(browser: Browser) -> None:
     inspectable = new_inspectable()
     inspectable.model.blocks[1].mlp.up.weights.array[0, 0] = float("nan")

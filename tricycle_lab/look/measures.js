@@ -83,7 +83,7 @@ class MeasureView {
 
   draw({ canvas, rows, columns, cell, table }) {
     const { values, title } = table, n = values.length, m = table.columns.length;
-    const limit = Math.max(...values.flat().map((value) => Math.abs(value ?? 0)), 1e-30);
+    const limit = values.flat().reduce((max, value) => Math.max(max, Math.abs(value ?? 0)), 1e-30);
     cell.textContent = n ? "Scale: −" + formatNumber(limit) + " to " + formatNumber(limit) + ". Rows: " + table.rowName + ". Columns: " + table.columnName + "." : "No value.";
     canvas.hidden = !n;
     if (!n) return;
