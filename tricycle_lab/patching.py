@@ -66,7 +66,7 @@ class PromptRuns:
         self.clean, self.corrupted = record_run(model, prompts.clean), record_run(model, prompts.corrupted)
         pairs = zip(prompts.clean, prompts.corrupted)
         self.first = next((i for i, (token, other) in enumerate(pairs) if token != other), 0)
-        self.reuses_keys = all(reuses_keys(block.attention) for block in model.blocks)
+        self.reuses_keys = all(map(reuses_keys, model.blocks))
         self.start = self.first if self.reuses_keys else 0
         self.metric, end = (self.metrics(run.stream[-1]).item() for run in (self.corrupted, self.clean))
         self.difference = end - self.metric

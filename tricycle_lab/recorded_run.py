@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle.attention import KeyValueCache
+from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.devices import Array
 from tricycle.models import GPT
 from tricycle.tensor import Tensor
@@ -63,9 +64,11 @@ def record_run(model: GPT, tokens: Sequence[int]) -> Recording:
     return recording
 
 
-def reuses_keys(attention: Any) -> bool:
-    """Return whether an attention layer sees earlier tokens by recorded keys and values alone: no shift, no latents."""
-    return not attention.uses_shift and not getattr(attention, "caches_latents", False)
+def reuses_keys(block: Any) -> bool:
+    """Return whether tokens of a block depend on earlier ones by keys and values alone: no shift, state or latents."""
+    attention: Any = getattr(block, "attention", None)
+    caches_keys = isinstance(attention, MultiHeadSelfAttention) and not getattr(attention, "caches_latents", False)
+    return caches_keys and not attention.uses_shift
 
 
 def run_block(

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from tricycle.attention import KeyValueCache, scores_and_weights
-from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.devices import to_cpu
 from tricycle.kernels.experts import route
 from tricycle.models import GPT
@@ -348,9 +347,7 @@ class InspectableStack(InspectableModel):
         if earlier.ids == list(ids):
             return interventions.first_changed_block(self.block_names, earlier.interventions), 0
         # positions are reusable if attention is causal, and projects each token without its neighbors
-        blocks = self.model.blocks if isinstance(self.model, GPT) else [None]
-        attentions = [getattr(block, "attention", None) for block in blocks]
-        is_cacheable = all(isinstance(layer, MultiHeadSelfAttention) and reuses_keys(layer) for layer in attentions)
+        is_cacheable = isinstance(self.model, GPT) and all(map(reuses_keys, self.model.blocks))
         if earlier.interventions != interventions or not is_cacheable:
             return 0, 0
         pairs = zip(earlier.ids, ids)
