@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.heading import date_and_processor
-from benchmarks.interleave import PAUSE_SECONDS
+from benchmarks.interleave import PAUSE_SECONDS, positive_int
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker
 from tricycle.configs.model import ModelConfig
@@ -240,13 +240,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2", help="name for `pretrained.load`, or of a shape (random)")
     parser.add_argument("--sides", nargs="*", choices=[side.name for side in SIDES], help="default: all installed")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
+    parser.add_argument("--threads", type=positive_int, default=os.cpu_count() or 1, help="threads of each side")
     parser.add_argument(
         "--prompts", type=int, nargs="+", default=[256, 2048], help="prompt lengths; decoding follows the first"
     )
     parser.add_argument("--new", type=int, default=96, help="number of new tokens")
     parser.add_argument("--cache", default="auto", choices=["auto", "float16", "bfloat16"], help="KV cache of Tricycle")
-    parser.add_argument("--rounds", "--turns", type=int, default=3, help="rounds of each side")
+    parser.add_argument("--rounds", "--turns", type=positive_int, default=3, help="rounds of each side")
     parser.add_argument("--llama-python", default=sys.executable, help="interpreter with llama-cpp-python")
     arguments = parser.parse_args()
     model, tokeniser = load_model(arguments.model)

@@ -25,6 +25,13 @@ PAUSE_SECONDS = 0.5  # between two sides
 T = TypeVar("T")
 
 
+def positive_int(text: str) -> int:
+    """Convert the text of a command-line flag to an integer; ArgumentTypeError unless it is above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text}")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The number of rounds of each side, and their duration.
@@ -42,7 +49,9 @@ class Schedule:
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser) -> None:
         """Add --rounds, --seconds and --warmup to a parser, with the defaults of Schedule."""
-        parser.add_argument("--rounds", "--turns", type=int, default=Schedule.rounds, help="rounds of each side")
+        parser.add_argument(
+            "--rounds", "--turns", type=positive_int, default=Schedule.rounds, help="rounds of each side"
+        )
         parser.add_argument("--seconds", type=float, default=Schedule.seconds, help="measured seconds of a round")
         parser.add_argument(
             "--warmup", "--settling", type=float, default=Schedule.warmup, help="seconds of warm-up in a round"
@@ -61,7 +70,7 @@ class Schedule:
 def add_comparison_flags(parser: argparse.ArgumentParser) -> None:
     """Add --peer and --threads of a comparison with PyTorch, and the flags of `Schedule`, to a parser."""
     parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="library to compare with")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
+    parser.add_argument("--threads", type=positive_int, default=os.cpu_count() or 1, help="threads of each side")
     Schedule.add_flags(parser)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.finetuning import export_model
 from benchmarks.heading import date_and_processor
-from benchmarks.interleave import Schedule
+from benchmarks.interleave import Schedule, positive_int
 from benchmarks.patching_workers import all_cells, make_prompts
 from benchmarks.transforms import replace_block
 from benchmarks.workers import Worker, time_steps
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="layers of the sample of cells")
     parser.add_argument("--cells", type=int, default=64, help="cells of each layer of the sample")
     parser.add_argument("--batch", type=int, default=64, help="patches in a forward pass, except for the plain loop")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
+    parser.add_argument("--threads", type=positive_int, default=os.cpu_count() or 1, help="threads of each side")
     parser.add_argument("--note", default="no other work", help="what else the machine did, for the line of the table")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="replace the table of a page of results")
     Schedule.add_flags(parser)

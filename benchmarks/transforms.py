@@ -18,7 +18,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from benchmarks.heading import date_and_processor
-from benchmarks.interleave import Schedule
+from benchmarks.interleave import Schedule, positive_int
 from benchmarks.transforms_workers import CHAIN_LENGTH, MLPS, TASKS
 from benchmarks.workers import Worker, time_steps
 from tricycle.system.files import atomic_write
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--tasks", choices=TASKS, nargs="*", default=usual, help="what is measured")
     parser.add_argument("--sides", choices=list(SIDES), nargs="+", default=list(SIDES), help="columns of the table")
     parser.add_argument("--batch", type=int, default=4, help="sequences in the GPT's batch; 0: as in training")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
+    parser.add_argument("--threads", type=positive_int, default=os.cpu_count() or 1, help="threads of each side")
     parser.add_argument("--no-probes", action="store_true", help="omit the table of what each library differentiates")
     parser.add_argument("--note", default="no other work", help="what else the machine did, for the line of the table")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="replace the tables of a page of results")

@@ -76,6 +76,14 @@ def test_benchmark_prints_a_table_of_positive_numbers(line, peer):
     assert name == "train" or peer == "none" or any("PyTorch" in line or "torch" in line for line in lines)
 
 
+@pytest.mark.parametrize("flag", ["--rounds", "--threads"])
+def test_counts_are_above_0(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["matmul", flag, "0"])
+    with pytest.raises(SystemExit):
+        matmul.main()
+    assert f"argument {flag}" in (error := capsys.readouterr().err) and "a whole number above 0, got 0" in error
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("flags", [[], ["--recompute"]])
 @pytest.mark.parametrize(
