@@ -172,6 +172,10 @@ def test_nonfinite_losses_are_skipped(two: list[Path]) -> None:
     with (two[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "not_finite": "the loss is nan", "on_nan": "skip"}\n')
         file.write('{"step": 42, "loss": NaN, "tokens_per_second": 0}\n{"step": 43, "held_out_loss": Infinity}\n')
+        file.write('{"step": 44, "held_out_loss": 1e-320, "bits_per_byte": 1e308}\n{"step": 1%s}\n' % (30 * "0"))
+        file.write(
+            '{"step": 45, "held_out_loss": 0.1, "bits_per_byte": NaN}\n{"step": 46, "loss": 1%s}\n' % (400 * "0")
+        )
     json.dumps(compare_folders(two), allow_nan=False)
 
 

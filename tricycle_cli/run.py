@@ -199,6 +199,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_sound(line: dict[str, Any]) -> bool:
-    """Return whether a line of metrics has an integer `step` and no metric that is not a number."""
-    numbers = (line[name] for name in NUMERIC_FIELDS if name in line)
-    return type(line.get("step")) is int and all(type(number) in (int, float) for number in numbers)
+    """Return whether a line of metrics has an integer `step` of 64 bits and no metric that is not a number."""
+    numbers, step = (line[name] for name in NUMERIC_FIELDS if name in line), line.get("step")
+    return type(step) is int and abs(step) < 2**63 and all(type(number) in (int, float) for number in numbers)

@@ -16,6 +16,7 @@ MAX_POINTS = 1500  # of a curve; a screen has fewer pixels
 MAX_SAMPLE_LENGTH = 3000  # characters
 SCORES = tuple(f"{name}_score" for name in HeadScores._fields)  # of metrics.jsonl, with --score-heads
 N_SAMPLES = 4  # the latest samples of a run
+MAX_VALUE = 1e100  # of a number in metrics.jsonl; sums and ratios of larger ones could be infinite
 
 Record = Mapping[str, Any]
 
@@ -101,7 +102,7 @@ def _describe_run(run: RunData) -> dict[str, Any]:
     ratios = [
         record["bits_per_byte"] / record["held_out_loss"]
         for record in held_out
-        if _is_finite(record.get("bits_per_byte")) and record["held_out_loss"] > 0
+        if _is_finite(record.get("bits_per_byte")) and record["held_out_loss"] > 1 / MAX_VALUE
     ]
     held_out_seconds = np.interp([record["step"] for record in held_out], [0, *steps], [0, *seconds]) if seconds else []
     return {
@@ -116,7 +117,7 @@ def _describe_run(run: RunData) -> dict[str, Any]:
             "loss": [_round_significant(record["held_out_loss"]) for record in held_out],
             "seconds": [round(float(second), 2) for second in held_out_seconds],
             "scores": {
-                name: [record[name] if _is_finite(record.get(name)) else None for record in held_out]
+                name: [_finite_or_none(record.get(name)) for record in held_out]
                 for name in SCORES
                 if any(_is_finite(record.get(name)) for record in held_out)
             },
@@ -127,8 +128,13 @@ def _describe_run(run: RunData) -> dict[str, Any]:
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether a value is a finite int or float; True and False are none."""
-    return type(value) in (int, float) and math.isfinite(value)
+    """Return whether a value is an int or float below MAX_VALUE; True, False, NaN and infinity are none."""
+    return type(value) in (int, float) and abs(value) < MAX_VALUE
+
+
+def _finite_or_none(value: Any) -> Any:
+    """Return a number if `_is_finite`, else None."""
+    return value if _is_finite(value) else None
 
 
 def _round_significant(value: float) -> float:
@@ -178,9 +184,9 @@ def _summarize(
         "tokensPerSecond": round(float(np.median(speeds))) if speeds else None,
         "bestStep": best["step"] if best else None,
         "bestLoss": best["held_out_loss"] if best else None,
-        "bestBitsPerByte": best.get("bits_per_byte") if best else None,
+        "bestBitsPerByte": _finite_or_none((best or {}).get("bits_per_byte")),
         "finalLoss": final["final_loss"] if final else None,
-        "finalBitsPerByte": final.get("final_bits_per_byte") if final else None,
+        "finalBitsPerByte": _finite_or_none((final or {}).get("final_bits_per_byte")),
     }
 
 
