@@ -236,6 +236,9 @@ def test_the_model_viewer_shows_attention_of_all_layers() -> None:
     assert inspectable.n_heads == {f"blocks.{layer}.attention": 4 for layer in range(6)}
     trace = inspectable.run(PROMPT, Interventions())
     assert trace.attention_layer("blocks.5.attention").maps()[1].shape == (4, 7, 7)
+    norms = [statistics["norms"] for statistics in trace.stream_statistics()]
+    expected = [np.linalg.norm(x[:, :72], axis=1) for x in trace.stream.values()]  # without keys and later inputs
+    np.testing.assert_allclose(norms, expected, rtol=1e-3)
     predictions = trace.top_predictions(6)
     assert predictions["top"][0]["id"] == trace.predictions.top_tokens[6]
     assert predictions["lens"][-1]["top"] == predictions["top"][:3] and len(predictions["lens"]) == 7

@@ -309,6 +309,8 @@ class InspectableStack(InspectableModel):
         texts = [self.token_text(token) for token in ids]
         trace = Trace(list(ids), texts, None, list(layers.values()), stream, unembed, self.token_text)
         trace.interventions, trace.routing = interventions, routing
+        streams: Any = getattr(model, "streams", None)
+        trace.n_channels = None if streams is None else streams.n_streams * streams.width
         if unembed is not None:
             known = None
             if n_tokens and earlier is not None and earlier.predictions is not None:

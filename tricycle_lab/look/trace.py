@@ -100,6 +100,7 @@ class Trace:
         source_ids: the source tokens of an encoder-decoder.
         logits: (T, V), for a model without residual stream only.
         interventions: the interventions during the forward pass.
+        n_channels: of the residual stream, if blocks append keys, values and later inputs to it; None for all.
         routing: the router weights (T, E) of each mixture of experts, 0 for experts that a token does not select.
     """
 
@@ -114,6 +115,7 @@ class Trace:
     source_ids: tuple[int, ...] = ()
     logits: np.ndarray | None = None
     interventions: Interventions = field(default_factory=Interventions)
+    n_channels: int | None = None
     routing: dict[str, np.ndarray] = field(default_factory=dict)
 
     def attention_layer(self, name: str) -> AttentionLayer:
@@ -230,7 +232,7 @@ class Trace:
 
     def stream_statistics(self) -> list[dict[str, Any]]:
         """Return name, norms, kurtosis and outliers of the residual stream before the first and after each block."""
-        return [_stream_statistics(name, x) for name, x in self.stream.items()]
+        return [_stream_statistics(name, x[:, : self.n_channels]) for name, x in self.stream.items()]
 
     def top_predictions(self, position: int) -> dict[str, Any]:
         """Return "position", "top" next tokens and logit-"lens" by layer, [] if unknown; ValueError if out of range."""
@@ -241,9 +243,8 @@ class Trace:
         if self.logits is not None:
             top = self._top_k(self.logits[position], N_TOP_TOKENS, next_token)["top"]
         elif self.unembed is not None:
-            # blocks of several streams append the inputs of later layers, which logits do not depend on
-            width = min(x.shape[1] for x in self.stream.values())
-            logits = self._compute_logits(np.stack([x[position, :width] for x in self.stream.values()]))
+            rows = [x[position, : self.n_channels] for x in self.stream.values()]
+            logits = self._compute_logits(np.stack(rows))
             top = self._top_k(logits[-1], N_TOP_TOKENS, next_token)["top"]
             lens = [self._top_k(row, N_LENS_TOKENS, next_token) for row in logits]
         return {"position": position, "top": top, "lens": lens}
