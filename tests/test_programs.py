@@ -498,7 +498,7 @@ TRAIN_WRONG = [
     ("--device gpu", "--device gpu: .*no GPU"),
 ]
 RESUME_WRONG = [
-    ("--resume missing", r"missing: .*run folder.*config\.json"),
+    ("--resume missing", r"missing: .*run folder.*no such folder"),
     ("--resume nothing", r"nothing: .*run folder.*config\.json"),
     ("--resume numbers", r"data\.json: .*data and files"),
     ("--resume 'odd source'", r"data\.json: .*data and files"),

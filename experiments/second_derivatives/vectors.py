@@ -12,16 +12,16 @@ from tricycle.transforms import functional_call, hvp
 Loss = Callable[[Any], Tensor]  # of a vector, Tensor or array (n_parameters,)
 
 
-def as_function(model: Layer) -> tuple[Callable[[Any, np.ndarray], Tensor], np.ndarray]:
+def as_function(model: Layer) -> tuple[Callable[[Any, Any], Tensor], np.ndarray]:
     """Return the model as a function (vector, inputs) of the vector of its parameters, and this vector in float64."""
     named = dict(model.named_parameters())
     ends = np.cumsum([p.size for p in named.values()])
     slices = {name: slice(end - p.size, end) for (name, p), end in zip(named.items(), ends)}
 
-    def function(vector: Any, inputs: np.ndarray) -> Tensor:
-        vector = vector if isinstance(vector, Tensor) else Tensor(vector, False)  # keeps float64
+    def function(vector: Any, inputs: Any) -> Tensor:
+        vector, inputs = (x if isinstance(x, Tensor) else Tensor(x, False) for x in (vector, inputs))  # keeps float64
         parameters = {name: vector[part].reshape(*named[name].shape) for name, part in slices.items()}
-        return functional_call(model, parameters, Tensor(inputs, False))
+        return functional_call(model, parameters, inputs)
 
     return function, np.concatenate([p.array.astype(np.float64).ravel() for p in named.values()])
 

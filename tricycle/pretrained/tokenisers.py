@@ -29,8 +29,10 @@ from tricycle.tokeniser import BPETokeniser, Tokeniser
 FORMAT = {"format": "tokenizers", "version": 1}
 # The special tokens of vocabulary files, unless tokenizer_config.json has others.
 BERT_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
-ROBERTA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "sep_token": "</s>"}
-ROBERTA_TOKENS |= {"pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"}
+ROBERTA_TOKENS = {
+    **{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "sep_token": "</s>"},
+    **{"pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"},
+}
 SPECIAL_TOKEN_FIELDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_FILE_BYTES = 2**26  # the largest vocabularies take half of it
 MAX_GROWTH = 1000  # factor by which normalization or decoding may lengthen a text; those of T5 and XLM-R reach hundreds
