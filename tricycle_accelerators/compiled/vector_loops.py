@@ -16,7 +16,14 @@ import numba
 import numpy as np
 
 from tricycle_accelerators.compiled.jit import HAS_FLOAT16 as HAS_FLOAT16
-from tricycle_accelerators.compiled.jit import ZERO, compile_callback, compile_loop, inner_function, pointer_to
+from tricycle_accelerators.compiled.jit import (
+    ZERO,
+    compile_callback,
+    compile_loop,
+    inner_function,
+    max_abs_if_finite,
+    pointer_to,
+)
 from tricycle_accelerators.compiled.mailbox import atomic_add, atomic_load, atomic_store, compare_exchange, pause
 from tricycle_accelerators.compiled.registers import LANES as LANES
 from tricycle_accelerators.compiled.registers import prefetch_line
@@ -203,7 +210,8 @@ def multiply_vectors(
     (kind, numbers, scales, sums), (n_x, size), n_rows = matrix, x.shape, out.shape[1]
     splits = sums and n_x == 1
     bytes_of_x = np.empty((2, size if splits else 0), np.uint8)
-    step = split_into_bytes(x[0], bytes_of_x) if splits else ZERO
+    largest = max_abs_if_finite(x[0]) if splits else ZERO
+    step = split_into_bytes(x[0], largest, bytes_of_x) if largest else ZERO
     box[KIND] = BYTES if step else kind
     box[X] = bytes_of_x.ctypes.data if step else x.ctypes.data
     box[ROWS], box[STRIDE], box[OUT] = numbers, size * ITEM_SIZES[kind], out.ctypes.data

@@ -14,7 +14,6 @@ from numba import types
 from numba.core import cgutils
 
 from tricycle_accelerators.compiled.jit import (
-    ANY_ORDER,
     FEATURES,
     HAS_FLOAT16,
     LARGEST,
@@ -23,7 +22,6 @@ from tricycle_accelerators.compiled.jit import (
     emitted_intrinsic,
     float16_to_float32,
     inner_function,
-    max_abs_if_finite,
     pointer_to,
     to_float32,
 )
@@ -252,12 +250,15 @@ def _multiply_int8_rows_by_bytes(box: Any, start: int, stop: int) -> None:
 multiply_int8_rows_by_bytes = _multiply_int8_rows_by_bytes if HAS_BYTES else multiply_int8_rows
 
 
-@inner_function(fastmath=ANY_ORDER)
-def split_into_bytes(x: np.ndarray, out: np.ndarray) -> Any:
-    """Quantize a float32 row to 16 bits as high, low bytes in `out` (2, K); return the step, 0 if 0 or not finite."""
-    largest = max_abs_if_finite(x)
-    if largest == 0:
-        return ZERO
+@inner_function(fastmath=False)
+def split_into_bytes(x: np.ndarray, largest: np.float32, out: np.ndarray) -> np.float32:
+    """Quantize a float32 row to 16 bits as high, low bytes in `out` (2, K); return the step.
+
+    It is compiled without ANY_ORDER, because a row is rounded alike only if all callers round in the same order.
+
+    Args:
+        largest: the largest absolute value of the row, not 0.
+    """
     factor = LARGEST / largest
     for j in range(len(x)):
         whole = np.int32(x[j] * factor + OFFSET)
