@@ -148,7 +148,7 @@ class GradientSums:
         if grad is None:
             return sum_slices(slices, node.array).astype(node.array.dtype, copy=False)
         if id(node) not in self.owned:
-            grad = array_module(grad).copy(grad)
+            grad = kernels.in_chunks(array_module(grad).copy, grad)
         _add_slices(grad, slices)
         return grad
 
@@ -156,7 +156,7 @@ class GradientSums:
         """Return the gradient of a leaf, copied if its memory is shared with another array."""
         is_shared = isinstance(grad, np.generic) or not owns_memory(grad) or id(grad) in self.handed_out
         if (is_shared or self.retain_graph) and id(leaf) not in self.owned:
-            grad = grad.copy()
+            grad = kernels.in_chunks(array_module(grad).copy, grad)
         self.handed_out[id(grad)] = grad
         return grad
 

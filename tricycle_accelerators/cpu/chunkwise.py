@@ -19,8 +19,9 @@ from tricycle_accelerators.chunks import CHUNK_SIZE
 from tricycle_accelerators.providers import decline_when
 
 MIN_RUN = 512  # elements of the last axis: shorter runs of memory take longer to read
-# Operators as functions that write their results into place.
+# Functions that write their results into place, or make no array, which do the same for a chunk.
 UFUNCS: dict[Callable[..., Any], Callable[..., Any]] = {
+    np.copy: lambda x: x,  # assigned to the result
     operator.add: np.add,
     operator.sub: np.subtract,
     operator.mul: np.multiply,
