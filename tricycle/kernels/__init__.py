@@ -115,10 +115,10 @@ def swiglu(x: Array) -> Array:
 @upcasting_kernel(1)
 def swiglu_backward(grad: Array, x: Array) -> Array:
     """Return the gradient of x = [a, b] from that of swiglu(x) = a b sigmoid(b), recomputing the sigmoids."""
-    xp = array_module(x)
-    a, b = xp.split(upcast(x), 2, axis=-1)
+    x, half = upcast(x), x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
     gate = sigmoid(b)
-    dx = xp.concatenate([grad * (b * gate), grad * a * gate * (1 + b * (1 - gate))], axis=-1)
+    dx = array_module(x).concatenate([grad * (b * gate), grad * a * gate * (1 + b * (1 - gate))], axis=-1)
     return dx.astype(grad.dtype, copy=False)
 
 
