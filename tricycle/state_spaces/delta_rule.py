@@ -23,7 +23,7 @@ from typing import Any
 from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.devices import Array, array_module
 from tricycle.ops import as_tensors
-from tricycle.state_spaces.scan import Chunk, ChunkedScan, by_head, new_chunk
+from tricycle.state_spaces.scan import Chunk, ChunkedScan, new_chunk
 from tricycle.tensor import Operand, Tensor, record
 
 
@@ -31,10 +31,10 @@ from tricycle.tensor import Operand, Tensor, record
 class _DeltaChunk(Chunk):
     """A chunk whose values are the updates U, and what their gradients need."""
 
-    strengths: Array  # b, (B, G, R, Q, 1)
-    weights: Array  # A, (B, G, R, Q, Q)
+    strengths: Array  # b, (F, R, Q, 1)
+    weights: Array  # A, (F, R, Q, Q)
     inverse: Array  # (I + A)^-1
-    errors: Array  # V - e^D K S, (B, G, R, Q, P)
+    errors: Array  # V - e^D K S, (F, R, Q, P)
 
 
 class GatedDeltaRule(ChunkedScan):
@@ -61,9 +61,9 @@ class GatedDeltaRule(ChunkedScan):
         return record(out, tensors, backward, self.name)
 
     def _chunk(self, s: Array, v: Array, decays: Array, k: Array, q: Array, *others: Array) -> _DeltaChunk:
-        """Return the chunk of these tokens (B, Q, ...) after the state s, with the rule's updates as its values."""
-        xp, c, strengths = array_module(v), new_chunk(v, decays, k, q), by_head(others[0][..., None], k.shape[2])
-        n_tokens = v.shape[1]
+        """Return the chunk of these tokens (F, R, Q, ...) after the state s, with the rule's updates as its values."""
+        xp, c, (strengths,) = array_module(v), new_chunk(v, decays, k, q), others
+        n_tokens = v.shape[2]
         weights = xp.tril(c.within * strengths * (c.k @ c.k.swapaxes(-1, -2)), -1)
         inverse = xp.linalg.inv(weights + xp.eye(n_tokens, dtype=weights.dtype)) if n_tokens > 1 else 1 + weights
         errors = c.v - c.since_start * (c.k @ s)
