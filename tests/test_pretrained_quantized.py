@@ -1,14 +1,16 @@
 """Models that are loaded in 8 or 16 bits, from every kind of file."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_gguf_writer import TOKENS, each_model, logits, new_model, relative_error
+from test_gguf_writer import LLAMA, TOKENS, each_model, logits, new_model, relative_error
 
 from tricycle.checkpoint import save_checkpoint
+from tricycle.configs import ModelConfig
 from tricycle.debug import use_reference
 from tricycle.generate import generate
 from tricycle.kernels.quantized import QuantizedMatrix
@@ -59,6 +61,16 @@ def test_int8_model_round_trips_through_a_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         logits(load(tmp_path / "last.safetensors").model, TOKENS), logits(load(tmp_path / "a.gguf").model, TOKENS)
     )
+
+
+def test_loading_in_int8_holds_no_whole_matrix_in_float32(tmp_path: Path) -> None:
+    export_folder(GPT(ModelConfig(**{**LLAMA, "vocab_size": 30_000, "embedding_dim": 256})), None, tmp_path)
+    tracemalloc.start()
+    model = load(tmp_path, weights="int8").model
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    untouched = 4 * model.n_parameters  # zeros, which take memory only when they are written
+    assert peak < untouched + sum(matrix.nbytes for matrix in few_bits(model).values()) + 1e7
 
 
 WRITERS: dict[str, Callable[[GPT, Path], object]] = {

@@ -348,14 +348,31 @@ def _read_quantized(
     transposed = declared_role(mapping.parameters[name]) != "embedding"
     shape = mapping.parameters[name].shape
     shape = shape[::-1] if transposed else shape
-    rows = np.empty(shape, np.float32) if kind == "int8" else arena.empty(shape, quantized_dtype(kind))
-    with np.errstate(over="ignore"):
-        _copy_tensors(mapping, name, hf_tensors, theirs, rows.T if transposed else rows)
+    reordered = any(layer_kind(hf_tensor.name) in mapping.family.layouts for hf_tensor in hf_tensors)
     try:
-        return QuantizedMatrix.quantize(rows, kind).transpose((1, 0) if transposed else (0, 1))
+        if kind == "int8" and mapping.is_transposed(name) == transposed and not reordered:
+            matrix = _quantize_rows(shape, [(t.columns if transposed else slice(None)) for t in hf_tensors], theirs)
+        else:
+            rows = np.empty(shape, np.float32) if kind == "int8" else arena.empty(shape, quantized_dtype(kind))
+            with np.errstate(over="ignore"):
+                _copy_tensors(mapping, name, hf_tensors, theirs, rows.T if transposed else rows)
+            matrix = QuantizedMatrix.quantize(rows, kind)
+        return matrix.transpose((1, 0) if transposed else (0, 1))
     except ValueError as error:
         names = " or ".join(hf_tensor.name for hf_tensor in hf_tensors)  # which are one matrix in Tricycle
         raise ValueError(f"{names}: {error}") from None
+
+
+def _quantize_rows(shape: Sequence[int], places: Sequence[slice], theirs: Sequence[StoredTensor]) -> QuantizedMatrix:
+    """Return tensors, which are the rows at `places` of a matrix, in int8; a few rows at a time are read in float32."""
+    matrix = QuantizedMatrix(np.empty(shape, np.int8), np.empty((shape[0], 1), np.float32))
+    for place, tensor in zip(places, theirs):
+        source, (values, scales) = tensor.read(), (array[place] for array in matrix.arrays)
+        n_rows = max(1, CHUNK_BYTES // (4 * shape[1]))
+        for chunk in (slice(start, start + n_rows) for start in range(0, len(source), n_rows)):
+            values[chunk], scales[chunk] = QuantizedMatrix.quantize(source[chunk], "int8").arrays
+            release_pages(source)
+    return matrix
 
 
 def canonicalize_names(family: Family, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
