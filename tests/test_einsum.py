@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tricycle import to_tensor
-from tricycle.einsum import Einsum, contract
+from tricycle.einsum import Einsum, Plan, contract
 
 
 def test_einsum_op_is_reusable_for_other_shapes():
@@ -28,9 +28,12 @@ def test_einsum_of_many_inputs_and_axes():
 def test_contract_broadcasts_and_repeats():
     """Operations of gradients that NumPy's einsum lacks."""
     x = np.array([1.0, 2.0])
-    assert contract((x,), ("i",), "ii", {"i": 2}).tolist() == [[1, 0], [0, 2]]
-    assert contract((x,), ("i",), "ji", {"i": 2, "j": 3}).tolist() == [[1, 2]] * 3
-    assert contract((x,), ("i",), "iji", {"i": 2, "j": 1}).tolist() == [[[1, 0]], [[0, 2]]]
+    for out, sizes, expected in (
+        ("ii", {"i": 2}, [[1, 0], [0, 2]]),
+        ("ji", {"i": 2, "j": 3}, [[1, 2]] * 3),
+        ("iji", {"i": 2, "j": 1}, [[[1, 0]], [[0, 2]]]),
+    ):
+        assert contract((x,), Plan(("i",), (x.shape,), out, sizes)).tolist() == expected
 
 
 @pytest.mark.parametrize("out", ["ik", "ki", "ij"])
@@ -44,9 +47,8 @@ def test_contract_of_two_terms_equals_numpy(left, right, out, rng):
     for length in (3, 1):
         a, b = (rng.standard_normal([{**sizes, "j": n}[c] for c in l]) for l, n in ((left, 3), (right, length)))
         wide = np.broadcast_to(b, [sizes[c] for c in right])
-        np.testing.assert_allclose(
-            contract((a, b), (left, right), out, sizes), np.einsum(f"{left},{right}->{out}", a, wide)
-        )
+        plan = Plan((left, right), (a.shape, b.shape), out, sizes)
+        np.testing.assert_allclose(contract((a, b), plan), np.einsum(f"{left},{right}->{out}", a, wide))
 
 
 @pytest.mark.parametrize(

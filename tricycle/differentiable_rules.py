@@ -18,7 +18,7 @@ from tricycle import extra_ops, functions, kernels, linalg, ops
 from tricycle.activation_checkpointing import recompute_derivatives
 from tricycle.create_graph import broadcast, cast, gradients_through, rule, scatter, unbroadcast, unfused
 from tricycle.devices import Array, array_module
-from tricycle.einsum import contraction, gradient_labels, matmul
+from tricycle.einsum import contraction, matmul
 from tricycle.kernels.activations import gaussian_and_cdf
 from tricycle.kernels.reference.attention import mask_scores
 from tricycle.tensor import Tensor, record
@@ -91,14 +91,13 @@ def _rotary(node: Tensor, v: Any) -> Tensor:
     return extra_ops.concatenate([*rotated, x[..., 2 * half :]], axis=-1)
 
 
-@rule("tricycle.einsum.contraction")
+@rule("tricycle.einsum.contraction_backward")
 def _contraction(node: Tensor, grad: Tensor, v: Any) -> list[Tensor | None]:
     """Return the gradients of an einsum's args as contractions of `grad` and the other args; None if not needed."""
     results: list[Tensor | None] = []
-    for i, x in enumerate(node.args):
-        terms = node.args[:i] + (grad,) + node.args[i + 1 :]
-        labels = gradient_labels(i, x.shape, v.labels, v.out, v.sizes)
-        results.append(contraction(terms, *labels, v.sizes, "einsum").reshape(x.shape) if x.requires_grad else None)
+    for i, (x, plan) in enumerate(zip(node.args, node._saved[0].gradients)):
+        terms = (*node.args[:i], grad, *node.args[i + 1 :])
+        results.append(contraction(terms, plan, "einsum").reshape(x.shape) if x.requires_grad else None)
     return results
 
 

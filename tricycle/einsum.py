@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import string
 from collections import Counter
-from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 
+from tricycle.autograd import NeedsGrad
 from tricycle.devices import Array, array_module
 from tricycle.kernels.batched import batched_matmul
 from tricycle.kernels.dispatch import upcasting
@@ -46,10 +47,8 @@ class Einsum(Op):
     def forward(self, *tensors: Operand) -> Tensor:
         """Compute the einsum of Tensors, one for each input in the subscripts; raise a ValueError for a misfit."""
         inputs = as_tensors(*tensors)
-        labels, out, sizes = _resolve(
-            self.subscripts, tuple(t.shape for t in inputs), tuple(t.is_batched for t in inputs)
-        )
-        return contraction(inputs, labels, out, sizes, f"einsum {self.subscripts}")
+        plan = _resolve(self.subscripts, tuple(t.shape for t in inputs), tuple(t.is_batched for t in inputs))
+        return contraction(inputs, plan, f"einsum {self.subscripts}")
 
 
 @register
@@ -62,40 +61,80 @@ def matmul(x: Operand, y: Operand) -> Tensor:
     right = "j" if y.ndim == 1 else "...jk"
     out = "..." * (x.ndim > 1 or y.ndim > 1) + "i" * (x.ndim > 1) + "k" * (y.ndim > 1)
     try:
-        labels, resolved, sizes = _resolve(f"{left},{right}->{out}", (x.shape, y.shape), (False, False))
+        plan = _resolve(f"{left},{right}->{out}", (x.shape, y.shape), (False, False))
     except ValueError:
         raise ValueError(f"matmul: shapes {x.shape} and {y.shape} do not fit") from None
-    return contraction((x, y), labels, resolved, sizes, "matmul")
+    return contraction((x, y), plan, "matmul")
 
 
-def contraction(
-    inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int], name: str
-) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A letter for each axis of the inputs and the output of an einsum.
+
+    Attributes:
+        labels: the letters of each input.
+        shapes: the shape of each input. An axis of length 1 may be broadcast.
+        out: the letters of the output.
+        sizes: the length of each letter.
+    """
+
+    labels: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    out: str
+    sizes: dict[str, int]
+
+    # Cache: a pure function of the plan.
+    @cached_property
+    def gradients(self) -> list[Plan]:
+        """The plan of each input's gradient, in which the gradient of the output takes the input's place.
+
+        The result lacks axes of the input that were broadcast: it must be reshaped.
+        """
+        shape = tuple(self.sizes[letter] for letter in self.out)
+        plans = []
+        for i, (labels, sizes) in enumerate(zip(self.labels, self.shapes)):
+            kept = "".join(letter for letter, n in zip(labels, sizes) if n == self.sizes[letter])
+            inputs = (*self.labels[:i], self.out, *self.labels[i + 1 :])
+            plans.append(Plan(inputs, (*self.shapes[:i], shape, *self.shapes[i + 1 :]), kept, self.sizes))
+        return plans
+
+    # Cache: a pure function of the plan.
+    @cached_property
+    def matrices(self) -> tuple[bool, bool, bool] | None:
+        """For a product of two matrices, without broadcasting: whether the second is the left one, and transpositions.
+
+        Other products take several calls, which take longer than a small product of matrices.
+        """
+        if len(self.labels) != 2 or any(len(letters) != 2 for letters in (self.out, *self.labels)):
+            return None
+        rows, columns = self.out[0], self.out[1]
+        is_swapped = rows not in self.labels[0]
+        left, right = self.labels[::-1] if is_swapped else self.labels
+        inner = left.replace(rows, "")
+        if len(inner) != 1 or inner in self.out or rows == columns:
+            return None
+        if {*left} != {rows, inner} or {*right} != {inner, columns}:
+            return None
+        if any(shape != tuple(self.sizes[c] for c in letters) for letters, shape in zip(self.labels, self.shapes)):
+            return None
+        return is_swapped, left[0] != rows, right[1] != columns
+
+
+def contraction(inputs: tuple[Tensor, ...], plan: Plan, name: str) -> Tensor:
     """Compute `contract` of Tensors, integers promoted, as a differentiable operation named `name`."""
     check_device(name, *(t.array for t in inputs))
     arrays = promote_integers(*(t.array for t in inputs))
-
-    def backward(grad: Array, needs_grad: Sequence[bool]) -> list[Array | None]:
-        def gradient(i: int) -> Array:
-            terms = arrays[:i] + (grad,) + arrays[i + 1 :]
-            array = contract(terms, *gradient_labels(i, arrays[i].shape, labels, out, sizes), sizes)
-            # the view that `reshape` makes would be copied, as if another array used its memory
-            return array if array.shape == arrays[i].shape else array.reshape(arrays[i].shape)
-
-        return [gradient(i) if needs else None for i, needs in enumerate(needs_grad)]
-
-    return record(contract(arrays, labels, out, sizes), inputs, backward, name)
+    return record(contract(arrays, plan), inputs, contraction_backward, name, None, (plan, *arrays))
 
 
-def gradient_labels(
-    i: int, shape: tuple[int, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int]
-) -> tuple[tuple[str, ...], str]:
-    """Return (labels, output) of the einsum of input i's gradient, in which the output's gradient replaces input i.
-
-    The result lacks axes of length 1 that were broadcast: it must be reshaped to `shape`, that of the input.
-    """
-    kept = "".join(c for c, n in zip(labels[i], shape) if n == sizes[c])
-    return labels[:i] + (out,) + labels[i + 1 :], kept
+def contraction_backward(grad: Array, needs_grad: NeedsGrad, plan: Plan, *arrays: Array) -> list[Array | None]:
+    """Return the gradients of the inputs of an einsum; None for those that need none."""
+    grads: list[Array | None] = []
+    for i, (x, gradient) in enumerate(zip(arrays, plan.gradients)):
+        dx = contract((*arrays[:i], grad, *arrays[i + 1 :]), gradient) if needs_grad[i] else None
+        # the view that `reshape` makes would be copied, as if another array used its memory
+        grads.append(dx if dx is None or dx.shape == x.shape else dx.reshape(x.shape))
+    return grads
 
 
 # -------------------------------------------------------------------- subscripts
@@ -121,12 +160,10 @@ def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
     return inputs, output
 
 
-# Cache: a pure function of text and shapes; no caller changes the dict.
+# Cache: a pure function of text and shapes; no caller changes the plan's dict.
 @lru_cache(maxsize=1024)
-def _resolve(
-    subscripts: str, shapes: tuple[tuple[int, ...], ...], batched: tuple[bool, ...]
-) -> tuple[tuple[str, ...], str, dict[str, int]]:
-    """Return a letter per axis for the inputs and the output, and each letter's length; ValueError for a misfit."""
+def _resolve(subscripts: str, shapes: tuple[tuple[int, ...], ...], batched: tuple[bool, ...]) -> Plan:
+    """Return the plan of an einsum of inputs with these shapes; ValueError for a misfit."""
     inputs, out = _parse(subscripts)
     title = f"Einsum({subscripts!r})"
     if len(inputs) != len(shapes):
@@ -159,22 +196,25 @@ def _resolve(
                     f"{title}: {index} has length {known} in one input and {n} in another: shapes {shapes}"
                 )
             sizes[letter] = n if known == 1 else known
-    return tuple(labels), batch + out.replace("...", ellipsis), sizes
+    return Plan(tuple(labels), shapes, batch + out.replace("...", ellipsis), sizes)
 
 
 # -------------------------------------------------------------------- contraction of arrays
-def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int]) -> Array:
-    """Compute the einsum `labels -> out` by products of two arrays at a time; `sizes` has the length of each letter.
+def contract(arrays: tuple[Array, ...], plan: Plan) -> Array:
+    """Compute an einsum of arrays by products of two arrays at a time.
 
     More general than NumPy's, as gradients require: the output may have an index of no input (the result is
     repeated along it), or an index twice (the result fills the diagonal, other elements are 0). An axis of
     length 1 broadcasts to any length.
     """
-    if len(arrays) == len(out) == 2 and (product := _matrix_product(arrays, labels, out, sizes)) is not None:
-        return product
+    if plan.matrices is not None:
+        is_swapped, left_transposed, right_transposed = plan.matrices
+        a, b = arrays[::-1] if is_swapped else arrays
+        return batched_matmul(a.T if left_transposed else a, b.T if right_transposed else b)
+    out, sizes = plan.out, plan.sizes
     if len(set(out)) < len(out):
-        return _onto_diagonal(contract(arrays, labels, "".join(dict.fromkeys(out)), sizes), out)
-    terms = [_diagonal(a, l, sizes) for a, l in zip(arrays, labels)]
+        return _onto_diagonal(contract(arrays, replace(plan, out="".join(dict.fromkeys(out)))), out)
+    terms = [_diagonal(a, l, sizes) for a, l in zip(arrays, plan.labels)]
     for i, j in _pair_order(tuple(l for _, l in terms), out, tuple(sorted(sizes.items()))):
         second, first = terms.pop(max(i, j)), terms.pop(min(i, j))
         kept = set(out).union(*(l for _, l in terms))
@@ -187,23 +227,6 @@ def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes
     array = _align(array, left, out)
     full = tuple(sizes[letter] for letter in out)
     return array if array.shape == full else array_module(array).broadcast_to(array, full)
-
-
-def _matrix_product(
-    arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int]
-) -> Array | None:
-    """Return the einsum if it is the product of two matrices, transposed or not, without broadcasting; else None.
-
-    `contract` would compute the same, but a small product takes it several times as long.
-    """
-    (a, left), (b, right) = sorted(zip(arrays, labels), key=lambda term: out[0] not in term[1])
-    first, second = out[0], out[1]
-    inner = left.replace(first, "")
-    if len(inner) != 1 or inner in out or first == second or {*left} != {first, inner} or {*right} != {inner, second}:
-        return None
-    if a.shape != (sizes[left[0]], sizes[left[1]]) or b.shape != (sizes[right[0]], sizes[right[1]]):
-        return None  # it broadcasts, or takes a diagonal
-    return batched_matmul(a if left[0] == first else a.T, b if right[1] == second else b.T)
 
 
 # Cache: a pure function of labels and sizes; the results are tuples.

@@ -161,8 +161,10 @@ def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return a (..., N, K) @ b (..., K, M), equal batch axes, by BLAS threads; NotImplemented if empty or 16-bit."""
     n_rows, n_inner = a.shape[-2:]
     n_columns = b.shape[-1]
+    if a.ndim == 2 and _is_unshared(n_rows, n_inner, n_columns):
+        return np.matmul(a, b)
     if a.ndim == 2 and a.dtype == b.dtype and a.dtype in (np.float32, np.float64):
-        return matmul(a, b)
+        return kernels.matmul(a, b)
     if a.size * n_columns < 2 * matmul_plan.MIN_SHARED_WORK or threads.in_worker():
         with _single_thread_if_large(n_rows, n_inner, n_columns):
             return batched.batched_matmul.reference(a, b)
