@@ -38,19 +38,17 @@ class Node(Protocol):
 AnyNode = TypeVar("AnyNode", bound=Node)
 
 
-def walk_backward(
-    root: AnyNode, root_grad: Array, sums: GradientSums, inputs: Iterable[AnyNode] = ()
-) -> Iterator[tuple[AnyNode, Array]]:
-    """Run the backward pass from `root` lazily, freeing the graph unless `sums` retains it; yield leaves and gradients.
+def walk_backward(order: list[AnyNode], root_grad: Array, sums: GradientSums) -> Iterator[tuple[AnyNode, Array]]:
+    """Run the backward pass lazily, freeing the graph unless `sums` retains it; yield leaves and gradients.
 
-    `sums` must be empty, and keeps the gradients of `inputs`, at which the pass ends. Arrays may share memory.
+    `order` is the `topological_order` of the root, and is emptied. `sums` must be empty, and keeps the gradients of its
+    `inputs`, at which the pass ends. Arrays may share memory.
 
     Raises:
         RuntimeError: the graph was freed by an earlier walk, or an array in it has been changed in place.
     """
-    order = topological_order(root, inputs=inputs)
     add, take = sums.add, sums.take
-    add((root,), (True,), (root_grad,))
+    add(order[-1:], (True,), (root_grad,))
     while order:
         node = order.pop()
         grad = take(node)

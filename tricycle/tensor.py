@@ -116,7 +116,7 @@ class Tensor:
             return self.backward_with_graph(on_input)
         ones = self.xp.ones_like(self.array) if self.ndim else devices.one(self.xp, str(self.array.device), self.dtype)
         sums = autograd.GradientSums(retain_graph)
-        for leaf, grad in autograd.walk_backward(self, ones, sums):
+        for leaf, grad in autograd.walk_backward(autograd.topological_order(self), ones, sums):
             if grad.shape != leaf.array.shape:
                 what = autograd.describe(leaf)
                 raise RuntimeError(f"backward: expected the gradient of {what}, got shape {grad.shape}")

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tricycle import devices
-from tricycle.autograd import GradientSums, OwnedGradient, SlicedGradient, sum_slices, walk_backward
+from tricycle.autograd import GradientSums, OwnedGradient, SlicedGradient, sum_slices, topological_order, walk_backward
 from tricycle.devices import Array
 from tricycle.tensor import Operand, Tensor
 
@@ -134,7 +134,8 @@ def leaf_gradients(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> lis
 
     For operations whose backward function runs a separate backward pass. The arrays may share memory.
     """
-    arrived = {id(leaf): array for leaf, array in walk_backward(result, grad, GradientSums())}
+    leaves = walk_backward(topological_order(result), grad, GradientSums())
+    arrived = {id(leaf): array for leaf, array in leaves}
     return [arrived.get(id(node)) for node in inputs]
 
 

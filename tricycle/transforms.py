@@ -34,17 +34,18 @@ def tree_map(function: Function, tree: Tree, *others: Tree) -> Tree:
     Raises:
         ValueError: the structures differ.
     """
-    if isinstance(tree, (tuple, list, dict)):
-        keys = list(tree) if isinstance(tree, dict) else range(len(tree))
-        for other in others:
-            fits = isinstance(other, dict) == isinstance(tree, dict) and isinstance(other, (tuple, list, dict))
-            if not fits or (set(other) != set(tree) if isinstance(tree, dict) else len(other) != len(tree)):
-                raise ValueError(f"transforms: expected two trees of one structure, got {tree!r} and {other!r}")
-        values = [tree_map(function, tree[key], *(other[key] for other in others)) for key in keys]
-        if isinstance(tree, dict):
-            return dict(zip(keys, values))
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return None if tree is None else function(tree, *others)
+    if not isinstance(tree, (tuple, list, dict)):
+        return None if tree is None else function(tree, *others)
+    is_dict = isinstance(tree, dict)
+    for other in others:
+        fits = isinstance(other, dict) == is_dict and isinstance(other, (tuple, list, dict))
+        if not fits or (set(other) != set(tree) if is_dict else len(other) != len(tree)):
+            raise ValueError(f"transforms: expected two trees of one structure, got {tree!r} and {other!r}")
+    parts = zip(*([each[key] for key in tree] for each in (tree, *others))) if is_dict else zip(tree, *others)
+    values = [tree_map(function, *part) for part in parts]
+    if is_dict:
+        return dict(zip(tree, values))
+    return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
 
 
 def tree_leaves(tree: Tree) -> list[Any]:
@@ -93,19 +94,19 @@ def _pull_back(
     pairs = [(y, c) for y, c in zip(outputs, cotangents) if isinstance(y, Tensor) and y.requires_grad]
     kept, weights = [y for y, _ in pairs], [c for _, c in pairs]
     root = Tensor(np.zeros(()), args=tuple(kept), backward=lambda grad, needs_grad: [c.array for c in weights])
-    if kept and _depend_only_on(inputs, kept, weights):
+    order = autograd.topological_order(root) if kept else []
+    if kept and _depend_only_on(inputs, order, weights):
         sums = autograd.GradientSums(retain_graph)
-        arrays = {x: sums.unshare(x, a) for x, a in autograd.walk_backward(root, root.array, sums)}
+        arrays = {x: sums.unshare(x, a) for x, a in autograd.walk_backward(order, root.array, sums)}
         found: list[Tensor | None] = [Tensor(arrays[x], False) if x in arrays else None for x in inputs]
     else:
         found = create_graph.gradients(kept, weights, inputs)
     return [_gradient_of(x, grad) for x, grad in zip(inputs, found)]
 
 
-def _depend_only_on(inputs: Sequence[Tensor], outputs: Sequence[Tensor], constants: Sequence[Tensor]) -> bool:
-    """Return whether the outputs depend on no other Tensors that require a gradient; nor do the `constants`."""
-    order = autograd.topological_order(*outputs)
-    return {node for node in order if not node.args} <= set(inputs) and not any(c.requires_grad for c in constants)
+def _depend_only_on(inputs: Sequence[Tensor], nodes: Sequence[Tensor], constants: Sequence[Tensor]) -> bool:
+    """Return whether nodes, all of a graph, depend on no other Tensors that require a gradient; nor do `constants`."""
+    return {node for node in nodes if not node.args} <= set(inputs) and not any(c.requires_grad for c in constants)
 
 
 def _gradient_of(x: Tensor, grad: Tensor | None) -> Tensor:
@@ -243,7 +244,8 @@ def jvp(f: Function, primals: Sequence[Tree], tangents: Sequence[Tree]) -> tuple
     directions = tree_leaves(tree_map(_matching, inputs, tuple(tangents)))
     outputs, leaves = tree_map(_constant, f(*inputs)), tree_leaves(inputs)
     results = tree_leaves(outputs)
-    is_constant = _depend_only_on(leaves, [y for y in results if y.requires_grad], directions)
+    order = autograd.topological_order(*(y for y in results if y.requires_grad))
+    is_constant = _depend_only_on(leaves, order, directions)
     found = create_graph.tangents(results, leaves, directions, is_constant)
     return outputs, _like(outputs, [_gradient_of(y, tangent) for y, tangent in zip(results, found)])
 
@@ -393,7 +395,7 @@ def _check_backward(outputs: Sequence[Tensor], weights: Sequence[Tensor], inputs
     """Run the backward pass from outputs to inputs with and without a graph, only to raise the errors of either now."""
     root = Tensor(np.zeros(()), args=tuple(outputs), backward=lambda grad, needs_grad: [w.array for w in weights])
     sums = autograd.GradientSums(retain_graph=True)
-    list(autograd.walk_backward(root, root.array, sums, inputs))
+    list(autograd.walk_backward(autograd.topological_order(root, inputs=inputs), root.array, sums))
     for x in inputs:
         sums.take(x)
     create_graph.gradients(outputs, weights, inputs)
