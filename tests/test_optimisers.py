@@ -531,6 +531,8 @@ BAD = {
     "threshold 0": (lambda: Adafactor(clip_threshold=0), "Adafactor: .*clip_threshold.*got 0"),
     "negative rate": (lambda: SGD(-0.1), "StochasticGradientDescent: .*learning_rate.*got -0.1"),
     "infinite rate": (lambda: AdamW(math.inf), "AdamW: .*learning_rate.*got inf"),
+    "parameters as rate": (lambda: AdamW(Weights().parameters()), "AdamW: .*learning_rate.*got <generator"),
+    "model as rate": (lambda: AdamW(Weights()), "AdamW: .*learning_rate.*got Weights"),
     "rate nan": (lambda: AdamW(math.nan), "AdamW: .*learning_rate.*got nan"),
     "negative decay": (lambda: AdamW(weight_decay=-1), "AdamW: .*weight_decay.*got -1"),
     "decay nan": (lambda: SGD(0.1, weight_decay=math.nan), "StochasticGradientDescent: .*weight_decay.*got nan"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple, Union
 
 from tricycle import devices, kernels
@@ -113,8 +114,10 @@ class Optimiser:
 
     def __init__(self, learning_rate: Rate, rules: Rules, weight_decay: float = 0.0, decays: Filter = decays) -> None:
         title = type(self).__name__
-        if not callable(learning_rate) and not 0 <= learning_rate < math.inf:
-            raise ValueError(f"{title}: expected a learning_rate of 0 or more, got {learning_rate!r}")
+        is_number = isinstance(learning_rate, Real) and 0 <= learning_rate < math.inf
+        if isinstance(learning_rate, Layer) or not (is_number or callable(learning_rate)):
+            got = repr(learning_rate).partition("\n")[0]
+            raise ValueError(f"{title}: expected a learning_rate of 0 or more, or a schedule, got {got}")
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"{title}: expected a weight_decay of 0 or more, got {weight_decay!r}")
         pairs = rules if isinstance(rules, (list, tuple)) else ()

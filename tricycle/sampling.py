@@ -33,9 +33,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check the fields, ValueError if invalid; make `stop_tokens` a tuple of ints."""
-        self._expect(
-            "top_k", isinstance(self.top_k, (int, np.integer)) and self.top_k >= 0, "a whole number, 0 or more"
-        )
+        is_whole = isinstance(self.top_k, (int, np.integer))
+        self._expect("top_k", is_whole and self.top_k >= 0, "a whole number, 0 or more")
         self._expect("temperature", 0 <= self.temperature < np.inf, "0 or more")
         self._expect("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         self._expect("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
