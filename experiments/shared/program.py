@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+from tricycle.system.files import make_folder
 from tricycle_cli.flags import parse
 from tricycle_lab.plot import require_matplotlib
 
@@ -19,7 +20,7 @@ def run_study(
     check: Callable[[T], None] = lambda settings: None,
     default: T | None = None,
 ) -> int:
-    """Parse `sys.argv`, check the settings, run a study, print its tables and file names, and return 0.
+    """Parse `sys.argv`, check the settings, make the output folder, run a study, print its tables, and return 0.
 
     Args:
         kind: the dataclass of the flags, with the folder `output`.
@@ -30,6 +31,7 @@ def run_study(
     start = kind(**(quick or {})) if "--quick" in sys.argv[1:] else default or kind()
     settings: Any = parse(kind, start, description=description or "")
     check(settings)
+    make_folder(settings.output)
     tables, files = study(settings)
     print_tables(tables)
     print(f"\n{settings.output}: {', '.join(files)}")
