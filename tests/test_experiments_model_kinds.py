@@ -25,7 +25,7 @@ def test_study_resumes_and_renders(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "updates_per_second", lambda config, n_updates: rates[next(names)])
     output, train_run = tmp_path / "results", study.train_run
     words = ["--quick", "--minutes", "0.05", "--modules", "bisect", "keyword", f"--flags={TINY} --batch-size 2"]
-    words += ["--output", output, "--runs", tmp_path / "runs"]
+    words += ["--output", output]
 
     def stop_at_mamba(settings, preset, *values):
         if preset == "mamba":
@@ -42,7 +42,7 @@ def test_study_resumes_and_renders(tmp_path, monkeypatch):
     results = read(output / "results.json")
     assert results["runs"][:2] == first["runs"] and [each["steps"] for each in results["runs"]] == [9, 6, 3, 12]
     assert all(each["curve"][-1][0] == each["steps"] and 0 < each["bits"] < 9 for each in results["runs"])
-    check_files(output, ["results.json", "bits.png"])
+    check_files(output, ["results.json", "bits.png", "runs"])
     (table,) = report.tables(results).values()
     assert table in out and table.count("\n") == 5
     page = tmp_path / "README.md"
@@ -62,4 +62,5 @@ test_wrong_flags_are_refused = wrong_flags(
     (["--minutes", "0"], "--minutes above 0, got 0"),
     (["--seeds", "0"], "--seeds.*got 0"),
     (["--presets", "large"], "--presets among"),
+    (["--modules", "bisect", "missing"], "--modules that have source files, got missing"),
 )

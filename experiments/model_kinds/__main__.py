@@ -2,7 +2,7 @@
 
 python -m experiments.model_kinds             two minutes for each of four presets, three seeds; resumes if interrupted
 python -m experiments.model_kinds --quick     seconds for each preset, on three modules
-python -m experiments.model_kinds --render    write the table of README.md and results/bits.png from results.json
+python -m experiments.model_kinds --render    write the table of README.md and bits.png from results.json of --output
 """
 
 from experiments.model_kinds import report

@@ -38,8 +38,7 @@ class Settings:
     timed_updates: int = 20  # updates that are timed, for the number of updates of a run
     render: bool = False  # only write the table of README.md and bits.png from results.json of the output folder
     quick: bool = False  # a smaller study of at most three minutes
-    output: Path = Path("experiments/model_kinds/results")  # the folder of results; the runs are in runs/model_kinds
-    runs: Path = Path("runs/model_kinds")  # the folder of the run folders
+    output: Path = Path("runs/model_kinds")  # the folder of results.json, bits.png and the run folders
 
 
 QUICK: dict[str, Any] = {
@@ -48,16 +47,16 @@ QUICK: dict[str, Any] = {
     "modules": ("argparse", "typing", "inspect"),
     "timed_updates": 3,
     "output": Path("runs/model_kinds_quick"),
-    "runs": Path("runs/model_kinds_quick/runs"),
 }
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for fewer than 1 seed or timed update, an unknown preset, or minutes <= 0."""
+    """Raise ValueError for fewer than 1 seed or timed update, an unknown preset or module, or minutes out of range."""
     check_minimum(settings, seeds=1, timed_updates=1)
     check_choices(settings, presets=PRESETS)
-    if settings.minutes <= 0:
+    if not 0 < settings.minutes < float("inf"):
         raise ValueError(f"expected --minutes above 0, got {settings.minutes}")
+    train_words(settings, "")  # refuses modules without files
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -77,10 +76,18 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def train_words(settings: Settings, preset: str) -> list[str]:
-    """Return the command line of `tricycle train` for a preset, without number of updates, seed and folder."""
+    """Return the command line of `tricycle train` for a preset, without number of updates, seed and folder.
+
+    Raises:
+        ValueError: a module without a file, such as a built-in one, or that does not exist.
+    """
     words = ["--preset", preset, "--minutes", "0", "--sample-interval", "0", "--device", "cpu"]
-    specs = [importlib.util.find_spec(name) for name in settings.modules]
-    files = [str(spec.origin) for spec in specs if spec is not None]
+    files = []
+    for name in settings.modules:
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.has_location:
+            raise ValueError(f"expected --modules that have source files, got {name}")
+        files.append(str(spec.origin))
     return [*words, *(["--data", "text", "--files", *files] if files else []), *shlex.split(settings.flags)]
 
 
@@ -110,7 +117,7 @@ def train_run(settings: Settings, preset: str, seed: int, steps: int) -> dict[st
     Raises:
         KeyboardInterrupt: the run was stopped; the next call resumes it.
     """
-    folder = settings.runs / f"{preset}-{seed}"
+    folder = settings.output / "runs" / f"{preset}-{seed}"
     words = ["--steps", str(steps), "--seed", str(seed), "--eval-interval", str(max(1, steps // N_ESTIMATES))]
     new = [*train_words(settings, preset), *words, "--run-folder", str(folder)]
     train.main(["--resume", str(folder)] if contains_run(folder) else new)
