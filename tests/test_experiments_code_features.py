@@ -97,4 +97,5 @@ test_wrong_flags_are_refused = wrong_flags(
     (["--layers", "1"], "--layers.*got 1"),
     (["--files", "1"], "--files.*got 1"),
     (["--sparsity", "0"], "--sparsity"),
+    (["--features", "8"], "--active to be at most 8, the features, got 12"),
 )

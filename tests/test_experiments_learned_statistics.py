@@ -199,6 +199,7 @@ test_wrong_flags_are_refused = wrong_flags(
     (["--seeds", "0"], "--seeds.*got 0"),
     (["--scale-steps", "0"], "--scale-steps.*got 0"),
     (["--blocks", "2", "1"], "--blocks.*got 2 1"),
+    (["--blocks", "2", "2"], "--blocks.*each once, got 2 2"),
     (["--model", "x", "--models", "2"], "--model.*got --models 2"),
     (["--scale-rate", "0"], "--scale-rate.*got 0.0"),
 )

@@ -203,4 +203,5 @@ test_wrong_flags_are_refused = wrong_flags(
     main,
     (["--steps", "0"], "expected --steps to be at least 1, got 0"),
     (["--parts", "gan"], "expected --parts among heat, .*got gan"),
+    (["--train-images", "59"], "expected --removed to be at most 59, the training images, got 60"),
 )

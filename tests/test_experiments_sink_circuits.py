@@ -100,5 +100,9 @@ def test_batches_are_half_code_and_half_repetitions(texts):
 
 
 test_wrong_flags_are_refused = wrong_flags(
-    main, (["--steps", "0"], "--steps.*got 0"), (["--tokens", "4"], "--tokens.*got 4"), (["--seeds", "0"], "--seeds")
+    main,
+    (["--steps", "0"], "--steps.*got 0"),
+    (["--tokens", "48"], "--tokens to be at least 49, got 48"),
+    (["--tokens", "130"], "--tokens to be at most 129, got 130"),
+    (["--seeds", "0"], "--seeds"),
 )

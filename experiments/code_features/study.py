@@ -69,8 +69,10 @@ QUICK: dict[str, Any] = {
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for a count below its minimum, or a sparsity that is not between 0 and 100."""
+    """Raise ValueError for a count below its minimum, more active than all features, or a sparsity out of range."""
     check_minimum(settings, steps=1, width=8, layers=2, texts=2, files=2, features=8, active=1, updates=1)
+    if settings.active > settings.features:
+        raise ValueError(f"expected --active to be at most {settings.features}, the features, got {settings.active}")
     if not 0 < settings.sparsity < 100:
         raise ValueError(f"expected --sparsity above 0 and below 100, got {settings.sparsity}")
 

@@ -69,12 +69,12 @@ QUICK: dict[str, Any] = {
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError for a count below its minimum, scale_rate <= 0, blocks < 2, or several models with --model."""
+    """Raise ValueError for a count below its minimum, scale_rate <= 0, bad blocks, or several models with --model."""
     check_minimum(settings, seeds=1, models=1, steps=1, scale_steps=1, batch_size=1, layers=1, windows=0)
     if not settings.scale_rate > 0:
         raise ValueError(f"expected --scale-rate to be above 0, got {settings.scale_rate}")
-    if min(settings.blocks, default=0) < 2:
-        raise ValueError(f"expected --blocks of 2 or more, got {words(settings.blocks)}")
+    if min(settings.blocks, default=0) < 2 or len({*settings.blocks}) < len(settings.blocks):
+        raise ValueError(f"expected --blocks of 2 or more, each once, got {words(settings.blocks)}")
     if settings.model and settings.models > 1:
         raise ValueError(f"expected one model with --model, got --models {settings.models}")
 

@@ -35,6 +35,8 @@ def main() -> int:
         names = ("steps", "descent_steps", "train_images", "removed", "epochs", "meta_steps", "newton_steps")
         check_minimum(settings, gradient_steps=1, **dict.fromkeys(names, 1))
         check_choices(settings, parts=PARTS)
+        if settings.removed > (n := settings.train_images):
+            raise ValueError(f"expected --removed to be at most {n}, the training images, got {settings.removed}")
 
     return run_study(Settings, study, __doc__, QUICK, check)
 

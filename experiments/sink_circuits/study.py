@@ -62,8 +62,11 @@ QUICK: dict[str, Any] = {"steps": 300, "seeds": 1, "texts": 8}
 
 
 def check(settings: Settings) -> None:
-    """Raise ValueError if steps, batch size, tokens or another count is below its minimum."""
-    check_minimum(settings, steps=1, seeds=1, batch_size=2, tokens=32, width=8, layers=1, texts=1)
+    """Raise ValueError if steps, batch size, tokens or another count is out of range."""
+    shortest, longest = 2 * PROMPT_TOKENS + 1, 2 * N_RANDOM + 1  # `measure_heads` and `repeated_rows` need as many
+    check_minimum(settings, steps=1, seeds=1, batch_size=2, tokens=shortest, width=8, layers=1, texts=1)
+    if settings.tokens > longest:
+        raise ValueError(f"expected --tokens to be at most {longest}, got {settings.tokens}")
 
 
 # -------------------------------------------------------------------- texts
