@@ -184,12 +184,14 @@ def with_progress(path: Path, **changes) -> Path:
 @pytest.mark.parametrize(
     ("progress", "message"),
     [
-        ({"step": "3"}, "/c: expected step in the checkpoint.*got '3'"),
-        ({"step": None}, "/c: expected step in the checkpoint.*got None"),
-        ({"seconds": []}, "/c: expected seconds in the checkpoint.*number"),
-        ({"best_loss": {}}, "/c: expected best_loss in the checkpoint.*number"),
-        ({"total_steps": 1.5}, "/c: expected total_steps in the checkpoint.*got 1.5"),
-        ({"loss_scaling": "x"}, "could not convert"),
+        ({"step": "3"}, "/c: .*: expected step to be a number, got '3'"),
+        ({"step": None}, "/c: .*: expected step to be a number, got None"),
+        ({"seconds": []}, "/c: .*: expected seconds to be a number, got"),
+        ({"best_loss": {}}, "/c: .*: expected best_loss to be a number"),
+        ({"loss_scaling": {}}, "/c: expected .*not .dict"),
+        ({"loss_scaling": [1, 2]}, "/c: expected .*shape"),
+        ({"total_steps": 1.5}, "/c: .*: expected total_steps to be a number, got 1.5"),
+        ({"loss_scaling": "x"}, "/c: .*could not convert"),
     ],
 )
 def test_bad_progress_is_rejected(tmp_path, progress, message):

@@ -19,7 +19,14 @@ import numpy as np
 from tricycle import devices
 from tricycle.activation_checkpointing import checkpoint_activations
 from tricycle.batches import CausalLMDataset
-from tricycle.checkpoint import Checkpoint, load_checkpoint, new_model, save_checkpoint
+from tricycle.checkpoint import (
+    A_CHECKPOINT,
+    Checkpoint,
+    load_checkpoint,
+    new_model,
+    save_checkpoint,
+    wrap_content_errors,
+)
 from tricycle.configs import GPTConfig
 from tricycle.configs.size import min_n_weights
 from tricycle.devices import Array, array_module
@@ -185,14 +192,14 @@ class TrainingState:
         Raises:
             ValueError: something is missing, does not fit, or is not finite.
         """
-        path = checkpoint.path
         progress = checkpoint.restore(self.saved_module(), self.optimiser, self.dataset)
-        self.loss_scaling = np.array(progress.get("loss_scaling", self.loss_scaling), np.float32)
-        for name in (*self.PROGRESS, *self.LATER):
-            value = progress.get(name, getattr(self, name) if name in self.LATER else None)
-            if type(value) is not type(getattr(self, name)):
-                raise ValueError(f"{path}: expected {name} in the checkpoint to be a number, got {value!r}")
-            setattr(self, name, value)
+        with wrap_content_errors(checkpoint.path, A_CHECKPOINT):
+            self.loss_scaling = np.array(progress.get("loss_scaling", self.loss_scaling), np.float32).reshape(3)
+            for name in (*self.PROGRESS, *self.LATER):
+                value = progress.get(name, getattr(self, name) if name in self.LATER else None)
+                if type(value) is not type(getattr(self, name)):
+                    raise ValueError(f"expected {name} to be a number, got {value!r}")
+                setattr(self, name, value)
 
     def roll_back(self, path: Path) -> None:
         """Restore everything from a checkpoint file in place, including weights and random state; clear the gradients.
