@@ -1,10 +1,11 @@
 """The command line of a study: flags, checks of their values, and the final output."""
 
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from tricycle.system.files import make_folder
 from tricycle_cli.flags import parse
 from tricycle_lab.plot import require_matplotlib
 
@@ -20,7 +21,7 @@ def run_study(
     check: Callable[[T], None] = lambda settings: None,
     default: T | None = None,
 ) -> int:
-    """Parse `sys.argv`, check the settings, make the output folder, run a study, print its tables, and return 0.
+    """Parse `sys.argv`, check the settings, run a study, print its tables and file names, and return 0.
 
     Args:
         kind: the dataclass of the flags, with the folder `output`.
@@ -31,7 +32,7 @@ def run_study(
     start = kind(**(quick or {})) if "--quick" in sys.argv[1:] else default or kind()
     settings: Any = parse(kind, start, description=description or "")
     check(settings)
-    make_folder(settings.output)
+    check_output(settings.output)
     tables, files = study(settings)
     print_tables(tables)
     print(f"\n{settings.output}: {', '.join(files)}")
@@ -48,6 +49,13 @@ def print_tables(tables: Mapping[str, str]) -> None:
 def flag(name: str) -> str:
     """Return the command-line flag of a field, such as "--batch-size" for "batch_size"."""
     return f"--{name.replace('_', '-')}"
+
+
+def check_output(folder: Path) -> None:
+    """Raise ValueError unless files can be written to a folder, or a new folder be made in its nearest parent."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"expected --output to be a folder that can be written to, got {folder}")
 
 
 def check_minimum(settings: Any, **lowest: int) -> None:
