@@ -197,6 +197,13 @@ def test_finished_runs_are_skipped(finished, monkeypatch):
         run_study(program.main, *words, "--n-layers", 2)
 
 
+def test_results_of_other_files_are_refused(tmp_path):
+    settings = study.Settings(data="text", files=("a",), output=tmp_path, config=SMALL)
+    study.Trials(settings).save()
+    with pytest.raises(ValueError, match=r"files \['a'\] there and \['b'\] here"):
+        study.Trials(replace(settings, files=("b",)))
+
+
 def test_failed_training_keeps_the_other_results(monkeypatch, tmp_path):
     def fake(settings, config, cores, bar):
         if config.activation == "swiglu":

@@ -80,7 +80,7 @@ class Trials(Record):
         super().__init__(settings, settings_without_paths(settings), trials=[])
         if self.path.is_file():
             there, here = self["settings"], settings_without_paths(settings)
-            same = "data", "part", "batches"
+            same = "data", "files", "part", "batches"
             check_same_settings(
                 self.path,
                 comparable_fields(GPTConfig.from_dict(there["config"])) | {name: there[name] for name in same},
