@@ -72,7 +72,7 @@ def _windows(n_pairs: int, length: int, stride: int, n_skipped: int) -> Iterator
     """Yield (start, number of new labels) of windows: labels are new if not skipped and in no earlier window."""
     covered = n_skipped
     while covered < n_pairs:
-        end = min(n_pairs, length if covered == n_skipped else covered + stride)
+        end = min(n_pairs, length if covered < length else covered + stride)
         yield end - length, end - covered
         covered = end
 
