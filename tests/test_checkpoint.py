@@ -131,6 +131,20 @@ def test_resumed_training_is_bit_exact(tmp_path, changes, optimiser, tokeniser):
     assert first_optimiser.n_steps == second_optimiser.n_steps == 7
 
 
+def test_state_of_16_bit_weights_keeps_32_bits(tmp_path):
+    model, optimiser, dataset = new_parts(CONFIG)
+    train(model, optimiser, dataset, 1)
+    save_checkpoint(tmp_path / "c", model, None, optimiser, dataset, PROGRESS)
+    checkpoint = load_checkpoint(tmp_path / "c")
+    again, (_, other, dataset) = checkpoint.model(), new_parts(CONFIG)
+    for parameter in again.parameters():
+        parameter.array = parameter.array.astype(np.float16)
+    checkpoint.restore(again, other, dataset)
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        first, second = optimiser.state_of(a)[1], other.state_of(b)[1]
+        assert all(first[key].tobytes() == second[key].tobytes() for key in first)
+
+
 def test_checkpoint_with_only_a_model(tmp_path, trained):
     save_checkpoint(tmp_path / "c", trained[0])
     checkpoint = load_checkpoint(str(tmp_path / "c"))

@@ -192,7 +192,7 @@ class Checkpoint:
                     key = f"optimiser.{moment}.{name}"
                     array = self.tensors[key]
                     _check_finite("expected finite moments", key, array)
-                    moments[moment] = parameter.xp.asarray(array, dtype=parameter.dtype)
+                    moments[moment] = parameter.xp.asarray(array, np.promote_types(parameter.dtype, np.float32))
                 optimiser.set_state(parameter, int(about["n_updates"][name]), moments)
             dataset.load_state(self.about["dataset"])
             return dict(self.about["progress"])

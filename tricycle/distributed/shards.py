@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tricycle import devices
 from tricycle.autograd import increment_versions
 from tricycle.devices import Array
@@ -126,7 +128,8 @@ def gather_state(optimiser: Optimiser, model: Layer) -> dict[Tensor, tuple[int, 
         n_updates, state = optimiser.state_of(parameter)
         if not state:
             shapes = optimiser.rule_of(parameter).state_shapes(parameter.shape)
-            state = {name: parameter.xp.zeros(shape, parameter.dtype) for name, shape in shapes.items()}
+            dtype = np.promote_types(parameter.dtype, np.float32)
+            state = {name: parameter.xp.zeros(shape, dtype) for name, shape in shapes.items()}
         shards.broadcast(list(state.values()), [shards.owner_of[parameter]] * len(state))
         if shards.processes.is_rank_zero:
             gathered[parameter] = n_updates, state
