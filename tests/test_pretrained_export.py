@@ -114,6 +114,7 @@ EXPRESSED: dict[str, tuple[str, ModelConfig]] = {
     "OLMo 2": ("olmo2", ModelConfig(**LLAMA, **OLMO2, qk_norm_eps=1e-5)),
     "Gemma 2": ("gemma2", ModelConfig(**{**LLAMA, "activation": "gelu"}, **GEMMA2, logit_cap=3.0)),
     "Phi": ("phi", ModelConfig(**SIZES, positions="rotary", parallel=True, shared_norm=True, tied=False)),
+    "gpt-oss, no window": ("gpt_oss", replace(FAMILIES["gpt-oss"].config, window=0, full_layers=())),
     "portable": ("llama", PRESETS["portable"]()),
     **{f"family {name}": (family.model_type, family.config) for name, family in FAMILIES.items()},
 }

@@ -41,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 150_000.0,
 }
+DEFAULT_WINDOW = 128
 DEFAULT_SCALING = {"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL_WINDOW: 4096}
 
 
@@ -56,7 +57,7 @@ def to_config(fields: ConfigFields) -> ModelConfig:
         types = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(common["n_layers"])]
     return ModelConfig(
         **common | {"activation": "clamped_swiglu"},
-        **sliding_window_config(types, fields.optional_positive_int("sliding_window", 128)),
+        **sliding_window_config(types, fields.optional_positive_int("sliding_window", DEFAULT_WINDOW)),
         **expert_config(fields, 128, 4, 0.001),
         router_bias=True,
         **attention_biases(fields, default=True),
@@ -72,6 +73,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         **common_fields(replace(config, activation="swish", gated=True)),  # the name that the files have
         **expert_fields(config, "num_local_experts"),
         **sliding_window_fields(config),
+        "sliding_window": config.window or DEFAULT_WINDOW,  # required even if no layer uses it
         "attention_bias": has_bias(config, "qkv") or has_bias(config, "output"),
     }
 
