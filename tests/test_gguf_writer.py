@@ -25,9 +25,11 @@ from tricycle.generate import generate
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS, dequantize_blocks
 from tricycle.latent_attention import LatentConfig
 from tricycle.models import GPT
-from tricycle.pretrained import load, tokenizer_json
+from tricycle.pretrained import Pretrained, load, tokenizer_json
+from tricycle.pretrained.adapters import new_adapter
 from tricycle.pretrained.config_equivalence import differing_fields
 from tricycle.pretrained.export import NEUTRAL_FIELDS, export_folder
+from tricycle.pretrained.generation_settings import GenerationSettings
 from tricycle.pretrained.ggml_quantization import quantize_blocks
 from tricycle.pretrained.gguf import GGUFModel, read_gguf
 from tricycle.pretrained.gguf_file import read_gguf_header
@@ -829,6 +831,10 @@ def test_invalid_export_arguments_are_rejected(tmp_path):
         export_gguf({}, None, tmp_path / "a.gguf")
     with pytest.raises(ValueError, match=r"pooling.*mean, first.*'max'"):
         export_gguf(new_encoder(), None, tmp_path / "a.gguf", pooling="max")
+    adapted = new_model("llama")
+    new_adapter(Pretrained(adapted, None, GenerationSettings()))
+    with pytest.raises(ValueError, match=r"^export_gguf: expected a model without an adapter"):
+        export_gguf(adapted, None, tmp_path / "a.gguf")
 
 
 # -------------------------------------------------------------------- llama.cpp itself

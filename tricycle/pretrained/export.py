@@ -132,12 +132,7 @@ def export_folder(
         ValueError: no family supports the config (names the fields), a weight is not finite, or the tokenizer has more
             tokens than the model.
     """
-    if not isinstance(model, (GPT, TextEncoder, EncoderDecoderTransformer)):
-        raise ValueError(
-            f"export: expected a GPT, TextEncoder or EncoderDecoderTransformer, got {type(model).__name__}"
-        )
-    if any(isinstance(layer, AdaptedDense) for layer in model.layers()):
-        raise ValueError("export: expected a model without an adapter: merge() or detach() it first")
+    check_exportable(model, "export")
     if dtype not in TENSOR_DTYPES:
         raise ValueError(f"export: expected dtype to be one of {', '.join(TENSOR_DTYPES)}, got {dtype!r}")
     vocab_size = model.config.vocab_size
@@ -165,6 +160,15 @@ def export_folder(
             with atomic_write(temporary / name, text=True) as file:
                 file.write(text)
     return str(fields["model_type"])
+
+
+def check_exportable(model: Any, name: str) -> None:
+    """Raise ValueError for another model than the three classes, or an attached adapter; `name` begins the message."""
+    if not isinstance(model, (GPT, TextEncoder, EncoderDecoderTransformer)):
+        kinds = "GPT, TextEncoder or EncoderDecoderTransformer"
+        raise ValueError(f"{name}: expected a {kinds}, got {type(model).__name__}")
+    if any(isinstance(layer, AdaptedDense) for layer in model.layers()):
+        raise ValueError(f"{name}: expected a model without an adapter: merge() or detach() it first")
 
 
 @contextlib.contextmanager

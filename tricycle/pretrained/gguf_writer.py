@@ -17,8 +17,7 @@ import numpy as np
 
 from tricycle.kernels.quantized import quantized_dtype
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS
-from tricycle.models import GPT
-from tricycle.pretrained.export import export_tensors
+from tricycle.pretrained.export import check_exportable, export_tensors
 from tricycle.pretrained.families.family import TensorMapping
 from tricycle.pretrained.ggml_quantization import quantize_blocks
 from tricycle.pretrained.gguf_config import POOLING_TYPES
@@ -29,7 +28,6 @@ from tricycle.pretrained.gguf_names import TENSOR_MAPPINGS, AttentionHeads, Weig
 from tricycle.pretrained.gguf_tokenizer_reader import LEFT_STRIPPED
 from tricycle.pretrained.gguf_tokenizer_writer import tokenizer_metadata
 from tricycle.pretrained.stored_model import error_prefix
-from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.softmaxes import config_with_softmax
 from tricycle.system.files import atomic_write
@@ -82,8 +80,8 @@ def export_gguf(
 
     Raises:
         ImportError: the package gguf is not installed, or BF16 without ml_dtypes.
-        ValueError: llama.cpp does not support the model or tokenizer (the message names the cause), or a weight is not
-            finite, or too large for its format.
+        ValueError: llama.cpp does not support the model or tokenizer (the message names the cause), an adapter is
+            attached, or a weight is not finite, or too large for its format.
     """
     from tqdm import tqdm
 
@@ -118,10 +116,8 @@ def export_gguf(
 
 
 def _check_arguments(model: Any, dtype_name: str, pooling: str) -> None:
-    """Raise ValueError for another model than the three classes, or an unknown file type or pooling."""
-    if not isinstance(model, (GPT, TextEncoder, EncoderDecoderTransformer)):
-        kinds = "GPT, TextEncoder or EncoderDecoderTransformer"
-        raise ValueError(f"export_gguf: expected a {kinds}, got {type(model).__name__}")
+    """Raise ValueError for a model that `check_exportable` rejects, or an unknown file type or pooling."""
+    check_exportable(model, "export_gguf")
     if dtype_name not in FILE_TYPES:
         raise ValueError(f"export_gguf: expected dtype_name to be one of {', '.join(FILE_TYPES)}, got {dtype_name!r}")
     if pooling not in POOLING_TYPES:
