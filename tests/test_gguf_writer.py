@@ -837,6 +837,15 @@ def test_invalid_export_arguments_are_rejected(tmp_path):
         export_gguf(adapted, None, tmp_path / "a.gguf")
 
 
+def test_export_command_checks_the_model_before_it_writes(tmp_path):
+    config = ModelConfig(vocab_size=264, context_window=32, embedding_dim=32, n_heads=2, n_layers=1, activation="relu")
+    export_folder(GPT(config), bpe_tokeniser(), tmp_path / "model")
+    for flag, message in {"--gguf": "activation='relu'", "--html": "a tokenizer of Tricycle"}.items():
+        with pytest.raises(ValueError, match=message):
+            export_main([*map(str, (tmp_path / "model", tmp_path / "copy", flag, tmp_path / "a"))])
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 # -------------------------------------------------------------------- llama.cpp itself
 def greedy_of_llama_cpp(model: Any, prompt: list[int], n: int) -> list[int]:
     """Generate greedily with llama.cpp."""

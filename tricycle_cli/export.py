@@ -78,6 +78,7 @@ def main(args: Sequence[str] | None = None) -> None:
             kind = save_gguf_adapter(adapter, loaded, arguments.gguf_adapter)
             print(f"{arguments.gguf_adapter}: architecture {kind}, {adapter.n_parameters:,} parameters in F32")
         adapter.merge()
+    check_model(loaded, arguments)  # before the folder is written, and before a long calibration
     card = {} if arguments.adapter is not None else training_results(Path(arguments.source))
     if arguments.folder is not None:
         generation = loaded.generation if loaded.source is not None else None
@@ -100,12 +101,23 @@ def main(args: Sequence[str] | None = None) -> None:
         write_html(loaded, arguments.html, arguments.source, card)
 
 
-def write_html(loaded: Pretrained, path: Path, source: str, facts: dict[str, Any]) -> None:
-    """Write a page that generates text with a decoder, and print its size; ValueError for an unsupported model."""
-    from tricycle_lab.look.page import write_page
-    from tricycle_lab.look.standalone import check_supported, render_standalone_page
+def check_model(loaded: Pretrained, arguments: Arguments) -> None:
+    """Raise ValueError for a model or tokenizer that the requested GGUF or HTML file does not support."""
+    if arguments.gguf is not None:
+        from tricycle.pretrained.gguf_writer import describe_gguf
 
-    check_supported(loaded.model, loaded.tokeniser)
+        describe_gguf(loaded.model, loaded.tokeniser, arguments.type)
+    if arguments.html is not None:
+        from tricycle_lab.look.standalone import check_supported
+
+        check_supported(loaded.model, loaded.tokeniser)
+
+
+def write_html(loaded: Pretrained, path: Path, source: str, facts: dict[str, Any]) -> None:
+    """Write a page that generates text with a decoder, and print its size."""
+    from tricycle_lab.look.page import write_page
+    from tricycle_lab.look.standalone import render_standalone_page
+
     title = Path(source).resolve().name
     write_page(path, render_standalone_page(loaded.model, loaded.tokeniser, default_sampling(loaded), title, facts))
     print(f"{path}: {loaded.model.n_parameters:,} parameters in 8 bits, {path.stat().st_size / 1e6:.2f} MB")

@@ -18,7 +18,7 @@ import numpy as np
 from tricycle.kernels.quantized import quantized_dtype
 from tricycle.kernels.quantized_blocks import BLOCK_FORMATS
 from tricycle.pretrained.export import check_exportable, export_tensors
-from tricycle.pretrained.families.family import TensorMapping
+from tricycle.pretrained.families.family import Family, TensorMapping
 from tricycle.pretrained.ggml_quantization import quantize_blocks
 from tricycle.pretrained.gguf_config import POOLING_TYPES
 from tricycle.pretrained.gguf_file_types import FILE_TYPES, Mixture
@@ -85,21 +85,10 @@ def export_gguf(
     """
     from tqdm import tqdm
 
-    _check_arguments(model, dtype_name, pooling)
-    with error_prefix("export_gguf: llama.cpp cannot run this model: "):
-        architecture, family, config = match_architecture(config_with_softmax(model))
-        metadata: Metadata = {"general.name": Path(path).stem, "general.file_type": FILE_TYPES[dtype_name].number}
-        metadata["general.quantization_version"] = _QUANTIZATION_VERSION
-        metadata |= architecture_metadata(architecture, config)
-        if tokeniser is not None:
-            metadata |= tokenizer_metadata(tokeniser, config.vocab_size)
+    architecture, family, config, metadata = describe_gguf(model, tokeniser, dtype_name, pooling)
+    # llama.cpp removes the spaces before some tokens only in models whose name contains that of the pre-tokenizer
     pre_tokenizer = metadata.get("tokenizer.ggml.pre")
-    if pre_tokenizer in LEFT_STRIPPED:  # llama.cpp removes the spaces only in models whose name contains this
-        metadata["general.name"] += f" {pre_tokenizer}"
-    if isinstance(model, TextEncoder):
-        metadata[f"{architecture}.pooling_type"] = POOLING_TYPES[pooling]
-        if model.config.token_types:
-            metadata["tokenizer.ggml.token_type_count"] = model.config.token_types
+    metadata["general.name"] = Path(path).stem + f" {pre_tokenizer}" * (pre_tokenizer in LEFT_STRIPPED)
     shapes, arrays = _split_tensors(architecture, config, *export_tensors(model, family, config))
     mixture = Mixture(dtype_name, config, bool(importance), TENSOR_MAPPINGS[architecture].eight_bit_output)
     sizes = config.n_heads, config.key_heads, config.channels_per_head
@@ -115,13 +104,31 @@ def export_gguf(
     return architecture
 
 
-def _check_arguments(model: Any, dtype_name: str, pooling: str) -> None:
-    """Raise ValueError for a model that `check_exportable` rejects, or an unknown file type or pooling."""
+def describe_gguf(
+    model: Any, tokeniser: Any, dtype_name: str = "F32", pooling: str = "mean"
+) -> tuple[str, Family, Any, Metadata]:
+    """Return the architecture, family, config and metadata of the file that `export_gguf` writes; errors as there.
+
+    It writes nothing, so that callers can check a model before long work. The metadata do not have the model's name.
+    """
     check_exportable(model, "export_gguf")
     if dtype_name not in FILE_TYPES:
         raise ValueError(f"export_gguf: expected dtype_name to be one of {', '.join(FILE_TYPES)}, got {dtype_name!r}")
     if pooling not in POOLING_TYPES:
         raise ValueError(f"export_gguf: expected pooling to be one of {', '.join(POOLING_TYPES)}, got {pooling!r}")
+    _import_gguf()
+    with error_prefix("export_gguf: llama.cpp cannot run this model: "):
+        architecture, family, config = match_architecture(config_with_softmax(model))
+        metadata: Metadata = {"general.file_type": FILE_TYPES[dtype_name].number}
+        metadata["general.quantization_version"] = _QUANTIZATION_VERSION
+        metadata |= architecture_metadata(architecture, config)
+        if tokeniser is not None:
+            metadata |= tokenizer_metadata(tokeniser, config.vocab_size)
+    if isinstance(model, TextEncoder):
+        metadata[f"{architecture}.pooling_type"] = POOLING_TYPES[pooling]
+        if model.config.token_types:
+            metadata["tokenizer.ggml.token_type_count"] = model.config.token_types
+    return architecture, family, config, metadata
 
 
 # -------------------------------------------------------------------- tensors
@@ -195,10 +202,7 @@ def write_gguf(
     tensors: Iterator[tuple[WrittenTensor, np.ndarray]],
 ) -> None:
     """Fill a file with metadata and lazy tensors, one in memory at a time; ValueError if they differ from `plan`."""
-    try:
-        import gguf
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError('writing GGUF files needs gguf: pip install "tricycle-gpt[pretrained]"') from None
+    gguf = _import_gguf()
     writer = gguf.GGUFWriter(path, architecture)
     try:
         add: dict[type, Callable[[str, Any], None]] = {
@@ -224,6 +228,15 @@ def write_gguf(
             writer.write_tensor_data(array)
     finally:
         writer.close()
+
+
+def _import_gguf() -> Any:
+    """Import and return the package gguf; ModuleNotFoundError that names the extra without it."""
+    try:
+        import gguf
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError('writing GGUF files needs gguf: pip install "tricycle-gpt[pretrained]"') from None
+    return gguf
 
 
 def _stored_shape_and_dtype(tensor: WrittenTensor) -> tuple[tuple[int, ...], np.dtype]:
