@@ -93,11 +93,12 @@ def preferences(chat: bool = True) -> list:
     return values
 
 
-QUICK = "--rank 3 --steps 8 --eval-interval 4 --learning-rate 0.01 --sample-tokens 4".split()
+QUICK = "--steps 8 --eval-interval 4 --learning-rate 0.01 --sample-tokens 4".split()
 
 
 def tune(base_folder: Path, data: Path, folder: Path, *words: str) -> int:
-    return finetune([str(base_folder), "--data", str(data), "--run-folder", str(folder), *QUICK, *words])
+    quick = QUICK if "full" in words else [*QUICK, "--rank", "3"]
+    return finetune([str(base_folder), "--data", str(data), "--run-folder", str(folder), *quick, *words])
 
 
 def held_out_losses(run: Path) -> list[float]:
@@ -145,15 +146,15 @@ def test_adapter_lowers_the_loss_and_loads_in_other_commands(base_folder, data, 
 @pytest.mark.parametrize(
     ("method", "loss"),
     [
-        ("--method lora", "cross-entropy"),
-        ("--dora", "cross-entropy"),
+        ("--lora-dropout 0.2", "cross-entropy"),
+        ("--dora --lora-dropout 0.2", "cross-entropy"),
         ("--method full", "cross-entropy"),
-        ("--method lora", "dpo"),
+        ("--lora-dropout 0.2", "dpo"),
         ("--method full", "dpo"),
     ],
 )
 def test_resuming_is_bit_exact(method, loss, base_folder, data, tmp_path):
-    words = [*method.split(), "--lora-dropout", "0.2", "--accumulation-steps", "2", "--loss", loss]
+    words = [*method.split(), "--accumulation-steps", "2", "--loss", loss]
     if loss == "dpo":
         lines(data, preferences())
     tune(base_folder, data, tmp_path / "whole", *words)
@@ -507,13 +508,17 @@ def test_estimated_memory_is_a_lower_bound(words, base_folder, data, tmp_path, m
         ("--context-window 101", "--context-window.*2 to 100"),
         ("--method full --weights int8", "--weights float32.*--method full"),
         ("--method full --dora", "--method lora.*--dora"),
-        ("--method full --rslora", "--method lora.*--rslora"),
+        ("--method full --rank 3", "--method lora with --rank, which has no effect"),
+        ("--beta 0.3", "--loss dpo with --beta"),
+        ("--loss dpo --no-pack", "--loss cross-entropy with --no-pack"),
+        ("--epochs 3", "no --steps with --epochs"),
+        ("--sample-tokens 0 --prompts a", "--sample-tokens above 0 with --prompts"),
         ("--loss dpo", 'line 1: .*"chosen".*"rejected".*--loss dpo'),
         ("--loss dpo --beta 0", r"--beta.*0\.0"),
         ("--patience -1", "--patience.*0.*got -1"),
         ("--sample-tokens -1", "--sample-tokens.*0.*got -1"),
         ("--accumulation-steps 0", "--accumulation-steps.*1.*got 0"),
-        ("--epochs -1", "--epochs.*0.*got -1"),
+        ("--steps 0 --epochs 0", r"--epochs above 0, got 0\.0"),
         ("--steps -1", "--steps.*0.*got -1"),
         ("--held-out nothing", "expected a file"),
     ],

@@ -81,7 +81,8 @@ def test_logit_is_that_of_the_model(folder):
         (PATCH[:-1], "expected 2 answers"),
         (("--heads", "--estimate"), "--estimate with --patch only"),
         ((*PATCH, "--estimate", "--paths"), "got --estimate and --paths"),
-        ((*PATCH, "--receiver", "1", "0"), "--receiver with --paths only"),
+        ((*PATCH, "--receiver", "1", "0"), "--paths with --receiver"),
+        ((*PATCH, "--estimate", "--batch-size", "8"), "exact --patch with --batch-size"),
         (("--heads", "--top", "0"), "--top"),
         (("--attribute", "the", "--answers", "zqzq"), "answers of one token each"),
         (("--patch", "the quick", "the quick brown", *ANSWERS), "same number of tokens"),
@@ -98,6 +99,7 @@ def test_wrong_flags_fail_with_one_line(folder, words, message):
     [
         ("circuit MODEL --top -1", "--top: expected a number above 0, got -1"),
         ("features MODEL TEXT --top -1", "--top: expected a number above 0, got -1"),
+        ("features MODEL TEXT --kind jumprelu --active 9", "--kind topk with --active"),
         ("features MODEL TEXT --kind jumprelu --sparsity nan", "--sparsity: expected a number of 0 or more, got nan"),
         ("probe MODEL FILE --penalty inf", "--penalty: expected a number above 0, got inf"),
     ],

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -294,9 +295,19 @@ def test_a_second_intervention_reuses_the_first_trace() -> None:
     assert_close_traces(inspectable.run(ids, replace(first, ablated_layers=("blocks.1.mlp",) * 2), before), before)
 
 
+ENCODER = EncoderConfig(vocab_size=300, context_window=40, embedding_dim=8, n_heads=2, n_layers=2)
+
+
+def test_flags_for_models_that_generate_text_are_rejected_with_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = SimpleNamespace(model=TextEncoder(ENCODER), tokeniser=TOKENISER)
+    monkeypatch.setattr(look, "load_file", lambda *args: loaded)
+    for flag, value in (("--softmax", "softmax1"), ("--adapter", "a"), ("--tokeniser", "a")):
+        with pytest.raises(ValueError, match=f"{flag}: expected a model that generates text, got the encoder"):
+            look.main(["encoder", flag, value, "--no-browser"])
+
+
 def test_an_encoder_has_attention_and_no_predictions() -> None:
-    config = EncoderConfig(vocab_size=300, context_window=40, embedding_dim=8, n_heads=2, n_layers=2)
-    inspectable = InspectableStack(TextEncoder(config), TOKENISER, "encoder")
+    inspectable = InspectableStack(TextEncoder(ENCODER), TOKENISER, "encoder")
     trace = run(inspectable)
     assert inspectable.describe()["kind"] == "encoder"
     assert trace.summary()["predictions"] is None

@@ -172,6 +172,8 @@ def test_graph_command_writes_a_page_or_raises(tmp_path: Path, capsys: pytest.Ca
     assert "neuron" in out.read_text(encoding="utf-8")
     with pytest.raises(FileNotFoundError, match=r"nowhere\.py: .*no such file"):
         look.main(["--graph", "nowhere.py:f"])
+    with pytest.raises(ValueError, match="--lens: expected a model, got --graph"):
+        look.main(["--graph", "x * y", "--lens", "lens.safetensors"])
     with pytest.raises(ValueError, match=r"model.*--graph"):
         look.main([])
 

@@ -489,6 +489,7 @@ TRAIN_WRONG = [
     ("--data text", "--files.*--data text.*none"),
     ("--files short.txt", "--files.*--data text.*--data python"),
     ("--files short.txt --find-learning-rate", "--files.*--data text.*--data python"),
+    ("--find-learning-rate --track wandb", "no --find-learning-rate with --track"),
     ("--data text --files missing.txt", r"missing\.txt"),
     ("--data text --files empty.txt", "empty"),
     ("--data text --files binary.bin", "text file"),

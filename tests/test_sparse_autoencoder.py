@@ -212,7 +212,7 @@ def test_command_prints_draws_and_writes(kind, tmp_path) -> None:
     folder = write_folder(tmp_path / "a <b>")
     (tmp_path / "text.txt").write_text(TEXT.replace("quick", "<quick>"))
     words = ("features", folder, "text.txt", "--kind", kind, "--length", "16", "--tokens", "400", "--steps", "40")
-    words = (*words, "--n-features", "40", "--active", "4", "--top", "5")
+    words = (*words, "--n-features", "40", *["--active", "4"] * (kind == "topk"), "--top", "5")
     words = (*words, "--page", "a.html", "--save", "a.safetensors", "--out", "a.png")
     out = good(run_here(main, "tricycle inspect", words, tmp_path))
     assert out.startswith("layer 1, 40 features, ") and "recovered\n" in out

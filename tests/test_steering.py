@@ -148,7 +148,8 @@ def test_weights_with_nan_are_rejected(tmp_path) -> None:
     [
         ((*WORDS, "--score", "the"), "--score with two --answers"),
         ((*WORDS, "--answers", " a"), "--score with two --answers, or neither, got 0 prompts and 1 answers"),
-        ((*WORDS, "--out", "a.png"), "--out with --score"),
+        ((*WORDS, "--out", "a.png"), "--score with --out"),
+        ((*WORDS, "--strengths", "3"), "--score with --strengths"),
         ((*WORDS, "--layers", "0"), "layers from 1 to 1"),
         ((*WORDS, *SCORE[:-1], "zqzq"), "answers of one token each"),
     ],
@@ -157,6 +158,11 @@ def test_wrong_flags_fail_with_one_line(words, message, tmp_path) -> None:
     pytest.importorskip("jinja2")
     done = run_here(main, "tricycle inspect", ("steer", write_folder(tmp_path / "tiny"), *words), tmp_path)
     assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_strength_needs_a_vector() -> None:
+    with pytest.raises(ValueError, match="--steer with --strength, which has no effect"):
+        generate_command.main(["MODEL", "the", "--strength", "2"])
 
 
 @pytest.mark.slow

@@ -283,6 +283,7 @@ def test_second_sweep_in_one_folder_is_rejected(tmp_path: Path, trainer: Trainer
         (["--dropout", "0.1"], "dropout.*--over.*both"),
         (["--over", "optimiser=adamw,muon", "--optimizer", "adamw"], "optimiser.*--over.*both"),
         (["--sampler", "grid"], "--sampler grid: .*dropout"),
+        (["--sampler", "grid", "--sampler-seed", "3"], "--sampler tpe or random with --sampler-seed"),
     ],
 )
 def test_invalid_sweeps_are_rejected(words: list[str], message: str, tmp_path: Path, trainer: Trainer) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import tyro
 
 from tricycle.system.files import atomic_write
-from tricycle_cli.flags import parse
+from tricycle_cli.flags import check_conditions, parse
 from tricycle_cli.inspect_flags import InspectFlags
 from tricycle_cli.lens import split_passages
 from tricycle_lab.look.inspectable import InspectableStack
@@ -66,6 +66,8 @@ class Arguments(InspectFlags):
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle inspect features`: print scores and features, and write the files."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
+    is_topk = arguments.kind == "topk"
+    check_conditions(arguments, {"--kind topk": (is_topk, "active"), "--kind jumprelu": (not is_topk, "sparsity")})
     if arguments.top < 1:
         raise ValueError(f"--top: expected a number above 0, got {arguments.top}")
     if not 0 <= arguments.sparsity < math.inf:

@@ -41,7 +41,7 @@ from tricycle.system.files import read_json_object
 from tricycle.training import train
 from tricycle.training_state import TrainingState, activation_bytes, new_optimiser
 from tricycle_cli.distributed import require_one_process
-from tricycle_cli.flags import parse
+from tricycle_cli.flags import check_conditions, parse
 from tricycle_cli.full_disk import OnFullDisk
 from tricycle_cli.init_from import MAX_DEFAULT_WINDOW, initialize_from
 from tricycle_cli.models import Device, Weights, load_model
@@ -183,15 +183,23 @@ def new_task(words: Sequence[str], processes: ProcessGroup) -> FinetuneTask:
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Raise ValueError for --method full with --dora, --rslora or non-float32 --weights, or a number out of range."""
-    if arguments.method == "full" and arguments.weights not in ("auto", "float32"):
+    """Raise ValueError for a flag without effect, as --rank with --method full, or a number out of range."""
+    is_lora, is_dpo = arguments.method == "lora", arguments.loss == "dpo"
+    conditions = {
+        "--method lora": (is_lora, "rank alpha targets lora_dropout rslora dora"),
+        "--loss dpo": (is_dpo, "beta"),
+        "--loss cross-entropy": (not is_dpo, "pack"),
+        "no --steps": (not arguments.steps, "epochs"),
+        "--sample-tokens above 0": (arguments.sample_tokens, "prompts"),
+    }
+    check_conditions(arguments, conditions)
+    if not is_lora and arguments.weights not in ("auto", "float32"):
         raise ValueError(f"expected --weights float32 with --method full, got {arguments.weights}")
-    for name in ("dora", "rslora"):
-        if arguments.method == "full" and getattr(arguments, name):
-            raise ValueError(f"expected --method lora with --{name}, got full")
-    if not 0 < arguments.beta < math.inf:
-        raise ValueError(f"expected --beta above 0, got {arguments.beta}")
-    least = {"epochs": 0, "steps": 0, "learning_rate": 0, "patience": 0, "sample_tokens": 0, "accumulation_steps": 1}
+    for name in ("beta", "epochs"):
+        value = getattr(arguments, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"expected --{name} above 0, got {value}")
+    least = {"steps": 0, "learning_rate": 0, "patience": 0, "sample_tokens": 0, "accumulation_steps": 1}
     for name, lowest in least.items():
         value = getattr(arguments, name)
         if not lowest <= value < math.inf:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -118,6 +119,22 @@ def _check_lists(kind: Any, args: Sequence[str]) -> None:
     for flag in field_flags(kind):
         if flag.many and names.count(flag.name) > 1:
             fail(f"expected {flag.name} once, with all values after it, got it {names.count(flag.name)} times", 2)
+
+
+def check_conditions(arguments: Any, conditions: Mapping[str, tuple[Any, str]]) -> None:
+    """Raise ValueError for a flag that differs from its default, and has no effect because its condition is not met.
+
+    Args:
+        arguments: the parsed flags, a dataclass.
+        conditions: by the text of a condition, such as "--loss dpo": whether it is met, and the names of the fields
+            that need it.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(arguments)}
+    for condition, (is_met, names) in conditions.items():
+        for name in names.split():
+            if not is_met and getattr(arguments, name) != defaults[name]:
+                flag = f"--{'no-' if defaults[name] is True else ''}{name.replace('_', '-')}"
+                raise ValueError(f"expected {condition} with {flag}, which has no effect otherwise")
 
 
 def _present_name(kind: Any, name: str) -> str:

@@ -18,7 +18,7 @@ from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle.sequences.seq2seq import EncoderDecoderTransformer
 from tricycle.tokeniser import Tokeniser
-from tricycle_cli.flags import parse
+from tricycle_cli.flags import check_conditions, parse
 from tricycle_cli.models import (
     DecodingFlags,
     ModelFlags,
@@ -59,6 +59,7 @@ class Arguments:
 def main(args: Sequence[str] | None = None) -> None:
     """Run `tricycle generate`: print the prompt and its continuation, or only the text of an encoder-decoder."""
     arguments = parse(Arguments, args=args, description=__doc__ or "")
+    check_conditions(arguments, {"--steer": (arguments.steer, "strength")})
     kinds = GPT, EncoderDecoderTransformer
     loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model), kinds=kinds)
     tokeniser = loaded.tokeniser

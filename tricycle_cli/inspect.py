@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tricycle_cli.flags import parse
+from tricycle_cli.flags import check_conditions, parse
 from tricycle_cli.inspect_flags import InspectFlags
 from tricycle_lab.attribution import attribute_logit
 from tricycle_lab.look.inspectable import InspectableStack
@@ -102,8 +102,9 @@ def _check(arguments: Arguments) -> None:
         raise ValueError(f"expected {chosen[0]} with --patch only")
     if len(chosen) > 1:
         raise ValueError(f"expected one of --estimate, --by-position and --paths, got {' and '.join(chosen)}")
-    if arguments.receiver is not None and not arguments.paths:
-        raise ValueError("expected --receiver with --paths only")
+    is_exact = arguments.patch is not None and not arguments.estimate
+    conditions = {"--paths": (arguments.paths, "receiver"), "exact --patch": (is_exact, "batch_size")}
+    check_conditions(arguments, conditions)
     if arguments.top < 1:
         raise ValueError(f"--top: expected a number above 0, got {arguments.top}")
 

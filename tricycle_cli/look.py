@@ -43,6 +43,7 @@ from tricycle_lab.look.page import collect_static_data, render_page, write_page
 from tricycle_lab.look.server import LookServer, StaticPage, ViewerService
 from tricycle_lab.sparse_autoencoder import SparseAutoencoder
 
+LOADING_FLAGS, FILE_FLAGS = ("tokeniser", "adapter", "softmax"), ("steer", "lens", "autoencoder", "labels")
 EXAMPLE = "The cat sat on the mat, and the dog lay down beside it. When the cat got up, the dog"
 
 
@@ -91,6 +92,8 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     arguments = parse(Arguments, args=words, description=__doc__ or "")
     if arguments.graph:
+        names = (*LOADING_FLAGS, "weights", "device", *FILE_FLAGS, "compare_with")
+        _check_default(arguments, names, "a model, got --graph")
         from tricycle_lab.look.graph_functions import build_graph_from_spec
 
         graph = build_graph_from_spec(arguments.source or "neuron", arguments.text or "")
@@ -157,6 +160,8 @@ def load_inspectable(arguments: Arguments, source: str, is_second: bool = False)
         load_model(source, None if is_second else arguments.tokeniser, loaded=loaded, kinds=kinds, **vars(flags))
     elif not isinstance(loaded.model, TextEncoder):
         raise ValueError(f"{source}: expected a model of text, got a {type(loaded.model).__name__}")
+    elif not is_second:
+        _check_default(arguments, LOADING_FLAGS, f"a model that generates text, got the encoder {source}")
     if loaded.tokeniser is None:
         raise ValueError(f"{source}: expected a model with a tokenizer, got none: give one with --tokeniser")
     title = Path(source).name or source
@@ -198,7 +203,7 @@ def _inspect_encoder_decoder(loaded: Pretrained, title: str) -> InspectableEncod
 
 def _check_files(model: Any, arguments: Arguments) -> None:
     """Raise a ValueError if a flag names a file that only decoders can use, and the model is another one."""
-    for name in ("steer", "lens", "autoencoder", "labels"):
+    for name in FILE_FLAGS:
         if getattr(arguments, name) is not None:
             check_decoder(f"--{name}", model)
 
@@ -223,11 +228,17 @@ def load_translator(paths: Sequence[Path], source: str, arguments: Arguments) ->
     if len(paths) > 1:
         found = ", ".join(map(str, paths))
         raise ValueError(f"{source}: expected one encoder-decoder, got several: give one of {found}")
-    plain, given = (vars(x.model) | vars(x) for x in (Arguments(), arguments))
-    for name in ("softmax", "tokeniser", "adapter", "weights", "steer", "lens", "autoencoder", "labels"):
-        if given[name] != plain[name]:
-            raise ValueError(f"--{name}: expected a decoder, got the encoder-decoder {paths[0]}")
+    names = (*LOADING_FLAGS, "weights", *FILE_FLAGS)
+    _check_default(arguments, names, f"a decoder, got the encoder-decoder {paths[0]}")
     return load_inspectable_translator(paths[0])
+
+
+def _check_default(arguments: Arguments, names: Sequence[str], expected: str) -> None:
+    """Raise ValueError if one of these flags is not at its default; `expected` says what has such flags."""
+    plain, given = (vars(x.model) | vars(x) for x in (Arguments(), arguments))
+    for name in names:
+        if given[name] != plain[name]:
+            raise ValueError(f"--{name.replace('_', '-')}: expected {expected}")
 
 
 def standalone_page(models: Sequence[InspectableModel], text: str) -> str:

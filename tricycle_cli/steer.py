@@ -13,7 +13,7 @@ import numpy as np
 
 from tricycle.pretrained.gguf_adapters import find_architecture
 from tricycle.pretrained.gguf_control_vectors import write_control_vectors
-from tricycle_cli.flags import parse
+from tricycle_cli.flags import check_conditions, parse
 from tricycle_cli.inspect_flags import InspectFlags
 from tricycle_lab.look.inspectable import InspectableStack
 from tricycle_lab.plot import plot_curves
@@ -46,8 +46,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if len(arguments.answers) != (2 if arguments.score else 0):
         got = f"{len(arguments.score)} prompts and {len(arguments.answers)} answers"
         raise ValueError(f"expected --score with two --answers, or neither, got {got}")
-    if arguments.out is not None and not arguments.score:
-        raise ValueError("expected --out with --score, whose values it draws")
+    check_conditions(arguments, {"--score": (arguments.score, "out strengths")})
     loaded, inspectable = arguments.load()
     groups = ([inspectable.encode_input(text) for text in texts] for texts in (arguments.positive, arguments.negative))
     directions = contrast_prompts(loaded.model, *groups)

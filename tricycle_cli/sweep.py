@@ -28,7 +28,7 @@ from tricycle.system.files import atomic_write, read_json_object
 from tricycle.system.locks import FolderLock, LockedError
 from tricycle_cli.databases import sqlite_url
 from tricycle_cli.distributed import require_one_process
-from tricycle_cli.flags import ALIASES, on_one_line, parse, parse_known
+from tricycle_cli.flags import ALIASES, check_conditions, on_one_line, parse, parse_known
 from tricycle_cli.made_tasks import TaskName
 from tricycle_cli.run import read_metrics
 from tricycle_cli.search_space import (
@@ -186,6 +186,7 @@ def start_sweep(arguments: SweepArguments, train_words: list[str]) -> int:
     set_fields = fields_on_command_line(train_words)
     if "find_learning_rate" in set_fields:
         raise ValueError("expected flags of training runs, got --find-learning-rate")
+    check_conditions(arguments, {"--sampler tpe or random": (arguments.sampler != "grid", "sampler_seed")})
     base, _ = parse_arguments(train_words)
     over = parse_search_space(arguments.over, type(base.config))
     twice = [name for name in over if name in set_fields]

@@ -37,7 +37,7 @@ from tricycle_cli.distributed import (
     process_group,
 )
 from tricycle_cli.find_rate import find_learning_rate
-from tricycle_cli.flags import parse
+from tricycle_cli.flags import check_conditions, parse
 from tricycle_cli.full_disk import OnFullDisk, describe_disk_space
 from tricycle_cli.init_from import check_shape, default_config, initialize_from
 from tricycle_cli.likelihoods import Pair
@@ -140,6 +140,8 @@ def run_range_test(words: Sequence[str]) -> int:
         arguments, start = parse_on_all_ranks(processes, lambda: parse_arguments(words))
         if processes.size > 1:
             raise ValueError(f"expected one process with --find-learning-rate, got {processes.size}")
+        others = "on_nan on_full_disk shard_optimiser track evaluate_tasks score_heads"
+        check_conditions(arguments, {"no --find-learning-rate": (False, others)})
         arguments = resolve_arguments(arguments, words, processes)
         task = TrainTask(arguments, None, start)
         config, on_gpu = arguments.config, use_gpu(arguments.device)

@@ -24,10 +24,10 @@ from .kills import SIGNALS, Trial, check_trial, measure_phases
 from .runs import WORDS, TrainingRun
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(os.name != "posix", reason="POSIX signals")]
-QUICK = "--rank 3 --steps 8 --eval-interval 4 --learning-rate 0.01 --sample-tokens 4 --context-window 60"
+QUICK = "--steps 8 --eval-interval 4 --learning-rate 0.01 --sample-tokens 4 --context-window 60"
 KINDS = {
-    "lora": "--lora-dropout 0.2 --accumulation-steps 2",
-    "dpo": "--loss dpo --lora-dropout 0.2",
+    "lora": "--rank 3 --lora-dropout 0.2 --accumulation-steps 2",
+    "dpo": "--loss dpo --rank 3 --lora-dropout 0.2",
     "full": "--method full --loss dpo",
 }
 
