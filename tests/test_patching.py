@@ -13,10 +13,12 @@ from test_models import KINDS as KINDS_OF_MODELS
 from tiny_models import smollm2_file
 
 from tricycle.latent_attention import LatentConfig
+from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.tensor import no_grad
 from tricycle_cli.models import load_model
+from tricycle_lab.hooks import add_hook
 from tricycle_lab.patching import KINDS, PromptRuns, Prompts, estimate_patches, patch_activations
 from tricycle_lab.probe import Probe
 
@@ -148,6 +150,30 @@ def test_estimates_are_exact_for_small_changes(name: str) -> None:
         assert estimate.shape == exact.shape
         np.testing.assert_allclose(estimate, exact, rtol=1e-2, atol=1e-3)
         assert abs(exact).max() > 0.01
+
+
+def test_estimates_are_derivatives_in_the_corrupted_run() -> None:
+    """Each estimate is a central difference: of a run that is moved towards the clean activation, and away from it."""
+    model = lively(GEMMA).eval()
+    for parameter in model.parameters():
+        parameter.array = parameter.array.astype(np.float64)
+    runs, estimates = PromptRuns("test", model, PROMPTS), estimate_patches(model, PROMPTS)
+
+    def slope(layer: Layer, direction: np.ndarray) -> float:
+        ends = []
+        for step in (1e-4, -1e-4):
+            remove = add_hook(layer, "changes", lambda out, *args, step=step: out + step * direction)
+            ends.append(metric(model, CORRUPTED))
+            remove()
+        return (ends[0] - ends[1]) / 2e-4 / runs.difference
+
+    for kind, (axis, offset) in {"stream": (1, 1), "heads": (2, 0)}.items():
+        for (layer, index), estimate in np.ndenumerate(estimates[kind]):
+            difference = getattr(runs.clean, kind)[layer + offset] - getattr(runs.corrupted, kind)[layer + offset]
+            direction = np.moveaxis(np.zeros_like(difference), axis, 0)
+            direction[index] = np.moveaxis(difference, axis, 0)[index]
+            target = model.blocks[layer] if kind == "stream" else model.blocks[layer].attention.attention
+            assert slope(target, np.moveaxis(direction, 0, axis)) == pytest.approx(estimate, rel=1e-4, abs=1e-7)
 
 
 def test_model_is_unchanged() -> None:
