@@ -79,9 +79,13 @@ def test_a_mask_is_refused() -> None:
         small()(TOKENS, mask=np.ones(TOKENS.shape, bool))
 
 
-def test_a_key_shift_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected key_shift to be False"):
-        small(key_shift=True)
+def test_fields_that_mamba_layers_lack_are_refused() -> None:
+    for name, value in (("key_shift", True), ("norm_placement", "after"), ("norm_placement", "both")):
+        with pytest.raises(ValueError, match=f"expected {name} to be"):
+            small(**{name: value})
+    small(parallel=True)
+    with pytest.raises(ValueError, match="expected parallel to be False with mamba_mlp"):
+        small(parallel=True, mamba_mlp=True)
 
 
 # -------------------------------------------------------------------- against transformers

@@ -53,6 +53,8 @@ class MambaConfig(ModelConfig):
         self._require("n_groups", n_heads % self.n_groups == 0, f"a divisor of the {n_heads} heads of a Mamba layer")
         self._require("shared_size", self.n_experts > 0 or self.shared_size == 0, "0 without n_experts")
         self._require("key_shift", not self.key_shift, "False")
+        self._require("norm_placement", self.norm_placement == "before", "before")
+        self._require("parallel", not (self.parallel and self.mamba_mlp), "False with mamba_mlp")
         last = self.n_layers - 1
         self._require(
             "attention_layers", all(0 <= layer <= last for layer in self.attention_layers), f"layers from 0 to {last}"
