@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
 import signal
@@ -204,6 +205,31 @@ def test_a_resumed_sweep_equals_an_uninterrupted_one(
     assert out.count("Train with these settings:\n") == 3
     assert n < 12 or imread(tmp_path / "whole" / "sweep.png").shape[0] > 300
     assert len({tuple(params.values()) for params in whole}) == n
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
+@pytest.mark.parametrize("n_suggested", [0, 1])
+def test_a_sweep_resumes_after_a_kill_between_the_values_of_a_trial(
+    sampler: str, n_suggested: int, tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = ["--over", "dropout=0..0.9:5", "n_layers=1,2,3"] if sampler == "grid" else []
+    words = ["--sampler", sampler, "--trials", "2", *over]
+    sweep(tmp_path / "whole", *words)
+    whole = list(trainer.tried)
+    trainer.tried.clear()
+    kind, calls = sys.modules["optuna"].trial.Trial, itertools.count()
+    suggest = kind._suggest
+
+    def suggest_or_die(*args: Any) -> Any:
+        if next(calls) == 2 + n_suggested:
+            raise KeyboardInterrupt
+        return suggest(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(kind, "_suggest", suggest_or_die)
+        sweep(tmp_path / "a", *words)
+    main(["--resume", str(tmp_path / "a")])
+    assert trainer.tried == whole
 
 
 @pytest.mark.slow

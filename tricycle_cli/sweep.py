@@ -280,15 +280,19 @@ def next_trial(sweep: Sweep) -> Any:
     import optuna
 
     known = sweep.study.get_trials(deepcopy=False)
-    for trial in known:
-        if trial.state == optuna.trial.TrialState.RUNNING:
-            return optuna.trial.Trial(sweep.study, trial._trial_id)
+    running = next((trial for trial in known if trial.state == optuna.trial.TrialState.RUNNING), None)
     waiting = [trial for trial in known if trial.state == optuna.trial.TrialState.WAITING]
-    number = len(known) - len(waiting)
+    number = len(known) - len(waiting) if running is None else running.number
     seed = int(np.random.SeedSequence([sweep.plan.seed, number]).generate_state(1)[0])
     samplers = optuna.samplers
     is_learning = sweep.plan.sampler == "tpe"
     sweep.study.sampler = samplers.TPESampler(seed=seed) if is_learning else samplers.RandomSampler(seed=seed)
+    if running is not None:
+        for name in sweep.over:  # draw again what a killed sweep has drawn, so that the remaining values are the same
+            distribution = running.distributions.get(name)
+            if distribution is not None and not distribution.single():
+                sweep.study.sampler.sample_independent(sweep.study, running, name, distribution)
+        return optuna.trial.Trial(sweep.study, running._trial_id)
     if sweep.plan.sampler == "grid":
         grid = grid_points(sweep.over)
         if number >= len(grid):
