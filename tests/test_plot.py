@@ -255,6 +255,11 @@ def test_curves_are_means_in_a_band(tmp_path, drawn, rng):
     assert "range over runs" in legend.get_title().get_text()
 
 
+def test_layers_and_steps_are_numbered_by_integers(tmp_path, drawn):
+    plot_curves({"a": {"b": ([0, 1], [0.5, 0.7])}, "c": {"b": ([0.0, 1.0], [0.5, 0.7])}}, tmp_path / "a.png", "x", "y")
+    assert [all(tick == int(tick) for tick in axes.get_xticks()) for axes in drawn] == [True, False]
+
+
 def test_many_curves_stay_apart(tmp_path, drawn):
     lines = {f"line {i} $x_{{$": (np.arange(30), np.full(30, i + 1.0)) for i in range(20)}
     plot_curves({"$x_{$": lines}, tmp_path / "curves.png", "$x_{$", "$x_{$", "$x_{$", log="xy", share_y=False)

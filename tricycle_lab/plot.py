@@ -305,6 +305,8 @@ def plot_curves(
         if "x" in log:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:.7g}")
+        elif all(np.asarray(x).dtype.kind in "iu" for x, _ in lines.values()):
+            axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)  # of layers and steps
         if "y" in log:
             axes.set_yscale("log")
         axes.set_title(panel, fontsize=10)
