@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,6 +53,21 @@ def test_loss_mixes_soft_and_hard_targets(temperature, hard_weight):
     hard = -np.take_along_axis(log_softmax(s), batch[1][..., None], -1).mean()
     assert loss == pytest.approx(0.5 * ((1 - hard_weight) * soft + hard_weight * hard), rel=1e-5)
     assert soft > 0.1
+
+
+def test_students_with_experts_have_the_router_loss():
+    """With the weight of the text alone, loss and gradients are those of training."""
+    losses, gradients = [], []
+    (batch,) = batches(1)
+    for is_distilled in (True, False):
+        student = GPT(replace(CONFIG, n_experts=4, router_loss=0.5)).train()
+        batch_loss = distillation_loss(student, GPT(TEACHER), hard_weight=1.0)
+        loss = batch_loss(batch, 0.5) if is_distilled else student.loss(*batch, scale=0.5)
+        loss.backward()
+        losses.append(float(loss))
+        gradients.append(student.blocks[0].mlp.router.weights.grad.array)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-7)
 
 
 def test_loss_and_gradient_are_zero_for_equal_predictions():

@@ -50,9 +50,12 @@ def distillation_loss(student: GPT, teacher: GPT, temperature: float = 2.0, hard
         tokens, labels = (student.place(part) for part in batch)
         with teacher.evaluating():
             target = teacher(tokens).array
-        logits = student(tokens)
-        soft = _soft_loss(logits, target, temperature, (1 - hard_weight) * factor)
-        return soft + cross_entropy(labels, logits, hard_weight * factor) if hard_weight else soft
+
+        def mixed_loss(labels: Any, logits: Tensor, factor: Any) -> Tensor:
+            soft = _soft_loss(logits, target, temperature, (1 - hard_weight) * factor)
+            return soft + cross_entropy(labels, logits, hard_weight * factor) if hard_weight else soft
+
+        return student.loss(tokens, labels, mixed_loss, factor)  # with the router loss of a mixture of experts
 
     return batch_loss
 
