@@ -703,18 +703,36 @@ def test_idle_and_blocked_connections_are_closed(folder, monkeypatch):
         assert server.request("/health")[0] == 200
 
 
-def test_slow_but_steady_reader_is_not_blocked(server):
-    """The server fills its buffer again before the next check, whenever the client has read a part of it."""
-    transport = Mock(get_write_buffer_size=lambda: 60_000)
+def mock_connection(server, n_unsent_bytes: int) -> tuple[TimeoutProtocol, Mock]:
+    """Return a connection of a server, whose timers a test replaces, and its transport."""
+    transport = Mock(get_write_buffer_size=lambda: n_unsent_bytes)
     transport.get_extra_info = lambda name: Mock(getpeername=lambda: None) if name == "socket" else None
     protocol = TimeoutProtocol(server.uvicorn_server.config, ServerState(), {}, Mock())
     protocol.connection_made(transport)
+    return protocol, transport
+
+
+def test_slow_but_steady_reader_is_not_blocked(server):
+    """The server fills its buffer again before the next check, whenever the client has read a part of it."""
+    protocol, transport = mock_connection(server, 60_000)
     for _ in range(50):
         protocol.pause_writing()
         protocol.resume_writing()
         protocol._check_timeouts()
     assert not transport.abort.called
     for _ in range(13):
+        protocol._check_timeouts()
+    assert transport.abort.called
+
+
+def test_connection_with_short_responses_is_not_idle(server):
+    """Each response begins and ends between two checks."""
+    protocol, transport = mock_connection(server, 0)
+    for _ in range(50):
+        protocol.on_response_complete()
+        protocol._check_timeouts()
+    assert not transport.abort.called
+    for _ in range(6):
         protocol._check_timeouts()
     assert transport.abort.called
 

@@ -56,6 +56,11 @@ class TimeoutProtocol(H11Protocol):
         self._n_unsent_bytes = 0
         super().resume_writing()
 
+    def on_response_complete(self) -> None:
+        """Note that the client is active, because a short response may begin and end between two checks."""
+        self._idle_seconds = 0.0
+        super().on_response_complete()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the periodic check."""
         if self._check_timer is not None:
