@@ -28,11 +28,12 @@ def test_counters_equal_the_usage_of_responses(folder):
         assert server.request("/v1/completions", {"prompt": []})[0] == 400
         assert server.request("/unknown/secret")[0] == 404
         assert server.request("/v1/models", Host="evil.example")[0] == 403
+        assert server.request("/v1/models/tiny")[0] == 200
         found = read(server)
         assert found["requests_total", "/v1/chat/completions", "200"] == 2
         assert found["requests_total", "/v1/completions", "400"] == 1
         assert found["requests_total", "other", "404"] == found["requests_total", "/v1/models", "403"] == 1
-        assert found["requests_total", "/metrics", "200"] == 1
+        assert found["requests_total", "/metrics", "200"] == found["requests_total", "/v1/models/{name}", "200"] == 1
         assert found["generated_tokens_total",] == sum(usage["completion_tokens"] for usage in usages) == 40
         assert found["prompt_tokens_total",] == sum(usage["prompt_tokens"] for usage in usages)
         cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)

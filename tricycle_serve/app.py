@@ -70,7 +70,7 @@ def create_app(
     handlers: Any = {HTTPException: _handle_http_exception, ApiError: _handle_api_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    service.engine.metrics = create_metrics([route.path for route in routes], service.engine.gauges)
+    service.engine.metrics = create_metrics(routes, service.engine.gauges)
     return AccessMiddleware(app, allowed_hosts, allowed_origins, api_key, service.engine.metrics)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from starlette.routing import Route
 
 MISSING = 'metrics need prometheus-client: pip install "tricycle-gpt[serve]"'
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)  # seconds
@@ -15,17 +18,17 @@ class Metrics:
     """Counters and histograms that the server updates, and gauges that are computed for each report.
 
     Args:
-        paths: of the endpoints; requests of other paths are counted together.
+        routes: the endpoints; requests of other paths are counted together.
         gauges: returns description and value of each gauge by name.
 
     Raises:
         ImportError: prometheus_client is not installed.
     """
 
-    def __init__(self, paths: Iterable[str], gauges: Gauges) -> None:
+    def __init__(self, routes: Sequence[Route], gauges: Gauges) -> None:
         import prometheus_client
 
-        self._paths = frozenset(paths)
+        self._routes = routes
         self._gauges = gauges
         self._client: Any = prometheus_client
         self._registry = prometheus_client.CollectorRegistry()  # one per server
@@ -45,7 +48,8 @@ class Metrics:
 
     def count_response(self, path: str, status: int) -> None:
         """Count a response by its endpoint and status."""
-        self._requests.labels(path if path in self._paths else "other", str(status)).inc()
+        endpoint = next((route.path_format for route in self._routes if route.path_regex.match(path)), "other")
+        self._requests.labels(endpoint, str(status)).inc()
 
     def count_prompt(self, n_tokens: int, n_cached_tokens: int = 0) -> None:
         """Count the tokens of a prompt, of which some were taken from the prefix cache."""
@@ -69,9 +73,9 @@ class Metrics:
         return self._client.generate_latest(self._registry), self._client.CONTENT_TYPE_LATEST
 
 
-def create_metrics(paths: Iterable[str], gauges: Gauges) -> Metrics | None:
+def create_metrics(routes: Sequence[Route], gauges: Gauges) -> Metrics | None:
     """Return the metrics of a server, or None if prometheus_client is not installed."""
     try:
-        return Metrics(paths, gauges)
+        return Metrics(routes, gauges)
     except ImportError:
         return None
