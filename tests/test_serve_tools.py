@@ -36,6 +36,7 @@ TOOLS = [
 ]
 # Levels of objects that are too many for the chat template, or for the JSON decoder of Python 3.12 and later.
 DEPTH = 500 if sys.version_info < (3, 12) else 50_000
+INFINITE = {"name": "f", "arguments": '{"a": -1e999}'}
 NESTED = {"name": "f", "arguments": '{"a":' * DEPTH + "1" + "}" * DEPTH}
 
 
@@ -122,6 +123,7 @@ ADD, NOW = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>', 
         ("<tool_call>{</tool_call>", "<tool_call>{</tool_call>", []),
         (ADD.replace("add", "unknown"), ADD.replace("add", "unknown"), []),
         ('<tool_call>{"name": "add", "arguments": 5}</tool_call>', None, []),
+        (ADD.replace("1", "NaN"), ADD.replace("1", "NaN"), []),
         ("<tool_call>" + "[" * 100_000, None, []),
     ],
 )
@@ -163,6 +165,7 @@ def test_parallel_tool_calls(is_parallel, n_calls, client):
         ),
         ({"functions": [{"name": "f"}]}, "functions is not supported"),
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": INFINITE}]}]}, "JSON object as arguments"),
         ({"messages": [*HELLO, {"role": "assistant", "tool_calls": 5}]}, "tool_calls to be a list"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": NESTED}]}]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import reprlib
 from collections.abc import Collection
@@ -11,13 +12,13 @@ from typing import Any, NoReturn
 from tricycle_serve.errors import ApiError
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
-MAX_NAME_CHARACTERS = 40  # of an unknown field's name in an error message
+MAX_NAME_CHARACTERS = 40  # of an unknown field's name, or a number, in an error message
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a UTF-8 request body; raise ApiError for any other content."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_reject_constant)
+        value = STRICT_JSON.decode(body.decode("utf-8"))
     except UnicodeDecodeError:
         raise ApiError("expected a body in UTF-8", code="invalid_json") from None
     except RecursionError:
@@ -32,6 +33,18 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
 def _reject_constant(name: str) -> NoReturn:
     """Raise ValueError: NaN and infinity are no JSON."""
     raise ValueError(f"{name} is not valid JSON")
+
+
+def _finite_float(digits: str) -> float:
+    """Return a JSON number as a float; raise ValueError if it is too large for one."""
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"expected numbers of float64, got {digits[:MAX_NAME_CHARACTERS]}")
+    return value
+
+
+# Raises ValueError for NaN, and for infinite numbers, which no JSON can contain again.
+STRICT_JSON = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite_float)
 
 
 def format_value(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from tricycle.decoding.guided import JSON_OPTIONS
 from tricycle_serve.errors import ApiError
 from tricycle_serve.guides import Guide
-from tricycle_serve.request_fields import RequestFields, format_value
+from tricycle_serve.request_fields import STRICT_JSON, RequestFields, format_value
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 NO_TOOLS = "the model's chat template has no tools in the format <tool_call>"
@@ -112,7 +112,7 @@ def parse_message_calls(message: dict[str, Any], path: str) -> list[dict[str, An
         function = call.get("function") if isinstance(call, dict) else None
         fields = function if isinstance(function, dict) else {}
         try:
-            arguments = json.loads(fields.get("arguments", ""))
+            arguments = STRICT_JSON.decode(fields.get("arguments", ""))
         except (TypeError, ValueError, RecursionError):
             arguments = None
         if not isinstance(fields.get("name"), str) or not isinstance(arguments, dict):
@@ -151,7 +151,7 @@ class ToolCallParser:
         rest, calls, end = self._text[self._n_sent :], [], 0
         while begin := _BEGIN.match(rest, end):
             try:
-                value, end = json.JSONDecoder().raw_decode(rest, begin.end())
+                value, end = STRICT_JSON.raw_decode(rest, begin.end())
                 name, arguments = value["name"], value["arguments"]
             except (ValueError, TypeError, KeyError, RecursionError):
                 return rest, []
