@@ -27,11 +27,15 @@ def respond(client, given="the quick brown fox", **fields):
 
 
 def test_text_equals_generate(client, reference):
-    response = respond(client, max_output_tokens=12, extra_body=LONG, metadata={"a": "b"})
+    unsupported = {"reasoning": {"effort": "none", "summary": None}, "store": False, "text": {"verbosity": "medium"}}
+    response = respond(
+        client, max_output_tokens=12, extra_body=LONG, metadata={"a": "b"}, max_tool_calls=3, **unsupported
+    )
     n_prompt = len(reference.tokeniser.chat(HELLO))
     assert response.output_text == reference.text(reference.tokeniser.chat(HELLO), 12, logit_bias=((2, -100.0),))
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (response.object, response.error, response.metadata) == ("response", None, {"a": "b"})
+    assert response.max_tool_calls == 3
     assert (response.usage.input_tokens, response.usage.output_tokens) == (n_prompt, 12)
     assert response.usage.total_tokens == n_prompt + 12
     ended = respond(client, extra_body={"logit_bias": {"2": 100}})
@@ -155,6 +159,15 @@ def test_failure_in_a_stream(server, client, monkeypatch):
         ({"truncation": "auto"}, "truncation is not supported"),
         ({"include": ["file_search_call.results"]}, "expected include"),
         ({"text": 5}, "expected text to be an object"),
+        ({"text": {"format": 5}}, "expected text.format to be an object"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity is not supported"),
+        ({"text": {"size": 1}}, "unrecognised field: text.size"),
+        ({"store": True}, "store is not supported"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort is not supported"),
+        ({"reasoning": {"size": 1}}, "unrecognised field: reasoning.size"),
+        ({"max_tool_calls": 0}, "expected max_tool_calls"),
+        ({"metadata": {"a": 1}}, "metadata to be an object of strings"),
+        ({"metadata": [1]}, "metadata to be an object of strings"),
         ({"text": {"format": {"type": "xml"}}}, "expected text.format to be an object of type text"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "foo"}}}}, "text.format: cannot use.*foo"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\].*type function"),

@@ -50,7 +50,12 @@ def parse_responses_request(fields: RequestFields) -> ResponsesRequest:
     fields.allow_only("background", (False,), STATELESS)
     fields.allow_only("prompt", (), "prompts are not stored")
     fields.allow_only("truncation", ("disabled",), "the input must fit into the context window")
-    fields.ignore(*IGNORED_FIELDS, "max_tool_calls", "prompt_cache_retention", "reasoning")
+    fields.allow_only("store", (False,), STATELESS)
+    reasoning = _inner_fields(fields, "reasoning")
+    for name in ("effort", "summary", "generate_summary"):
+        reasoning.allow_only(f"reasoning.{name}", ("none",), "the text contains any reasoning of the model")
+    reasoning.reject_unknown()
+    fields.ignore(*IGNORED_FIELDS, "prompt_cache_retention")
     chat = {name: value for name in CHAT_FIELDS if (value := fields.get(name)) is not None}
     tools, choice = fields.get("tools", []), chat.get("tool_choice", "auto")
     chat["tools"] = [_nested(tool) for tool in tools] if isinstance(tools, list) else tools
@@ -64,10 +69,14 @@ def parse_responses_request(fields: RequestFields) -> ResponsesRequest:
     described = {name: value for name, value in text_format.items() if name != "type"}
     nested = {"json_schema": described} if text_format["type"] == "json_schema" else described
     chat["response_format"] = {"type": text_format["type"], **nested}
+    metadata = fields.get("metadata", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        fields.reject("metadata", "an object of strings")
     shown = {
         "instructions": fields.get_str("instructions"),
         "max_output_tokens": chat["max_tokens"],
-        "metadata": fields.get("metadata", {}),
+        "max_tool_calls": fields.get_int("max_tool_calls", None, 1, MAX_TOKENS),  # of built-in tools: none here
+        "metadata": metadata,
         "parallel_tool_calls": chat.get("parallel_tool_calls", True),
         "text": {"format": text_format},
         "tool_choice": choice,
@@ -88,16 +97,21 @@ def _nested(tool: Any) -> Any:
 
 def _parse_text_format(fields: RequestFields) -> dict[str, Any]:
     """Return the object `text.format`, {"type": "text"} if it is absent; ApiError if invalid."""
-    text = fields.get("text", {})
-    if not isinstance(text, dict):
-        fields.reject("text", "an object")
-    inner = RequestFields(text)
-    inner.ignore("verbosity")
-    text_format = inner.get("format", {"type": "text"})
+    inner = _inner_fields(fields, "text")
+    inner.allow_only("text.verbosity", ("medium",), "instructions can ask for a short or long text")
+    text_format = inner.get("text.format", {"type": "text"})
     if not isinstance(text_format, dict) or not isinstance(text_format.get("type"), str):
-        inner.reject("format", "an object with a type")
+        inner.reject("text.format", "an object with a type")
     inner.reject_unknown()
     return text_format
+
+
+def _inner_fields(fields: RequestFields, name: str) -> RequestFields:
+    """Return the fields of the object field `name` as "name.field", none if it is absent; ApiError if no object."""
+    value = fields.get(name, {})
+    if not isinstance(value, dict):
+        fields.reject(name, "an object")
+    return RequestFields({f"{name}.{inner}": each for inner, each in value.items()})
 
 
 def _parse_input(fields: RequestFields) -> list[dict[str, Any]]:
