@@ -643,6 +643,14 @@ def test_private_use_characters_round_trip(tokeniser, characters):
     assert tokeniser.decode(parts) == tokeniser.render(messages, add_generation_prompt=False)
 
 
+@pytest.mark.parametrize("template", [CHATML, "{{ messages[0].role }}"])  # CHATML begins with a default system message
+def test_templates_that_cannot_begin_with_an_answer(template):
+    answer = {"role": "assistant", "content": "Hello!"}
+    tokeniser = PretrainedTokeniser(kind("smollm").to_str(), NAMES, {"default": template})
+    with pytest.raises(ValueError, match="expected a message before the first answer"):
+        tokeniser.chat_parts([answer, *HELLO, answer])
+
+
 def test_conversation_with_all_private_use_characters_is_rejected(tokeniser):
     codes = [*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]
     message = {"role": "user", "content": "".join(map(chr, codes[1:]))}

@@ -253,10 +253,18 @@ class PretrainedTokeniser:
         for i, message in enumerate(marked):
             if message.get("role") != "assistant":
                 continue
-            before = self.render(marked[:i], True, **variables)
             after = self.render(marked[: i + 1], False, **variables)
-            if not before.startswith(encoded) or not after.startswith(before):
-                raise ValueError("expected a chat template that only appends text, got one that changes earlier text")
+            try:
+                before = self.render(marked[:i], True, **variables)
+                if not before.startswith(encoded) or not after.startswith(before):
+                    raise ValueError(
+                        "expected a chat template that only appends text, got one that changes earlier text"
+                    )
+            except ValueError as error:
+                if i:
+                    raise
+                cause = "the template cannot begin an answer without messages before it"
+                raise ValueError(f"expected a message before the first answer, because {cause} ({error})") from None
             parts.append((self._encode_marked(before[len(encoded) :], marks, bool(encoded)), False))
             parts.append((self._encode_marked(after[len(before) :], marks, True), True))
             encoded = after
