@@ -78,6 +78,16 @@ def test_long_contexts_are_cut_at_their_beginning(lm, reference):
             list(iter_likelihoods(lm.model, [Pair(context, continuation)]))
 
 
+def test_maximum_length(folder, reference):
+    lm = TricycleLM(str(folder), max_length=16)
+    ids = [int(token) for token in np.random.default_rng(0).integers(3, 400, 30)]
+    for n in (1, 5, 16):
+        ((logprob, _),) = lm._loglikelihood_tokens([(None, ids[:-n], ids[-n:])], disable_tqdm=True)
+        assert logprob == pytest.approx(expected_logprob(reference, ids[-17:], n), abs=1e-3)
+    with pytest.raises(ValueError, match="1 to 16 tokens, got 13 and 17"):
+        lm._loglikelihood_tokens([(None, ids[:-17], ids[-17:])], disable_tqdm=True)
+
+
 def test_continuations_that_are_joined_with_the_context(lm, monkeypatch):
     """By a tokenizer that has tokens of several words, as one that is trained on little text."""
     ids = {"two of": [5], "two of three": [6], " three": [7, 8]}

@@ -33,20 +33,21 @@ class Likelihood(NamedTuple):
 
 
 def iter_likelihoods(
-    model: GPT, pairs: Sequence[Pair], batch_size: int | None = None
+    model: GPT, pairs: Sequence[Pair], batch_size: int | None = None, window: int | None = None
 ) -> Iterator[tuple[int, Likelihood]]:
     """Yield (index of pair, likelihood), in batches of similar lengths, longest first; ValueError if empty or too long.
 
     Pairs that are equal but for the last token are processed once, such as one-token choices after a prompt.
 
     Args:
-        pairs: contexts that do not fit into the context window are cut at their beginning.
+        pairs: contexts that do not fit into the window are cut at their beginning.
         batch_size: the maximum number of texts in a batch; None for as many as MAX_LOGITS allows.
+        window: the maximum number of tokens of a text; by default the model's context window.
 
     Raises:
-        ValueError: an empty context or continuation, or a continuation that is longer than the context window.
+        ValueError: an empty context or continuation, or a continuation that is longer than the window.
     """
-    window = model.config.context_window
+    window = window or model.config.context_window
     for pair in pairs:
         if not pair.context or not 0 < len(pair.continuation) <= window:
             expected = f"expected a context, and a continuation of 1 to {window} tokens"

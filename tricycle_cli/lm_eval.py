@@ -118,9 +118,9 @@ class TricycleLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any) -> list[Any]:
         """Return (log-likelihood, is greedy) for each (key, context ids, continuation ids); cache those with a key."""
-        pairs = [Pair(context[-self.max_length :], continuation) for _, context, continuation in requests]
+        pairs = [Pair(context, continuation) for _, context, continuation in requests]
         results: list[Any] = [None] * len(pairs)
-        scored = iter_likelihoods(self.model, pairs, self.batch_size)
+        scored = iter_likelihoods(self.model, pairs, self.batch_size, self.max_length)
         for i, likelihood in tqdm(scored, "log-likelihoods", len(pairs), disable=disable_tqdm):
             results[i] = tuple(likelihood)
             if requests[i][0] is not None:
