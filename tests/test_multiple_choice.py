@@ -108,6 +108,18 @@ def test_compare_with(folder, tmp_path):
     assert "difference 0.0% ± 0.0; right alone: 0 and 0 items; p = 1 (McNemar)" in text
 
 
+def test_window_cuts_prompts(folder, tmp_path):
+    prompts = ["seven small birds sing of rain the quick", "the lazy dogs jump the quick"]  # equal ends
+    task, log = tmp_path / "task.jsonl", tmp_path / "log.jsonl"
+    write(task, [{"prompt": prompt, "choices": [" fox", " rain"], "answer": 0} for prompt in prompts])
+    for window, is_equal in ((0, False), (2, True)):
+        done = evaluate(folder, "--task", task, "--window", window, "--log", log)
+        assert done.returncode == 0, done.stderr
+        first, second = (json.loads(line)["logprobs"] for line in log.read_text(encoding="utf-8").splitlines())
+        assert (first == second) == is_equal
+    one_line(evaluate(folder, "--task", task, "--window", 65), "expected --window from 1 to 64")
+
+
 def test_made_task(folder):
     done = evaluate(folder, "--task", "induction", "--json")
     assert json.loads(done.stdout)["items"] == 200, done.stderr

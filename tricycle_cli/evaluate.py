@@ -56,7 +56,7 @@ class Arguments:
     """a file to which the log-likelihoods of each item of the task are written, as JSON Lines"""
     window: int = 0
     """length of a window in tokens, or of the prompts of "retrieval"; 0 for the model's context window, but at most
-    1024"""
+    1024. Prompts of a task in a file are cut to it, by default to the context window"""
     stride: int = 0
     """tokens between the starts of two windows, at most the window; a smaller stride gives tokens more context and
     takes longer; 0 for half of the window"""
@@ -153,11 +153,12 @@ def _score_task(arguments: Arguments, task: str, source: str) -> tuple[list[Item
     """Return (items, a model's scores) of a task: a name in NAMES, or the path of a file with items."""
     items = [] if task in NAMES else read_items(Path(task))
     loaded = load_model(source, arguments.tokeniser, **vars(arguments.model))
+    window = resolve_window(arguments, loaded)
     if items:
         pairs = encode_items(loaded.tokeniser, items)
     else:
-        items, pairs = make_task(cast(TaskName, task), loaded.tokeniser, resolve_window(arguments, loaded))
-    return items, score_items(loaded.model, items, pairs, arguments.batch_size or None)
+        items, pairs = make_task(cast(TaskName, task), loaded.tokeniser, window)
+    return items, score_items(loaded.model, items, pairs, arguments.batch_size or None, arguments.window or None)
 
 
 def _task_text(result: dict[str, Any]) -> str:

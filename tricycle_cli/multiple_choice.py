@@ -87,20 +87,20 @@ def _parse_item(value: Any) -> Item:
 
 
 def score_items(
-    model: GPT, items: list[Item], pairs: list[list[Pair]], batch_size: int | None = None
+    model: GPT, items: list[Item], pairs: list[list[Pair]], batch_size: int | None = None, window: int | None = None
 ) -> list[ItemScore]:
     """Return each item's log-likelihoods of choices and two answers; ValueError if a choice exceeds the window.
 
     Args:
         pairs: for each item the ids of its prompt with each of its choices, as of `encode_items`.
-        batch_size: see `iter_likelihoods`.
+        batch_size, window: see `iter_likelihoods`.
 
     Raises:
-        ValueError: a choice that is longer than the context window.
+        ValueError: a choice that is longer than the window.
     """
     flat = [pair for own in pairs for pair in own]
     logprobs = [0.0] * len(flat)
-    for i, likelihood in iter_likelihoods(model, flat, batch_size):
+    for i, likelihood in iter_likelihoods(model, flat, batch_size, window):
         logprobs[i] = likelihood.logprob
     scores = []
     for item in items:
