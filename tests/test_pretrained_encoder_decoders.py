@@ -253,6 +253,9 @@ def test_the_command_line_prints_the_text_of_transformers(name: str, tmp_path: P
         text = tokenizer.decode(expected[0], skip_special_tokens=True)
         assert len(text) > 3
         assert generate_text(tmp_path, "the sea in a sea.", *flags) == text + "\n"
+    done = run_here(generate_program.main, "generate", (tmp_path, "the sea", "--temperature", "2"))
+    assert done.returncode and "--temperature" in done.stderr and "with --beams 1 only, got 3 beams" in done.stderr
+    assert generate_text(tmp_path, "the sea", "--beams", "1", "--temperature", "2", "--seed", "1")
 
 
 def test_only_a_forced_token_has_probability_1() -> None:

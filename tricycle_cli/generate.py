@@ -29,6 +29,8 @@ from tricycle_cli.models import (
     stop_tokens,
 )
 
+UNUSED_BY_BEAMS = ("temperature", "top_k", "top_p", "min_p", "seed")  # flags for sampling, of encoder-decoders
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -63,6 +65,8 @@ def main(args: Sequence[str] | None = None) -> None:
     kinds = GPT, EncoderDecoderTransformer
     loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model), kinds=kinds)
     tokeniser = loaded.tokeniser
+    if arguments.steer is None and arguments.strength != 1:
+        raise ValueError("expected --strength with --steer only")
     if arguments.steer is not None:
         _steer(loaded.model, arguments.steer, arguments.strength)
     sampling = arguments.sampling.for_model(loaded)
@@ -122,6 +126,9 @@ def target_text(
     settings = TargetSettings() if stored is None else TargetSettings.from_fields(stored.generation, stored.fields)
     if arguments.beams is not None:
         settings = replace(settings, num_beams=arguments.beams)
+    if settings.num_beams > 1 and any(getattr(arguments.sampling, name) is not None for name in UNUSED_BY_BEAMS):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in UNUSED_BY_BEAMS)
+        raise ValueError(f"expected {flags} with --beams 1 only, got {settings.num_beams} beams, which do not sample")
     tokens = generate_target(loaded.model, source, arguments.length, sampling, settings)
     skipped = [*getattr(loaded.tokeniser, "special_ids", ()), *stop_tokens(loaded)]  # Tricycle's own has one of both
     return stream_text(tokens, loaded.tokeniser, skipped, [])
