@@ -986,10 +986,19 @@ def encoder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("flags", [{"adapter": Path("x")}, {"softmax": "softmax1"}])
-def test_flags_of_decoders_are_rejected_for_encoders(encoder, flags):
-    with pytest.raises(ValueError, match=r"expected --adapter and --softmax with a decoder"):
-        load_service(Arguments(str(encoder), model=ModelFlags(**flags)))
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({"model": ModelFlags(adapter=Path("x"))}, "--adapter and --softmax"),
+        ({"model": ModelFlags(softmax="softmax1")}, "--adapter and --softmax"),
+        ({"sampling": SamplingFlags(temperature=0)}, "flags for sampling"),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype"),
+        ({"length": 5}, "--length"),
+    ],
+)
+def test_flags_of_decoders_are_rejected_for_encoders(encoder, flags, names):
+    with pytest.raises(ValueError, match=f"expected {names} with a decoder"):
+        load_service(Arguments(str(encoder), **flags))
 
 
 def test_embeddings_equal_the_encoder(encoder):

@@ -168,8 +168,7 @@ def load(arguments: Arguments) -> ModelService:
     on_gpu = use_gpu(arguments.model.device, arguments.model.weights)
     loaded = load_file(arguments.source, arguments.model.weights, arguments.model.device)
     if isinstance(loaded.model, TextEncoder):
-        if arguments.model.adapter is not None or arguments.model.softmax is not None:
-            raise ValueError(f"{arguments.source}: expected --adapter and --softmax with a decoder, got an encoder")
+        _reject_decoder_flags(arguments)
         if on_gpu:
             loaded.model.to_gpu()
         encoder = to_sentence_encoder(loaded, arguments.source)
@@ -181,6 +180,16 @@ def load(arguments: Arguments) -> ModelService:
     chat = replace(sampling, stop_tokens=chat_stop_tokens(loaded))
     defaults = ServiceDefaults(chat, sampling, arguments.length, arguments.timeout_seconds)
     return GenerationService(name, loaded, defaults, limits, created, cache)
+
+
+def _reject_decoder_flags(arguments: Arguments) -> None:
+    """Raise ValueError if a flag is given that has no effect on an encoder."""
+    default = Arguments("", model=replace(arguments.model, adapter=None, softmax=None))
+    names = {"model": "--adapter and --softmax", "sampling": "flags for sampling"}
+    for name in ("model", "sampling", "kv_cache_dtype", "length", "max_batch_size", "cached_texts"):
+        if getattr(arguments, name) != getattr(default, name):
+            flags = names.get(name, f"--{name.replace('_', '-')}")
+            raise ValueError(f"{arguments.source}: expected {flags} with a decoder, got an encoder")
 
 
 def default_request_sampling(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSamplingParams:
