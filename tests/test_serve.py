@@ -1075,6 +1075,9 @@ def test_command_line_errors(folder, tmp_path, monkeypatch):
             ([folder, "--port", "70000"], "--port.*0 to 65535"),
             ([tmp_path / "gone.gguf", "--port", "0"], "gone.gguf: .*model"),
             ([folder, "--max-batch-size", "0"], "--max-batch-size"),
+            ([folder, "--allowed-hosts", "a.example", "b:8000"], "--allowed-hosts such as .*got 'b:8000'"),
+            ([folder, "--allowed-origins", "*"], r"--allowed-origins such as http://localhost:3000.*got '\*'"),
+            ([folder, "--allowed-origins", "localhost:3000"], "--allowed-origins such as"),
         ):
             done = run_here(serve, "tricycle serve", tuple(arguments))
             assert done.returncode in (1, 2) and done.stdout == ""

@@ -10,6 +10,7 @@ import importlib.util
 import ipaddress
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Sequence
@@ -83,7 +84,7 @@ class Arguments:
     model: ModelFlags = field(default_factory=ModelFlags)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a count below its minimum, a timeout not above 0, or an invalid port."""
+        """Raise ValueError for a count below its minimum, a timeout not above 0, or an invalid port, host or origin."""
         lowest = {"length": 1, "max_batch_size": 1, "max_queue": 1, "max_request_bytes": 1, "cached_texts": 0}
         for name, least in lowest.items():
             if getattr(self, name) < least:
@@ -91,6 +92,13 @@ class Arguments:
                 raise ValueError(f"expected --{flag} to be {least} or more, got {getattr(self, name)}")
         if not 0 < self.timeout_seconds < math.inf:
             raise ValueError(f"expected --timeout-seconds to be above 0, got {self.timeout_seconds}")
+        for values, flag, pattern, example in (
+            (self.allowed_hosts, "--allowed-hosts", r"[\w.-]+", "gpu.example.com"),
+            (self.allowed_origins, "--allowed-origins", r"[\w+.-]+://[^/*,]+/?|null", "http://localhost:3000"),
+        ):
+            for value in values:
+                if not re.fullmatch(pattern, value):
+                    raise ValueError(f"expected {flag} such as {example}, separated by spaces, got {value!r}")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"expected --port to be from 0 to 65535, got {self.port}")
 
