@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,3 +102,16 @@ def test_command_shows_the_scores_of_each_evaluation(tmp_path: Path, capsys: pyt
         read_scores(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such folder"):
         read_scores(tmp_path / "other")
+
+
+def test_runs_with_equal_names_are_drawn_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = {"induction_score": 0.25, "previous_token_score": 0.5, "duplicate_token_score": 0.125}
+    folders = [tmp_path / name / "run" for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 5, "held_out_loss": 3.0, **scores}))
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr("tricycle_cli.scores.require_matplotlib", lambda feature: None)
+    monkeypatch.setattr("tricycle_cli.scores.plot_curves", lambda curves, *args: drawn.update(curves))
+    main(["scores", *map(str, folders), "--out", "scores.png"])
+    assert [*drawn] == [*map(str, folders)]

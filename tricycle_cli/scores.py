@@ -42,7 +42,7 @@ def main(args: Sequence[str] | None = None) -> None:
             cells = "  ".join(f"{value:{len(name)}.4f}" for name, value in zip(HeadScores._fields, scores))
             print(f"{step:7g}  {loss:13.4f}  {cells}")
         steps, _, *columns = zip(*rows)
-        curves[folder.name] = {
+        curves[str(folder)] = {
             name.replace("_", " "): (steps, column) for name, column in zip(HeadScores._fields, columns)
         }
     if arguments.out is not None:
