@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from programs import one_line, run_here
-from tiny_models import write_folder
+from tiny_models import enliven_adapter, write_folder
 
 from tricycle.pretrained import load
+from tricycle.pretrained.adapters import new_adapter, save_adapter
 from tricycle_cli.likelihoods import Pair, iter_likelihoods
 from tricycle_cli.main import main
 from tricycle_cli.multiple_choice import ItemScore, compare_accuracy
@@ -106,6 +107,18 @@ def test_compare_with(folder, tmp_path):
     assert found["compare_with"]["difference"] == pytest.approx((right[:, 0] - right[:, 1]).mean())
     text = evaluate(folder, "--task", task, "--compare-with", folder).stdout
     assert "difference 0.0% ± 0.0; right alone: 0 and 0 items; p = 1 (McNemar)" in text
+
+
+def test_adapter_does_not_apply_to_the_other_model(folder, tmp_path):
+    loaded = load(folder)
+    save_adapter(enliven_adapter(new_adapter(loaded)), loaded, tmp_path / "adapter")
+    task, log = write(tmp_path / "task.jsonl", ITEMS), tmp_path / "log.jsonl"
+    logprobs = []
+    for flags in (["--adapter", tmp_path / "adapter", "--compare-with", folder], []):
+        assert evaluate(folder, "--task", task, "--log", log, *flags).returncode == 0
+        logprobs.append([json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()])
+    for row, plain in zip(*logprobs):
+        assert row["other"]["logprobs"] == plain["logprobs"] != row["logprobs"]
 
 
 def test_window_cuts_prompts(folder, tmp_path):

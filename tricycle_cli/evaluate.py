@@ -9,7 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -51,7 +51,7 @@ class Arguments:
     """a multiple-choice task in place of texts: "arithmetic", "induction", "retrieval", or a JSON Lines file of objects
     with `prompt`, `choices` and `answer` (the index of the right choice)"""
     compare_with: str | None = None
-    """another model, whose accuracy in the same items is compared by McNemar's test"""
+    """another model, whose accuracy in the same items is compared by McNemar's test; --adapter does not apply to it"""
     log: Path | None = None
     """a file to which the log-likelihoods of each item of the task are written, as JSON Lines"""
     window: int = 0
@@ -132,10 +132,11 @@ def evaluate_task(arguments: Arguments, task: str) -> None:
     Raises:
         ValueError: an invalid task, or models whose tokenizers lead to different items.
     """
-    items, scores = _score_task(arguments, task, arguments.source)
+    items, scores = _score_task(arguments, task, arguments.source, arguments.model)
     others = None
     if arguments.compare_with is not None:
-        other_items, others = _score_task(arguments, task, arguments.compare_with)
+        flags = replace(arguments.model, adapter=None)
+        other_items, others = _score_task(arguments, task, arguments.compare_with, flags)
         if other_items != items:
             raise ValueError(f"--task {task}: expected models with the same tokenizer, because its items depend on it")
     if arguments.log is not None:
@@ -149,10 +150,10 @@ def evaluate_task(arguments: Arguments, task: str) -> None:
     print(json.dumps(result, indent=2) if arguments.json else _task_text(result))
 
 
-def _score_task(arguments: Arguments, task: str, source: str) -> tuple[list[Item], list[ItemScore]]:
+def _score_task(arguments: Arguments, task: str, source: str, flags: ModelFlags) -> tuple[list[Item], list[ItemScore]]:
     """Return (items, a model's scores) of a task: a name in NAMES, or the path of a file with items."""
     items = [] if task in NAMES else read_items(Path(task))
-    loaded = load_model(source, arguments.tokeniser, **vars(arguments.model))
+    loaded = load_model(source, arguments.tokeniser, **vars(flags))
     window = resolve_window(arguments, loaded)
     if items:
         pairs = encode_items(loaded.tokeniser, items)
