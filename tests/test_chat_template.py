@@ -303,9 +303,11 @@ def test_child_process_serves_many_renderings_and_restarts_after_limit():
         template.render(messages=[{"content": "slow"}])
     assert template.render(messages=[{"content": "again"}]) == "again"
     assert template._process.pid != first
-    template._process.kill()  # as the system does where memory is short
-    template._process.wait()
+    killed = template._process
+    killed.kill()  # as the system does where memory is short
+    killed.wait()
     assert template.render(messages=[{"content": "and again"}]) == "and again"
+    assert killed.stdin.closed and killed.stdout.closed
     with ThreadPoolExecutor(4) as pool:
         texts = [str(i) for i in range(40)]
         assert list(pool.map(lambda text: template.render(messages=[{"content": text}]), texts)) == texts

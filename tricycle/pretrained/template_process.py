@@ -93,6 +93,7 @@ class UntrustedTemplate:
         plain = plain_variables(variables)
         with self._lock:
             if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
+                self._finalizer()  # closes the pipes of a child that another process has ended
                 self._process = self._start_child()
             return self._request(self._process, plain)
 
