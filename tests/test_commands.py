@@ -121,7 +121,7 @@ def test_json_schema_and_regex_constrain_the_text(pretrained_folder, tmp_path):
         (["--draft-tokens", "4", "--beams", "2"], "expected --beams without"),
         (["--repetition-penalty", "2", "--beams", "2"], "expected --beams without"),
         (["--draft-tokens", "-1"], "--draft-tokens to be 0 or more, got -1"),
-        (["--strength", "2"], "expected --strength with --steer only"),
+        (["--strength", "2"], "--steer with --strength, which has no effect"),
     ):
         one_line(call("generate", pretrained_folder, "x", *words), reason)
 

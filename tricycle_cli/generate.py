@@ -65,8 +65,6 @@ def main(args: Sequence[str] | None = None) -> None:
     kinds = GPT, EncoderDecoderTransformer
     loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model), kinds=kinds)
     tokeniser = loaded.tokeniser
-    if arguments.steer is None and arguments.strength != 1:
-        raise ValueError("expected --strength with --steer only")
     if arguments.steer is not None:
         _steer(loaded.model, arguments.steer, arguments.strength)
     sampling = arguments.sampling.for_model(loaded)
