@@ -240,3 +240,26 @@ def test_text_files_are_opened_as_utf8(path):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
             if name in ("read_text", "write_text"):
                 assert any(keyword.arg == "encoding" for keyword in node.keywords), f"{name_of(path)}:{node.lineno}"
+
+
+USER_PROGRAM = """
+import numpy as np
+
+from tricycle.configs import DebugConfig
+from tricycle.dataset import Dataset
+from tricycle.generate import generate
+from tricycle.models import GPT
+
+model = GPT(DebugConfig()).to_gpu().eval()
+model.use_precision("bfloat16").use_softmax("softmax1")
+print(list(generate(model.freeze(), [1, 2], 3)), Dataset(np.ones((3, 2)), np.ones(3)))
+"""
+
+
+@pytest.mark.slow
+def test_mypy_accepts_a_typed_program_of_a_user(tmp_path):
+    api = pytest.importorskip("mypy.api")
+    (tmp_path / "program.py").write_text(USER_PROGRAM, encoding="utf-8")
+    flags = ["--strict", "--follow-imports=silent", "--config-file=", f"--cache-dir={tmp_path / 'cache'}"]
+    out, errors, status = api.run([*flags, str(tmp_path / "program.py")])
+    assert status == 0, out + errors

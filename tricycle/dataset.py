@@ -26,7 +26,7 @@ class Dataset(EndlessDataset):
         ValueError: different numbers of inputs and outputs, or none.
     """
 
-    def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any], seed: int = 0) -> None:
+    def __init__(self, inputs: Sequence[Any] | np.ndarray, outputs: Sequence[Any] | np.ndarray, seed: int = 0) -> None:
         self.inputs, self.outputs = np.asarray(inputs), np.asarray(outputs)
         n_inputs, n_outputs = len(self.inputs), len(self.outputs)
         if n_inputs != n_outputs or not n_inputs:
@@ -60,7 +60,9 @@ class InfiniteBatchDataset(Dataset):
         batch_size: items per batch; a batch may span two epochs.
     """
 
-    def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any], batch_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, inputs: Sequence[Any] | np.ndarray, outputs: Sequence[Any] | np.ndarray, batch_size: int, seed: int = 0
+    ) -> None:
         super().__init__(inputs, outputs, seed)
         self.batch(batch_size)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
@@ -34,10 +34,10 @@ class Layer:
 
     precision: str = "float32"  # of matrix products, set by `use_precision`
     # Defined in `tricycle.state`, with the printed tree.
-    freeze: Callable[[], Layer]
-    unfreeze: Callable[[], Layer]
-    to_gpu: Callable[..., Layer]
-    from_gpu: Callable[[], Layer]
+    freeze: Callable[[], Self]
+    unfreeze: Callable[[], Self]
+    to_gpu: Callable[..., Self]
+    from_gpu: Callable[[], Self]
     state_dict: Callable[[], dict[str, np.ndarray]]
     load_state_dict: Callable[[Mapping[str, np.ndarray]], None]
     run_and_free: Callable[..., Any]
@@ -99,13 +99,13 @@ class Layer:
         """The total number of elements of all parameters; shared parameters count once."""
         return sum(parameter.size for parameter in self.parameters())
 
-    def train(self, training: bool = True) -> Layer:
+    def train(self, training: bool = True) -> Self:
         """Enable dropout (disable it with `training=False`) in this layer and all inside; return self."""
         for layer in self.layers():
             layer.training = training
         return self
 
-    def eval(self) -> Layer:
+    def eval(self) -> Self:
         """Disable dropout in this layer and all inside, but not graph building; return self."""
         return self.train(False)
 
@@ -123,7 +123,7 @@ class Layer:
         for _, parameter in named_parameters:
             parameter.zero_grad()
 
-    def use_precision(self, precision: str) -> Layer:
+    def use_precision(self, precision: str) -> Self:
         """Set the precision of matrix products, in PRECISIONS (else ValueError), of all layers inside; return self."""
         if precision not in PRECISIONS:
             raise ValueError(f"expected precision to be one of {', '.join(PRECISIONS)}, got {precision!r}")
