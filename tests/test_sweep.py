@@ -39,6 +39,12 @@ BASE = GPTConfig.from_dict(DebugConfig().to_dict())
 
 
 # -------------------------------------------------------------------- what a command line says
+def test_help_shows_the_defaults_of_the_preset(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["--preset", "debug", "--help"])
+    assert re.search(r"--n-layers INT .*\(default: 2\)", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("word", "field"),
     [

@@ -43,7 +43,7 @@ class Arguments:
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """data type of the weights in the folder"""
     gguf: Path | None = None
-    """a GGUF file to write: llama, qwen2, qwen3, olmo2, gemma2, gemma3, gpt2, gptneox, phi2 or bert"""
+    """a GGUF file to write, of a model with an architecture of llama.cpp (see docs/pretrained.md)"""
     type: GGUFType = "F16"
     """data type of the weights in the GGUF file, by llama.cpp's names of mixtures: Q4_K_M has about 4 to 5 bits"""
     calibrate: Path | None = None

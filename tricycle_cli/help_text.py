@@ -63,7 +63,7 @@ def _entries(box: str) -> Iterator[tuple[str, str]]:
         if re.match(r"  \S", line):
             if name:
                 yield name, " ".join(words)
-            name, *words = re.split(r"\s{2,}", line.strip().replace("{None}|", ""), maxsplit=1)
+            name, *words = re.split(r"\s{2,}", line.strip().replace("{None}|", "").replace("{None,", "{"), maxsplit=1)
         elif name and line.strip():
             words.append(line.strip())
     if name:

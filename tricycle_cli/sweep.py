@@ -43,7 +43,7 @@ from tricycle_cli.session import new_folder
 from tricycle_cli.signals import Interrupted, Signals, exit_by_signal
 from tricycle_cli.task import command_name, contains_run
 from tricycle_cli.train import Arguments as TrainArguments
-from tricycle_cli.train import parse_arguments
+from tricycle_cli.train import default_arguments, parse_arguments
 from tricycle_lab.sweep_plot import TrialResult, plot_sweep
 
 Sampler = Literal["tpe", "random", "grid"]
@@ -158,7 +158,8 @@ def main(args: Sequence[str] | None = None) -> int:
     require_one_process("sweep")
     words = sys.argv[1:] if args is None else list(args)
     if asked := {"--help", "-h", "--help-all"} & set(words):
-        parse(Arguments, args=list(asked), description=__doc__ or "")
+        default = Arguments(**vars(default_arguments(words)[0]))
+        parse(Arguments, default, list(asked), description=__doc__ or "")
     arguments, train_words = parse_known(SweepArguments, words)
     if not all(map(importlib.util.find_spec, ("optuna", "matplotlib"))):
         problem = "tricycle sweep needs a library that is not installed"

@@ -215,13 +215,26 @@ def run_description(arguments: Arguments) -> dict[str, Any]:
 def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
     """Parse a new run's command line, with defaults of preset or --init-from; return it, and that loaded model or None.
 
-    The preset, or the model of --init-from, is parsed first, because it provides the defaults of the other flags.
-
     Raises:
         ValueError: a flag contradicts the model of --init-from.
     """
+    default, loaded = default_arguments(args)
+    arguments = parse(Arguments, default, args, description=DESCRIPTION)
+    if loaded is not None:
+        check_shape(loaded.model, arguments.config)
+    return arguments, loaded
+
+
+def default_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
+    """Return the values of flags that a new run's command line does not set, and the model of --init-from or None.
+
+    They depend on the preset or on the model of --init-from, which are parsed first.
+
+    Raises:
+        ValueError: a preset and --init-from.
+    """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", nargs="?")  # `parse` below reports a missing value
+    first.add_argument("--preset", nargs="?")  # `parse` reports a missing value
     first.add_argument("--device", nargs="?")
     first.add_argument("--init-from", "--init_from", nargs="?")
     known = first.parse_known_args(args)[0]
@@ -229,18 +242,14 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
         if known.preset:
             raise ValueError(f"expected no --preset with --init-from, got {known.preset}")
         loaded = load_model(known.init_from, device="cpu")
-        default = Arguments(init_from=known.init_from, config=default_config(loaded.model))
-        arguments = parse(Arguments, default, args, description=DESCRIPTION)
-        check_shape(loaded.model, arguments.config)
-        return arguments, loaded
+        return Arguments(init_from=known.init_from, config=default_config(loaded.model)), loaded
     preset = known.preset
-    if preset not in PRESETS:  # missing or wrong; `parse` below reports a wrong one
+    if preset not in PRESETS:  # missing or wrong; `parse` reports a wrong one
         preset = "smol" if known.device != "cpu" and devices.gpu_problem() is None else "laptop"
     config = GPTConfig.from_dict(PRESETS[preset]().to_dict())  # the fields of GPTConfig have the help texts
     data = "shakespeare" if preset == "shakespeare" else "python"
     tokeniser: Tokenisers = "portable" if preset == "portable" else "own"
-    default = Arguments(preset=preset, data=data, tokeniser=tokeniser, config=config)
-    return parse(Arguments, default, args, description=DESCRIPTION), None
+    return Arguments(preset=preset, data=data, tokeniser=tokeniser, config=config), None
 
 
 # -------------------------------------------------------------------- the task
