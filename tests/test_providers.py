@@ -137,6 +137,14 @@ def test_unavailable_providers_give_a_reason(monkeypatch):
     assert answer.provider == "numba"
 
 
+@pytest.mark.parametrize(("version", "is_old"), [("0.61.2", True), ("0.62.0", False), ("1.0", False)])
+def test_numba_that_crashes_is_not_used(version, is_old, monkeypatch):
+    monkeypatch.setattr(compiled, "exclusion_reason", lambda name: None)
+    monkeypatch.setattr(compiled, "find_spec", lambda name: name)
+    monkeypatch.setattr(compiled, "version", lambda name: version)
+    assert bool(re.search("0.62.*0.61.2.*pip install", compiled.unavailable_reason() or "")) == is_old
+
+
 # -------------------------------------------------------------------- packages
 FOLDER = Path(accelerators[0])
 PACKAGES = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))

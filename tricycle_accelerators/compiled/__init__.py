@@ -9,6 +9,7 @@ before the first call.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from tricycle import kernels
@@ -39,16 +40,21 @@ from tricycle_accelerators.compiled import (
 from tricycle_accelerators.providers import exclusion_reason, register_kernels
 
 PROVIDER = "numba"
-MISSING = "Numba is not installed (pip install 'tricycle-gpt[numba]')"
+INSTALL = "(pip install 'tricycle-gpt[numba]')"
+MISSING = f"Numba is not installed {INSTALL}"
 
 
 def unavailable_reason() -> str | None:
     """Return why the Numba kernels cannot be used, in one line; None when they can."""
-    why = exclusion_reason(PROVIDER)
+    if why := exclusion_reason(PROVIDER):
+        return why
     try:
-        return why or (None if find_spec("numba") else MISSING)
+        found = version("numba") if find_spec("numba") else ""
     except ImportError:
         return MISSING
+    # LLVM ends the process when Numba 0.61 compiles bfloat16 loops for x86-64.
+    old = found.startswith("0.") and int(found.split(".")[1]) < 62
+    return f"expected Numba 0.62 or later, got {found} {INSTALL}" if old else (None if found else MISSING)
 
 
 def register(array: type) -> None:
