@@ -235,19 +235,19 @@ class SamplingFlags:
     """The sampling flags; the default of each is the model's own generation setting."""
 
     temperature: float | None = None
-    """the logits are divided by it; 0 is greedy decoding (models trained by Tricycle: 0.9)"""
+    """the logits are divided by it; 0 is greedy decoding (models trained by Tricycle: 0.9, `serve`: 1)"""
     top_k: int | None = None
     """sample from the k most probable tokens; 0 for all tokens"""
     top_p: float | None = None
     """sample from the smallest set of most probable tokens whose probabilities reach this sum"""
     min_p: float | None = None
     """sample from the tokens whose probability is at least this fraction of the highest (models trained by Tricycle:
-    0.1)"""
+    0.1, `serve`: 0)"""
     repetition_penalty: float | None = None
     """divide the logits of tokens that are in the text already by it; 1 for no penalty (models trained by Tricycle:
-    1.15)"""
+    1.15, `serve`: 1)"""
     no_repeat_ngram_size: int | None = None
-    """never repeat a sequence of this many tokens; 0 for no limit (models trained by Tricycle: 6)"""
+    """never repeat a sequence of this many tokens; 0 for no limit (models trained by Tricycle: 6, `serve`: 0)"""
     seed: int | None = None
     """seed of the random generator: the same seed gives the same text"""
 
