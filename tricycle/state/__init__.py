@@ -28,7 +28,7 @@ def unfreeze(layer: Layer) -> Layer:
     narrow = [name for name, parameter in layer.named_parameters() if parameter.dtype.itemsize < 4]
     if narrow:
         got = f"{narrow[0]} and {len(narrow) - 1} more" if len(narrow) > 1 else narrow[0]
-        raise ValueError(f"{type(layer).__name__}.unfreeze: expected weights of 32 bits, fewer has {got}")
+        raise ValueError(f"{type(layer).__name__}.unfreeze: expected weights of 32 bits, got fewer in {got}")
     return _set_requires_grad(layer, True)
 
 
