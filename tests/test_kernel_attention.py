@@ -21,6 +21,7 @@ from attention_cases import (
 from tricycle import kernels
 from tricycle.kernels import ScoreOptions
 from tricycle.kernels import row_attention as row_kernels
+from tricycle.kernels.quantized_heads import QuantizedHeads, quantized_attention
 from tricycle.kernels.ranges import block_score_options, queries_with_keys, visible_keys
 from tricycle_accelerators import attention_blocks, chunks, threads
 from tricycle_accelerators.cpu import attention as cpu_attention
@@ -151,6 +152,23 @@ def test_queries_without_visible_keys_give_zeros(rng):
         assert (logsumexp[:, :, empty] == (0 if off_by_one else -np.inf)).all()
         dq, *_ = gradients_of(module, rng.standard_normal(q.shape), q, k, v, (out, logsumexp), score_options)
         assert not dq[:, empty].any() and dq[:, 5:20].all()
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("window", [None, 1])
+def test_more_queries_than_keys_of_a_cache(is_quantized, window, rng):
+    q = rng.standard_normal((1, 5, 2, 16), np.float32)
+    k, v = rng.standard_normal((2, 1, 3, 1, 16), np.float32)
+    score_options = ScoreOptions(0.7, -2, window)
+    keys, values = k, v
+    if is_quantized:
+        keys, values = QuantizedHeads.allocate(k, 3), QuantizedHeads.allocate(v, 3)
+        keys[:], values[:] = k, v
+        k, v = keys.dequantize(), values.dequantize()
+    for off_by_one in (False, True):
+        found = (quantized_attention if is_quantized else kernels.attention)(q, keys, values, score_options, off_by_one)
+        expected = reference.attention(q, k, v, score_options, off_by_one)
+        assert_all_close(*(((found,), expected[:1]) if is_quantized else (found, expected)), 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("n_queries", [1, 40])

@@ -59,7 +59,7 @@ def _few_decline_reason(
         return MASK_OR_CAP
     if n_items != 1 or not n_queries:
         return f"few queries of one text alone, got {n_queries} of {n_items}"
-    if score_options.offset is not None and score_options.offset + n_queries != n_keys:
+    if score_options.offset is not None and not score_options.offset == n_keys - n_queries >= 0:
         return "few queries that are not at the last keys"
     if (dtype is not None and dtype != FLOAT32) or q.dtype != FLOAT32:
         return f"few queries and their results of float32, got {q.dtype} and {dtype or q.dtype}"
@@ -124,7 +124,7 @@ def _quantized_decline_reason(
     n_queries, n_keys = q.shape[1], k.shape[1]
     if score_options.softcap is not None:
         return MASK_OR_CAP
-    if not 0 < n_queries <= FEW_ROWS or score_options.offset is None or score_options.offset + n_queries != n_keys:
+    if not 0 < n_queries <= min(FEW_ROWS, n_keys) or score_options.offset != n_keys - n_queries:
         return f"1 to {FEW_ROWS} queries at the last keys, got {n_queries} and {score_options}"
     fits = q.shape[::3] == k.shape[::3] and v.shape == k.shape and k.values.size and q.shape[2] % k.shape[2] == 0
     if q.dtype != FLOAT32 or not fits:
