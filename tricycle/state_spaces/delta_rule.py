@@ -26,15 +26,17 @@ from tricycle.ops import as_tensors
 from tricycle.state_spaces.scan import Chunk, ChunkedScan, new_chunk
 from tricycle.tensor import Operand, Tensor, record
 
+MAX_LAPACK_SIZE = 8  # of a triangular matrix that is inverted at once
+
 
 @dataclass
 class _DeltaChunk(Chunk):
     """A chunk whose values are the updates U, and what their gradients need."""
 
-    strengths: Array  # b, (F, R, Q, 1)
-    weights: Array  # A, (F, R, Q, Q)
+    strengths: Array  # b, (B, G, R, Q, 1)
+    weights: Array  # A, (B, G, R, Q, Q)
     inverse: Array  # (I + A)^-1
-    errors: Array  # V - e^D K S, (F, R, Q, P)
+    errors: Array  # V - e^D K S, (B, G, R, Q, P)
 
 
 class GatedDeltaRule(ChunkedScan):
@@ -61,11 +63,10 @@ class GatedDeltaRule(ChunkedScan):
         return record(out, tensors, backward, self.name)
 
     def _chunk(self, s: Array, v: Array, decays: Array, k: Array, q: Array, *others: Array) -> _DeltaChunk:
-        """Return the chunk of these tokens (F, R, Q, ...) after the state s, with the rule's updates as its values."""
+        """Return the chunk of tokens (B, G, R, Q, ...) after the state s, with the rule's updates as its values."""
         xp, c, (strengths,) = array_module(v), new_chunk(v, decays, k, q), others
-        n_tokens = v.shape[2]
         weights = xp.tril(c.within * strengths * (c.k @ c.k.swapaxes(-1, -2)), -1)
-        inverse = xp.linalg.inv(weights + xp.eye(n_tokens, dtype=weights.dtype)) if n_tokens > 1 else 1 + weights
+        inverse = _inverse(weights)
         errors = c.v - c.since_start * (c.k @ s)
         c.v = inverse @ (strengths * errors)
         return _DeltaChunk(**vars(c), strengths=strengths, weights=weights, inverse=inverse, errors=errors)
@@ -88,3 +89,19 @@ class GatedDeltaRule(ChunkedScan):
         dproducts = dweights * c.within * c.strengths
         dk -= (dproducts + dproducts.swapaxes(-1, -2)) @ c.k
         return [dv, dsums, dk, dq, dstrengths[..., None]], ds_before
+
+
+def _inverse(weights: Array) -> Array:
+    """Return (I + A)^-1 of strictly lower triangular matrices A (..., Q, Q), from those of two diagonal blocks.
+
+    The block below is -D C B, where B and D are the inverses and C the block of A. LAPACK takes twice as long.
+    """
+    xp, size = array_module(weights), weights.shape[-1]
+    if size <= MAX_LAPACK_SIZE:
+        return xp.linalg.inv(weights + xp.eye(size, dtype=weights.dtype))
+    half = size // 2
+    inverse = xp.zeros_like(weights)
+    first = inverse[..., :half, :half] = _inverse(weights[..., :half, :half])
+    second = inverse[..., half:, half:] = _inverse(weights[..., half:, half:])
+    inverse[..., half:, :half] = -(second @ weights[..., half:, :half]) @ first
+    return inverse

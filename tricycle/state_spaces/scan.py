@@ -5,16 +5,17 @@ output is y_t = S_t^T q_t. This equals causal attention without a softmax, whose
 the decay e^(d_(s+1) + ... + d_t) (Dao and Gu 2024, "Transformers are SSMs", sections 3 and 6). Within a chunk of tokens
 it is computed as attention, by matrix products; between chunks by the state, so the time is linear in the tokens.
 
-Shapes: B batch, T tokens, H heads, P channels per head, G groups of heads that share keys and queries, F = B G groups
-of all items, R heads per group, N state size, Q tokens of a chunk.
+Shapes: B batch, T tokens, H heads, P channels per head, G groups of heads that share keys and queries, R heads per
+group, N state size, Q tokens of a chunk.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from tricycle import kernels
 from tricycle.attention.cache import KeyValueCache
@@ -24,18 +25,21 @@ from tricycle.kernels.batched import run_over_batch
 from tricycle.ops import Op, as_floating, as_tensors, check_device, check_positive
 from tricycle.tensor import Operand, Tensor, record
 
+Part: TypeAlias = tuple[slice, ...]  # the leading axes of an index: items, or groups of all items
+MIN_DECAY = -1000.0  # of the logarithm: less makes no difference, for e to this power is 0
+
 
 @dataclass
 class Chunk:
-    """A chunk's inputs by group, and its decays."""
+    """A chunk's inputs in the order of the matrix products, and its decays."""
 
-    v: Array  # (F, R, Q, P)
-    k: Array  # (F, 1, Q, N)
-    q: Array  # (F, 1, Q, N)
-    within: Array  # (F, R, Q, Q): from each token s to each later t, 0 for earlier t
-    since_start: Array  # (F, R, Q, 1): from the state before the chunk
-    until_end: Array  # (F, R, Q, 1): to the state after the chunk
-    whole: Array  # (F, R, 1, 1): of the state over the chunk
+    v: Array  # (B, G, R, Q, P)
+    k: Array  # (B, G, 1, Q, N)
+    q: Array  # (B, G, 1, Q, N)
+    within: Array  # (B, G, R, Q, Q): from each token s to each later t, 0 for earlier t
+    since_start: Array  # (B, G, R, Q, 1): from the state before the chunk
+    until_end: Array  # (B, G, R, Q, 1): to the state after the chunk
+    whole: Array  # (B, G, R, 1, 1): of the state over the chunk
 
 
 class ChunkedScan(Op, is_base=True):
@@ -70,54 +74,58 @@ class ChunkedScan(Op, is_base=True):
     def _scan(
         self, inputs: Sequence[Array], state: Array | None, keep_states: bool = False
     ) -> tuple[Array, Array, list[Array]]:
-        """Return y, the last state, and the states (F, R, N, P) before all chunks, [] unless `keep_states`."""
+        """Return y, the last state, and the states (B, G, R, N, P) before all chunks, [] unless `keep_states`."""
         v, _, k, *_ = inputs
-        by_group = [_by_group(x, k.shape[2]) for x in inputs]
-        shape = (*by_group[0].shape[:2], k.shape[3], v.shape[3])
-        last = array_module(v).zeros(shape, v.dtype) if state is None else state.reshape(shape).copy()
-        out = kernels.empty(v, by_group[0].shape)
-        chunks = self._chunks(v.shape[1])
+        xp, (n_items, n_tokens, n_heads, size) = array_module(v), v.shape
+        shape = n_items, k.shape[2], n_heads // k.shape[2], k.shape[3], size
+        last = xp.zeros(shape, v.dtype) if state is None else state.reshape(shape).copy()
+        out = kernels.empty(v, v.shape)
+        *operands, y = (_by_head(x, k.shape[2]) for x in (*inputs, out))
+        chunks = self._chunks(n_tokens)
         states = [kernels.empty(v, shape) for _ in chunks] if keep_states else []
 
-        def work(groups: slice) -> None:
-            s = last[groups]
+        def work(part: Part) -> None:
+            s = last[part]
             for number, tokens in enumerate(chunks):
-                c = self._chunk(s, *(x[groups, :, tokens] for x in by_group))
+                rows = *part, ..., tokens, slice(None)
+                c = self._chunk(s, *(xp.ascontiguousarray(x[rows]) for x in operands))
                 if keep_states:
-                    states[number][groups] = s
-                out[groups, :, tokens] = (c.q @ c.k.swapaxes(-1, -2) * c.within) @ c.v + c.since_start * (c.q @ s)
+                    states[number][part] = s
+                y[rows] = (c.q @ c.k.swapaxes(-1, -2) * c.within) @ c.v + c.since_start * (c.q @ s)
                 s = c.whole * s + (c.k * c.until_end).swapaxes(-1, -2) @ c.v
-            last[groups] = s
+            last[part] = s
 
-        run_over_batch(out, work)
-        return _by_token(out, v.shape), last.reshape(len(v), v.shape[2], *shape[2:]), states
+        _share(y, work)
+        return out, last.reshape(n_items, n_heads, *shape[3:]), states
 
     def _gradients(self, grad: Array, inputs: Sequence[Array], states: list[Array]) -> list[Array]:
         """Return the gradients of the inputs of `forward`; chunks are recomputed, from the last to the first."""
         xp, n_groups, chunks = array_module(grad), inputs[2].shape[2], self._chunks(grad.shape[1])
-        out, *by_group = (_by_group(x, n_groups) for x in (grad, *inputs))
-        grads = [kernels.empty(x, x.shape) for x in by_group]
+        grads = [kernels.empty(x, x.shape) for x in inputs]
+        operands = [_by_head(x, n_groups) for x in (grad, *inputs)]
+        targets = [_by_head(x, n_groups) for x in grads]
 
-        def work(groups: slice) -> None:
+        def work(part: Part) -> None:
             ds: Array | None = None  # of the state after the chunk; nothing follows the last one
             for states_before, tokens in zip(reversed(states), reversed(chunks)):
-                s, rows = states_before[groups], (groups, slice(None), tokens)
-                c = self._chunk(s, *(x[rows] for x in by_group))
-                (dv, dsums, dk, dq, *others), ds = self._chunk_gradients(c, s, out[rows], ds)
+                s, rows = states_before[part], (*part, ..., tokens, slice(None))
+                dy, *parts = (xp.ascontiguousarray(x[rows]) for x in operands)
+                c = self._chunk(s, *parts)
+                (dv, dsums, dk, dq, *others), ds = self._chunk_gradients(c, s, dy, ds)
                 ddecays = xp.flip(xp.cumsum(xp.flip(dsums, -1), axis=-1), -1)[..., None]
-                dk, dq = dk.sum(axis=1, keepdims=True), dq.sum(axis=1, keepdims=True)
-                for gradient, part in zip(grads, (dv, ddecays, dk, dq, *others)):
-                    gradient[rows] = part
+                dk, dq = dk.sum(axis=2, keepdims=True), dq.sum(axis=2, keepdims=True)
+                for target, gradient in zip(targets, (dv, ddecays, dk, dq, *others)):
+                    target[rows] = gradient
 
-        run_over_batch(out, work)
-        return [_by_token(gradient, x.shape) for gradient, x in zip(grads, inputs)]
+        _share(operands[0], work)
+        return grads
 
     def _chunks(self, n_tokens: int) -> list[slice]:
         """Return the tokens of each chunk."""
         return [slice(start, start + self.chunk_size) for start in range(0, n_tokens, self.chunk_size)]
 
     def _chunk(self, s: Array, v: Array, decays: Array, k: Array, q: Array, *others: Array) -> Chunk:
-        """Return the `Chunk` of these tokens (F, R, Q, ...), which follow the state s; a subclass may use the rest."""
+        """Return the `Chunk` of tokens (B, G, R, Q, ...), which follow the state s; a subclass may use the rest."""
         return new_chunk(v, decays, k, q)
 
     def _chunk_gradients(self, c: Any, s: Array, dy: Array, ds: Array | None) -> tuple[list[Array], Array]:
@@ -173,9 +181,9 @@ class StateSpaceScan(ChunkedScan):
 
         Its memory is quadratic in the tokens: it is for inspection. See `forward` for the shapes.
         """
-        c = new_chunk(*(_by_group(x, k.shape[2]) for x in (v, decays, k, q)))
-        matrix: Array = c.q @ c.k.swapaxes(-1, -2) * c.within
-        return matrix.reshape(len(v), v.shape[2], *matrix.shape[2:])
+        c = new_chunk(*(_by_head(x, k.shape[2]) for x in (v, decays, k, q)))
+        matrix = c.q @ c.k.swapaxes(-1, -2) * c.within
+        return matrix.reshape(len(v), v.shape[2], *matrix.shape[3:])
 
 
 def _check_shapes(op: Op, v: Array, decays: Array, k: Array, q: Array, *others: Array) -> None:
@@ -194,26 +202,25 @@ def _check_shapes(op: Op, v: Array, decays: Array, k: Array, q: Array, *others: 
 
 
 def new_chunk(v: Array, decays: Array, k: Array, q: Array) -> Chunk:
-    """Return the `Chunk` of tokens (F, R, Q, ...): their decays within the chunk, since its start and until its end."""
-    xp, n_tokens = array_module(v), v.shape[2]
-    # Sums from each token s on, as differences of sums from the first token on would cancel.
-    exponents = xp.cumsum(xp.where(xp.tri(n_tokens, k=-1, dtype=bool), decays, 0), axis=-2)
-    within = xp.where(xp.tri(n_tokens, dtype=bool), xp.exp(exponents), 0)
-    since_start = xp.exp(xp.cumsum(decays, axis=-2))
+    """Return the `Chunk` of tokens (B, G, R, Q, ...), with decays within the chunk, since its start and to its end."""
+    xp = array_module(v)
+    # Differences of sums from the first token on would cancel in float32, and with sums of infinities.
+    sums = xp.cumsum(xp.maximum(decays, MIN_DECAY), axis=-2, dtype=np.float64)
+    exponents = (sums - sums.swapaxes(-1, -2)).astype(v.dtype)
+    within = xp.exp(xp.where(xp.tri(v.shape[-2], dtype=bool), exponents, -np.inf))
+    since_start = xp.exp(sums).astype(v.dtype)
     until_end = within[..., -1:, :].swapaxes(-1, -2)
     return Chunk(v, k, q, within, since_start, until_end, since_start[..., -1:, :])
 
 
-def _by_group(x: Array, n_groups: int) -> Array:
-    """Copy x (B, T, H, P), or (B, T, H) with P = 1, to (F, R, T, P): its H heads as R heads of each of G groups."""
-    n_items, n_tokens, n_heads = x.shape[:3]
-    by_item = x.reshape(n_items, n_tokens, n_groups, n_heads // n_groups, math.prod(x.shape[3:])).transpose(
-        0, 2, 3, 1, 4
-    )
-    return by_item.reshape(n_items * n_groups, *by_item.shape[2:])
+def _by_head(x: Array, n_groups: int) -> Array:
+    """Return a view (B, G, R, T, P) of x (B, T, H, P), or (B, T, H) with P = 1: H heads as R of each of G groups."""
+    x = x if x.ndim == 4 else x[..., None]
+    n_items, n_tokens, n_heads, size = x.shape
+    return x.reshape(n_items, n_tokens, n_groups, n_heads // n_groups, size).transpose(0, 2, 3, 1, 4)
 
 
-def _by_token(x: Array, shape: tuple[int, ...]) -> Array:
-    """Bring x (F, R, T, P) to a shape (B, T, H, P), or (B, T, H) for P = 1: the inverse of `_by_group`."""
-    by_head = x.reshape(shape[0], shape[2], shape[1], x.shape[-1])
-    return by_head.swapaxes(1, 2).reshape(shape)
+def _share(x: Array, work: Callable[[Part], None]) -> None:
+    """Call `work` with indexes of parts of x (B, G, R, T, P), which threads may share: of items, or groups of one."""
+    before = () if len(x) > 1 else (slice(None),)
+    run_over_batch(x if len(x) > 1 else x.swapaxes(0, 1), lambda part: work((*before, part)))
