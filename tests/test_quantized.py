@@ -179,6 +179,17 @@ def test_onednn_product_matches_the_reference(monkeypatch, kind, n_rows, shape, 
 
 
 @USABLE
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_changes_no_other_row(bad):
+    matrix = matrix_of("bfloat16", (70, 67))[1]
+    x = np.random.default_rng(1).standard_normal((80, len(matrix))).astype(np.float32)
+    expected = onednn.quantized.quantized_matmul(x, matrix)
+    x[3, 5] = bad
+    expected[3] = bad * np.asarray(matrix, np.float32)[5]
+    np.testing.assert_array_equal(onednn.quantized.quantized_matmul(x, matrix), expected)
+
+
+@USABLE
 @pytest.mark.parametrize("n_rows", [17, 33])
 def test_onednn_multiplies_no_single_row_with_factors(monkeypatch, n_rows):
     """oneDNN takes 200 times as long for one row as for two, and one of two threads has one of 17 rows."""

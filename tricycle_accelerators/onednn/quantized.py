@@ -84,13 +84,15 @@ def _multiply_int8(x: np.ndarray, matrix: library.PackedMatrix) -> np.ndarray | 
 
 # -------------------------------------------------------------------- bfloat16
 def _multiply_bfloat16(x: np.ndarray, matrix: library.PackedMatrix, exact: bool) -> np.ndarray:
-    """Return float32 rows @ bfloat16 matrix: rows split in two if `exact` and finite, else rounded."""
+    """Return float32 rows @ bfloat16 matrix: rows split in two if `exact`, else rounded."""
     n_rows = len(x)
-    exact = exact and bool(np.isfinite(x).all())
     halves = buffers.empty((2 if exact else 1, *x.shape), library.bfloat16())
     halves[0] = x
     if exact:
-        halves[1] = x - halves[0].astype(np.float32)
+        with np.errstate(invalid="ignore"):  # infinity minus infinity
+            rest = x - halves[0].astype(np.float32)
+        rest[~np.isfinite(rest)] = 0
+        halves[1] = rest
     product = buffers.empty((n_rows, matrix.shape[1]), np.float32)
 
     def work(rows: slice) -> None:
