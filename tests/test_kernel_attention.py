@@ -189,6 +189,19 @@ def test_keys_outside_all_windows_are_not_read(n_queries, rng):
     np.testing.assert_allclose(rows, expected[0], 1e-9)
 
 
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("offset, window, place", [(0, None, 399), (0, 30, 100)])
+def test_keys_that_are_not_finite_change_only_queries_that_attend_to_them(value, offset, window, place, rng):
+    q, k, v = qkv(rng, Sizes(1, 400, 400, 2, 2, 8))
+    score_options = ScoreOptions(0.5, offset, window)
+    expected = cpu_attention.attention(q, k, v, score_options, False)[0]
+    k[:, place] = value
+    changed = np.arange(place, 400 if window is None else place + window)
+    with np.errstate(invalid="ignore"):
+        found = cpu_attention.attention(q, k, v, score_options, False)[0]
+    assert_all_close([np.delete(found, changed, axis=1)], [np.delete(expected, changed, axis=1)])
+
+
 def peak_memory(n_tokens: int, score_options: ScoreOptions, rng) -> int:
     """Return the peak memory of forward and backward, in bytes."""
     q, k, v = (array.astype(np.float32) for array in qkv(rng, Sizes(1, n_tokens, n_tokens, 2, 1, 8)))

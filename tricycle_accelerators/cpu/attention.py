@@ -80,17 +80,16 @@ def run_over_batch(q: np.ndarray, work: Callable[[slice], None]) -> None:
 
 # -------------------------------------------------------------------- scores of a group
 class _CausalMasks(NamedTuple):
-    """Additive masks of squares of scores at the two edges of the band: 0, and -inf after, or up to, the diagonal."""
+    """Which keys are hidden in squares of scores at the two edges of the band: after, or up to, the diagonal."""
 
     later: np.ndarray
     earlier: np.ndarray
 
 
-def _causal_masks(blocks: list[QueryBlock], dtype: np.dtype) -> _CausalMasks:
-    """Return additive masks for the longest block: -inf above the diagonal; -inf on and below it."""
-    longest = max(block.queries.stop - block.queries.start for block in blocks)
-    whole = np.full((longest, longest), -np.inf, dtype)
-    return _CausalMasks(np.triu(whole, 1), np.tril(whole))
+def _causal_masks(blocks: list[QueryBlock]) -> _CausalMasks:
+    """Return masks for the longest block: true above the diagonal; true on and below it."""
+    earlier = np.tri(max(block.queries.stop - block.queries.start for block in blocks), dtype=bool)
+    return _CausalMasks(~earlier, earlier)
 
 
 class _Heads(NamedTuple):
@@ -135,18 +134,18 @@ class _Heads(NamedTuple):
         return np.subtract(1, slope, out=slope)
 
     def mask_scores(self, scores: np.ndarray, block: QueryBlock, seen: slice) -> None:
-        """Add the mask, and -inf where causality or the window hides a key, to scores (H, T, S) in place."""
+        """Add the mask to scores (H, T, S) in place; set -inf, also for NaN, where causality or window hide a key."""
         n_queries = scores.shape[1]
         if self.mask is not None:
             scores += self.mask[:, block.queries, seen] if self.mask.shape[1] > 1 else self.mask[:, :, seen]
         if block.diagonal is not None and block.diagonal < seen.stop:
             start = max(seen.start, block.diagonal)
             columns = slice(start - block.diagonal, seen.stop - block.diagonal)
-            scores[:, :, start - seen.start :] += self.masks.later[:n_queries, columns]
+            np.copyto(scores[:, :, start - seen.start :], -np.inf, where=self.masks.later[:n_queries, columns])
         if block.edge is not None and seen.start < block.edge + n_queries:
             stop = min(seen.stop, block.edge + n_queries)
             columns = slice(seen.start - block.edge, stop - block.edge)
-            scores[:, :, : stop - seen.start] += self.masks.earlier[:n_queries, columns]
+            np.copyto(scores[:, :, : stop - seen.start], -np.inf, where=self.masks.earlier[:n_queries, columns])
 
     def scores(self, block: QueryBlock, seen: slice) -> np.ndarray:
         """Return the scores (H, T, S) of a block's queries and some keys, -inf where a key is hidden."""
@@ -200,7 +199,7 @@ def _run(
         threads.parallel_for(lambda items: work_items(items, inputs.of_items(items)), some)
         return None
     plan = plan_attention(inputs.q, inputs.k, inputs.score_options)
-    masks = _causal_masks(plan.blocks, inputs.q.dtype)
+    masks = _causal_masks(plan.blocks)
     threads.parallel_for(lambda group: work_group(group, _heads(inputs, group, masks), plan), plan.groups)
     return plan
 
