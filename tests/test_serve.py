@@ -712,27 +712,21 @@ def mock_connection(server, n_unsent_bytes: int) -> tuple[TimeoutProtocol, Mock]
     return protocol, transport
 
 
-def test_slow_but_steady_reader_is_not_blocked(server):
-    """The server fills its buffer again before the next check, whenever the client has read a part of it."""
-    protocol, transport = mock_connection(server, 60_000)
+@pytest.mark.parametrize(
+    ("n_unsent_bytes", "activity", "n_idle_checks"),
+    [
+        pytest.param(60_000, ("pause_writing", "resume_writing"), 13, id="the server fills its buffer again each time"),
+        pytest.param(0, ("on_response_complete",), 6, id="each response begins and ends between two checks"),
+    ],
+)
+def test_connections_in_use_are_not_closed(server, n_unsent_bytes, activity, n_idle_checks):
+    protocol, transport = mock_connection(server, n_unsent_bytes)
     for _ in range(50):
-        protocol.pause_writing()
-        protocol.resume_writing()
+        for name in activity:
+            getattr(protocol, name)()
         protocol._check_timeouts()
     assert not transport.abort.called
-    for _ in range(13):
-        protocol._check_timeouts()
-    assert transport.abort.called
-
-
-def test_connection_with_short_responses_is_not_idle(server):
-    """Each response begins and ends between two checks."""
-    protocol, transport = mock_connection(server, 0)
-    for _ in range(50):
-        protocol.on_response_complete()
-        protocol._check_timeouts()
-    assert not transport.abort.called
-    for _ in range(6):
+    for _ in range(n_idle_checks):
         protocol._check_timeouts()
     assert transport.abort.called
 
