@@ -48,6 +48,11 @@ def test_wrong_gradients_raise(fn, error, message):
         gradcheck(fn, np.array([0.5, 1, 2, 3]))
 
 
+def test_integers_have_no_gradient():
+    with pytest.raises(RuntimeError, match="does not require a gradient"):
+        gradcheck(lambda x: x * 2, np.arange(3))
+
+
 def test_error_names_the_input_and_element():
     def fn(x, y):
         return record(x.array * y.array, (x, y), lambda g, needs_grad: (g * y.array, g * x.array * [1, 1, 2]), "mine")

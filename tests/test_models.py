@@ -409,6 +409,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "floats": ([[0.0, 1.0]], "Embedding: .*whole numbers.*float32"),
 }
 calls = {name: (lambda tokens=tokens: GPT(TINY)(tokens), message) for name, (tokens, message) in BAD.items()}
+calls["no caches"] = (lambda: GPT(TINY)([1], []), "GPT: .*cache.*got 0")
 calls["a cache too few"] = (lambda: GPT(TINY)([1], GPT(TINY).new_caches()[:1]), "GPT: .*cache.*2")
 test_bad_input = bad_input(calls)
 

@@ -95,6 +95,12 @@ def test_concatenation_of_flattened_arrays():
     np.testing.assert_array_equal(joined.array, np.concatenate([X, Y], axis=None))
 
 
+def test_gradient_of_a_standard_deviation_of_0_is_0():
+    x = to_tensor([[1.0, 1.0, 1.0], [1.0, 2.0, 3.0]])
+    np.std(x, axis=1).sum().backward()
+    np.testing.assert_allclose(x.grad.array, [[0, 0, 0], [-(6**-0.5), 0, 6**-0.5]], rtol=1e-6)
+
+
 def test_functions_without_gradient_return_what_numpy_returns():
     x = to_tensor(X, dtype=float)
     assert np.shape(x) == (2, 3, 3)

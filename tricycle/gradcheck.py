@@ -40,10 +40,10 @@ def gradcheck(
     output = fn(*tensors)
     if not isinstance(output, Tensor):
         raise TypeError(f"gradcheck: expected a function that returns a Tensor, got {type(output).__name__}")
+    weights = generator.standard_normal(output.shape)
+    (output * weights).sum().backward()  # raises the RuntimeErrors
     if output.dtype != np.float64:
         raise ValueError(f"gradcheck: expected {output.name or fn} to keep float64, got {output.dtype}")
-    weights = generator.standard_normal(output.shape)
-    (output * weights).sum().backward()
 
     def value_at(array: Any) -> float:
         tensor.array = array

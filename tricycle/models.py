@@ -131,7 +131,7 @@ class GPT(BlockStack):
     ) -> Tensor:
         """Return the last block's output (B, T, C) or (T, C), before the last norm; extend caches; see `forward`."""
         tokens = as_tensor(tokens)
-        if caches and len(caches) != len(self.blocks):
+        if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(f"GPT: expected a cache for each of {len(self.blocks)} blocks, got {len(caches)}")
         if tokens.ndim not in (1, 2):
             raise ValueError(f"GPT: expected tokens of shape (batch, tokens), got {tokens.shape}")

@@ -133,6 +133,13 @@ def _var(a: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     return (centered * centered).mean(axis, keepdims)
 
 
+def _std(a: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Return the population standard deviation over axes, with a gradient of 0 where it is 0."""
+    variance = _var(a, axis, keepdims)
+    is_zero = variance.array == 0
+    return extra_ops.where(is_zero, 0.0, extra_ops.where(is_zero, 1.0, variance).sqrt())
+
+
 def _clip(a: Operand, a_min: Operand | None = None, a_max: Operand | None = None) -> Operand:
     """Limit a to a_min and a_max, either of which may be None; if both are, return a itself."""
     a = a if a_min is None else extra_ops.maximum(a, a_min)
@@ -172,7 +179,7 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     np.squeeze: _squeeze,
     np.broadcast_to: lambda array, shape: create_graph.broadcast(array, shape),
     np.var: _var,
-    np.std: lambda a, axis=None, keepdims=False: _var(a, axis, keepdims).sqrt(),
+    np.std: _std,
     np.clip: _clip,
     np.dot: _dot,
     np.einsum: lambda subscripts, *operands: Einsum(subscripts)(*operands),
