@@ -46,6 +46,7 @@ class GatedDeltaRule(ChunkedScan):
     """
 
     name = "gated_delta_rule"
+    threads_share_items = False  # two threads would take longer: after each of many short calls they wait for the GIL
 
     def forward(self, v: Operand, decays: Operand, k: Operand, q: Operand, strengths: Operand) -> Tensor:
         """Return y (B, T, H, P) of v (B, T, H, P), log decays d and strengths b (B, T, H), k and q (B, T, G, N).

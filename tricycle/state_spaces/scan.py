@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from tricycle.kernels.batched import run_over_batch
 from tricycle.ops import Op, as_floating, as_tensors, check_device, check_positive
 from tricycle.tensor import Operand, Tensor, record
 
-Part: TypeAlias = tuple[slice, ...]  # the leading axes of an index: items, or groups of all items
 MIN_DECAY = -1000.0  # of the logarithm: less makes no difference, for e to this power is 0
 
 
@@ -48,6 +47,8 @@ class ChunkedScan(Op, is_base=True):
     Args:
         chunk_size: Q. The results are equal up to rounding; memory for the weights grows with it, T Q per head.
     """
+
+    threads_share_items = True
 
     def __init__(self, chunk_size: int = 32) -> None:
         check_positive(type(self).__name__, chunk_size=chunk_size)
@@ -84,18 +85,18 @@ class ChunkedScan(Op, is_base=True):
         chunks = self._chunks(n_tokens)
         states = [kernels.empty(v, shape) for _ in chunks] if keep_states else []
 
-        def work(part: Part) -> None:
-            s = last[part]
+        def work(items: slice) -> None:
+            s = last[items]
             for number, tokens in enumerate(chunks):
-                rows = *part, ..., tokens, slice(None)
+                rows = items, ..., tokens, slice(None)
                 c = self._chunk(s, *(xp.ascontiguousarray(x[rows]) for x in operands))
                 if keep_states:
-                    states[number][part] = s
+                    states[number][items] = s
                 y[rows] = (c.q @ c.k.swapaxes(-1, -2) * c.within) @ c.v + c.since_start * (c.q @ s)
                 s = c.whole * s + (c.k * c.until_end).swapaxes(-1, -2) @ c.v
-            last[part] = s
+            last[items] = s
 
-        _share(y, work)
+        self._run(v, work)
         return out, last.reshape(n_items, n_heads, *shape[3:]), states
 
     def _gradients(self, grad: Array, inputs: Sequence[Array], states: list[Array]) -> list[Array]:
@@ -105,10 +106,10 @@ class ChunkedScan(Op, is_base=True):
         operands = [_by_head(x, n_groups) for x in (grad, *inputs)]
         targets = [_by_head(x, n_groups) for x in grads]
 
-        def work(part: Part) -> None:
+        def work(items: slice) -> None:
             ds: Array | None = None  # of the state after the chunk; nothing follows the last one
             for states_before, tokens in zip(reversed(states), reversed(chunks)):
-                s, rows = states_before[part], (*part, ..., tokens, slice(None))
+                s, rows = states_before[items], (items, ..., tokens, slice(None))
                 dy, *parts = (xp.ascontiguousarray(x[rows]) for x in operands)
                 c = self._chunk(s, *parts)
                 (dv, dsums, dk, dq, *others), ds = self._chunk_gradients(c, s, dy, ds)
@@ -117,8 +118,15 @@ class ChunkedScan(Op, is_base=True):
                 for target, gradient in zip(targets, (dv, ddecays, dk, dq, *others)):
                     target[rows] = gradient
 
-        _share(operands[0], work)
+        self._run(grad, work)
         return grads
+
+    def _run(self, x: Array, work: Callable[[slice], None]) -> None:
+        """Call `work` for all items of x (B, ...), which threads share unless its calls are too short for that."""
+        if self.threads_share_items:
+            run_over_batch(x, work)
+        else:
+            work(slice(0, len(x)))
 
     def _chunks(self, n_tokens: int) -> list[slice]:
         """Return the tokens of each chunk."""
@@ -218,9 +226,3 @@ def _by_head(x: Array, n_groups: int) -> Array:
     x = x if x.ndim == 4 else x[..., None]
     n_items, n_tokens, n_heads, size = x.shape
     return x.reshape(n_items, n_tokens, n_groups, n_heads // n_groups, size).transpose(0, 2, 3, 1, 4)
-
-
-def _share(x: Array, work: Callable[[Part], None]) -> None:
-    """Call `work` with indexes of parts of x (B, G, R, T, P), which threads may share: of items, or groups of one."""
-    before = () if len(x) > 1 else (slice(None),)
-    run_over_batch(x if len(x) > 1 else x.swapaxes(0, 1), lambda part: work((*before, part)))
