@@ -212,7 +212,7 @@ def _check_shapes(op: Op, v: Array, decays: Array, k: Array, q: Array, *others: 
 def new_chunk(v: Array, decays: Array, k: Array, q: Array) -> Chunk:
     """Return the `Chunk` of tokens (B, G, R, Q, ...), with decays within the chunk, since its start and to its end."""
     xp = array_module(v)
-    # Differences of sums from the first token on would cancel in float32, and with sums of infinities.
+    # In float64, because differences of sums would cancel in float32; without infinities, which would give NaN.
     sums = xp.cumsum(xp.maximum(decays, MIN_DECAY), axis=-2, dtype=np.float64)
     exponents = (sums - sums.swapaxes(-1, -2)).astype(v.dtype)
     within = xp.exp(xp.where(xp.tri(v.shape[-2], dtype=bool), exponents, -np.inf))

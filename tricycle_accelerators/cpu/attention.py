@@ -65,17 +65,14 @@ def _fill_outside(x: np.ndarray, tokens: slice, value: float) -> np.ndarray:
 
 
 def _run_over_batch_decline_reason(q: np.ndarray, *_: Any, **__: Any) -> str | None:
-    """Return a reason if there are fewer batch items than threads, or few elements, else None."""
-    if q.size < chunks.CHUNK_SIZE // 16:
-        return "too few elements to share"
+    """Return a reason if there are fewer batch items than threads, else None."""
     return "fewer items than threads: better shared by what is done inside" if len(q) < threads.n_threads() else None
 
 
 @decline_when(_run_over_batch_decline_reason)
 def run_over_batch(q: np.ndarray, work: Callable[[slice], None]) -> None:
-    """Call `work` with one batch item, or several small ones, in threads; NotImplemented for fewer than threads."""
-    size = min(-(-len(q) // threads.n_threads()), max(1, chunks.CHUNK_SIZE // max(1, q[0].size)))
-    threads.parallel_for(work, [slice(i, min(i + size, len(q))) for i in range(0, len(q), size)])
+    """Call `work(slice(i, i + 1))` for each batch item i in threads; NotImplemented for fewer items than threads."""
+    threads.parallel_for(work, [slice(i, i + 1) for i in range(len(q))])
 
 
 # -------------------------------------------------------------------- scores of a group
